@@ -1,6 +1,6 @@
-"""The tensors that the blocks of a ViT keep for backward, by the memory there is.
+"""Chooses which tensors the blocks of a ViT keep for backward, by the memory that is free.
 
-keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of the GPU has room for it, which
+keep: "least", "all" (see ops/_blocks.py) or "auto", which is "all" if the memory of the GPU has room for it, as
 `ViT.decide_keep` finds out.
 """
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 KEEPS = ("auto", "all", "least")
-DEVICES = ("cuda",)  # types of devices that say how much memory is free
-USABLE = 0.9  # share of the GPU's memory for tensors; the rest: context, workspaces, fragments (assumed)
+DEVICES = ("cuda",)  # the types of devices that tell how much memory is free
+USABLE = 0.9  # share of the GPU's free memory for tensors; workspaces and fragments take the rest (assumed)
 
 
 def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, int]:
-    """Bytes that one layer keeps of `rows` tokens, by kind. size: of a number; keep: "least" or "all"."""
+    """Bytes by kind that a layer keeps of `rows` tokens with keep "least" or "all"; size: an element's."""
     d, f = block.norm1.normalized_shape[0], block.mlp.fc2.in_features
-    before, normed = block.mlp.fc1.out_features, hasattr(block.mlp.norm, "weight")  # up and gate of a gated MLP
-    statistics = 2 * (2 - (block.norm1.bias is None)) + 2 * normed  # mean and 1/std of each row, fp32
+    before, normed = block.mlp.fc1.out_features, hasattr(block.mlp.norm, "weight")  # of a gated MLP, up and gate
+    statistics = 2 * (2 - (block.norm1.bias is None)) + 2 * normed  # mean (not of RMSNorm) and 1/std of each row, fp32
     kept = {
         "residual stream": 2 * rows * d * (4 if block.residual_in_fp32 else size),  # the input of each fused block
         "statistics": statistics * rows * 4,
@@ -31,7 +31,7 @@ def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, 
 
 
 def mlp_working(block: nn.Module) -> int:
-    """Numbers of a row that come and go in the MLP's backward: its activation, and gradients before that."""
+    """Elements of a row that only the MLP's backward holds: its activation, and gradients before that."""
     return block.mlp.fc1.out_features + block.mlp.fc2.in_features
 
 
@@ -43,11 +43,11 @@ def choose(
     size: int,
     device: torch.device,
 ) -> str:
-    """ "all" where training steps with it fit into what is free on a GPU, "least" elsewhere.
+    """ "all" if training steps that keep all fit into the free memory of a GPU, else "least".
 
-    At its peak a step holds what blocks and the last norm keep; what comes and goes in the backward of an MLP; logits,
-    as many numbers, and their gradients, in fp32 too; copies of the parameters in the dtype of the products, gradients
-    where there are none yet, once more in DDP's buckets, and AdamW's two moments.
+    At its peak a step holds the tensors that the blocks and the last norm keep; those that only the backward of an MLP
+    holds; `logits` elements and their gradients, in fp32 too; copies of the parameters in the dtype of the products;
+    gradients that do not exist yet, also in DDP's buckets; and AdamW's two moments.
     """
     if device.type not in DEVICES:
         return "least"
@@ -67,7 +67,7 @@ def choose(
 def choose_saved_activations(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
     """Sets what the blocks of a ViT keep from now on, as its `keep` says, and returns it.
 
-    "auto" is settled for `rows` tokens at a time in `dtype` (the parameters' unless given); 0: they are not known yet.
+    "auto" is decided for `rows` tokens at a time in `dtype` (by default the parameters'); rows 0: not known yet.
     """
     weight = next(vit.patch_embed.proj.parameters())
     kept = vit.keep if vit.keep != "auto" else "least"

@@ -1,4 +1,4 @@
-"""A model or a checkpoint in another format, read back before it takes its place."""
+"""Writes a model or a checkpoint in another format, and reads it back before it takes its place."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -13,23 +13,23 @@ from .presets import pair
 from .vit import ViT
 
 FORMATS = tuple(WRITERS)
-# Arguments that change what the model computes and that a format may leave unsaid.
+# Arguments that change what the model computes, but that a format may not record.
 _MEANING = """
     num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
 """.split()
 _OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
-_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # by the errors of a bare file
+_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # asked by errors of a bare file
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
-    """Writes a ViT in one of FORMATS; returns a line for each thing that the format leaves unsaid.
+    """Writes a ViT in one of FORMATS; returns a line for each thing that the format does not record.
 
     form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or
     .pth), "huggingface" (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors
-    or .pth). bfloat16 becomes float32 in an npz. What was written is read back and compared bit for bit before it moves
-    to `path`: whole or not at all. Of a checkpoint that it replaces there, nothing stays that would be read with it.
-    Raises InputError where the format has no place for something the model has, for a wrong suffix, and where `path` is
-    there already, unless `force`.
+    or .pth). bfloat16 becomes float32 in an npz. The result is read back and compared bit for bit before it moves to
+    `path`, whole or not at all. Files of a checkpoint that it replaces are removed if they would be read with it.
+    Raises InputError if the format cannot hold something that the model has, for a wrong suffix, and if `path` exists
+    already, unless `force` is set.
     """
     path = target(path)
     _check_target(path, form, force)
@@ -49,7 +49,7 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
 def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
     """Reads a checkpoint of any format as `ViT.from_pretrained` does, and writes it as `write` does.
 
-    overrides: arguments of from_pretrained. The dtype is that of the checkpoint.
+    overrides: arguments of from_pretrained. The dtype stays that of the checkpoint.
     """
     path = target(path)
     _check_target(path, form, force)
@@ -57,11 +57,11 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
 
 
 def _new_head(model, lacking: Container[str], lost: list[str]) -> str:
-    """How to write the model without its head, where the head alone is what a format has no place for."""
+    """How to write the model without its head, if the head is the only thing that a format cannot hold."""
     if not {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD}:
         return ""
     ways = []
-    # of a model without a last layer, none is what it has: its hidden layer would stay
+    # --num-classes 0 changes nothing in a model without a last layer: its hidden layer would stay
     if NO_HEAD not in lacking and model.num_classes > 0:
         ways.append("--num-classes 0 leaves the head out")
     if HEAD not in lacking:
@@ -82,11 +82,11 @@ def _check_target(path: Path, form: str, force: bool) -> None:
 
 
 def _read_back(model, path: Path, form: str) -> list[str]:
-    """Reads what was written and compares; returns the notes of `write`."""
+    """Reads the written file or folder and compares it with the model; returns the notes of `write`."""
     notes = []
     try:
         state, config = read(path)
-    except InputError as error:  # what only the reader can tell
+    except InputError as error:  # something that the tensors leave open
         notes.append(str(error).replace(str(path), path.name))
         state, config = read(path, **{name: model.config[name] for name in _ASKED})
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     if model.class_names and again.class_names != model.class_names:
         notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
-    if mine["swiglu_mlp"]:  # whose activation is its own
+    if mine["swiglu_mlp"]:  # a gated MLP has one activation, whatever act_layer says
         mine["act_layer"] = theirs["act_layer"]
     if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
         said = f"crop_mode={mine['crop_mode'] or 'center'!r}, crop_pct={mine['crop_pct'] or 1.0!r}"
@@ -118,5 +118,5 @@ def _cut(config: dict) -> tuple:
 
 
 def _same(ours, theirs) -> bool:
-    """Equal values, NaN to NaN, whatever wider dtype the file has."""
+    """Whether all values are equal, NaN to NaN, also if the file has a wider dtype."""
     return ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True)

@@ -1,6 +1,6 @@
 """A ViT as a file that runs without vitfast: ONNX, torch.export, or compiled by AOTInductor.
 
-Always plain PyTorch, never the kernels.
+The file always holds eager PyTorch operations, never the kernels.
 """
 
 import os
@@ -19,16 +19,16 @@ Runner = Callable[[Tensor], Tensor]
 
 
 def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, force: bool = False) -> float | None:
-    """Writes `model` for inference: images (B, C, H, W) of the model's size, B free -> logits.
+    """Writes `model` for inference: images (B, C, H, W) of the model's size -> logits, for any batch size B.
 
-    form: "onnx" (the exporter's newest default opset; weights beyond 2 GB lie beside it in `path.data`), "torch"
+    form: "onnx" (the exporter's default opset; weights beyond 2 GB lie beside the file in `path.data`), "torch"
     (torch.export, a .pt2 for `torch.export.load`) or "aoti" (a .pt2 for `torch._inductor.aoti_load_package`, compiled
-    for this device and machine). uint8: raw pixels in place of normalised floats. The file is run on a random batch and
-    compared with the model before it moves to `path`.
+    for this device and machine). uint8: the file takes raw pixels instead of normalised floats. The file is run on a
+    random batch and compared with the model before it moves to `path`.
 
-    Returns the largest difference of a logit, None where onnxruntime is not installed. Raises InputError for a missing
-    package or compiler, for a wrong suffix, and where `path` is there already, unless `force`; RuntimeError where the
-    numbers differ.
+    Returns the largest difference of a logit, or None for ONNX if onnxruntime is not installed. Raises InputError for a
+    missing package or compiler, for a wrong suffix, and if `path` exists already, unless `force` is set; RuntimeError
+    if the logits differ.
     """
     path = Path(path).expanduser()
     check_target(path, form, force)
@@ -49,7 +49,7 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
 
 
 def check_target(path: Path, form: str, force: bool) -> None:
-    """Raises InputError for an unknown format, a suffix that is not its own, and what is there already."""
+    """Raises InputError for an unknown format, a wrong suffix, and a path at which something exists."""
     if form not in _FORMATS:
         raise unknown("format", form, _FORMATS)
     suffix, _ = _FORMATS[form]
@@ -66,9 +66,9 @@ def _images(model: ViT, batch: int, uint8: bool) -> Tensor:
 
 
 def _difference(ours: Tensor, truth: Tensor) -> float:
-    """The largest difference; raises RuntimeError where it is too large.
+    """The largest difference of the logits. Raises RuntimeError if it is too large.
 
-    That is beyond 1e-4 of the logits' size (at least 1), or 1e-2 in 16 bits and on a GPU, which may use TF32.
+    The bound is 1e-4 of the largest logit (at least 1), or 1e-2 of it in 16 bits and on a GPU, which may use TF32.
     """
     difference = (ours.to(truth.device) - truth).abs().max().item()
     exact = truth.dtype == torch.float32 and truth.device.type == "cpu"

@@ -10,7 +10,7 @@ from .config import ViTConfig, class_names
 class Preprocessing:
     """How images are prepared, and what the classes are called; the fields are arguments of ViTConfig."""
 
-    mean: tuple[float, ...]  # (C,), of raw uint8 images on the 0..1 scale
+    mean: tuple[float, ...]  # (C,), like std; for raw uint8 images, on the 0..1 scale
     std: tuple[float, ...]
     crop_mode: str | None = None
     crop_pct: float | None = None
@@ -22,7 +22,7 @@ class Preprocessing:
         return cls(**{name: getattr(config, name) for name in FIELDS})
 
     def as_dict(self) -> dict:
-        """The arguments of a ViT, without `class_names` where nobody said them."""
+        """The fields as arguments of a ViT, without `class_names` if they are None."""
         names = FIELDS if self.class_names is not None else FIELDS[:-1]
         return {name: getattr(self, name) for name in names}
 
@@ -31,7 +31,7 @@ FIELDS = tuple(field.name for field in fields(Preprocessing))
 
 
 def _field(name: str) -> property:
-    """A field of `model.preprocessing`, read and set on the model."""
+    """A property of the model that reads and sets a field of `model.preprocessing`."""
 
     def put(model: "Preprocessed", value) -> None:
         model.preprocessing = replace(model.preprocessing, **{name: value})
@@ -40,14 +40,14 @@ def _field(name: str) -> property:
 
 
 class Preprocessed:
-    """A ViT with its `preprocessing`, whose fields are the model's own attributes too."""
+    """A ViT that has a `preprocessing`, whose fields are attributes of the model too."""
 
     preprocessing: Preprocessing
     mean, std, crop_mode, crop_pct = map(_field, FIELDS[:4])
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes, in the order of the logits; None where nobody said them."""
+        """The names of the classes, in the order of the logits; None if they are unknown."""
         return self.preprocessing.class_names
 
     @class_names.setter
@@ -56,7 +56,7 @@ class Preprocessed:
         self.preprocessing = replace(self.preprocessing, class_names=names)
 
     def __setstate__(self, state: dict) -> None:
-        if "preprocessing" not in state:  # pickled by a version that kept each in its own place
+        if "preprocessing" not in state:  # pickled by a version that kept each field as an attribute of the model
             told = {name: state.pop(name, None) for name in FIELDS[:4]}
             state["preprocessing"] = Preprocessing(**told, class_names=state["_config"].pop("class_names", None))
         super().__setstate__(state)
