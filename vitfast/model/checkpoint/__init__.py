@@ -1,7 +1,7 @@
 """Reads every weight format of the field into a ViT, and writes a ViT in most of them.
 
-`load` and `writers` are the ways in and out; `names` has the names of the other formats and ours, `formats` how the
-others are recognised and read; what a checkpoint says about its model is found in `config`; bytes are in `files`.
+`load` reads and `writers` writes. `names` maps the other formats' names to ours, `formats` recognises and reads those
+formats, `config` finds out what a checkpoint says about its model, and `files` reads and writes bytes.
 """
 
 from .load import load_checkpoint, load_model, read

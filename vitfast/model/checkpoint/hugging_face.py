@@ -1,4 +1,4 @@
-"""transformers' JSON of the models that compute what our ViT does; and a ViT in its files."""
+"""Reads transformers' JSON of models that compute what our ViT does, and writes a ViT as its files."""
 
 import math
 
@@ -13,11 +13,11 @@ from . import names
 from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
 from .names import State, join, rename, split, to_theirs
 
-# transformers' defaults for fields left out, which differ from those of the tensors' format.
+# transformers' defaults for fields that are left out, where they differ from those of the tensors' format.
 _DEFAULTS, _DINOV3 = dict(num_attention_heads=12, image_size=224), dict(num_attention_heads=6, rope_theta=100.0)
 CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
 _TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
-# Of each model_type: its classes, and the format its tensors have.
+# For each model_type, its classes and the format of its tensors.
 MODELS = {
     "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT"),
     "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT"),
@@ -31,17 +31,17 @@ MODELS = {
     "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP"),
     "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP"),
 }
-# The whole models: what stands beside the configuration of their image tower.
+# The models with a text tower too, and the fields beside the configuration of their image tower.
 WHOLE = ("clip", "siglip", "siglip2")
 BESIDE = "text_config vision_config text_config_dict vision_config_dict projection_dim logit_scale_init_value".split()
 
-_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first of each is what is written
+_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
-AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
-# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
-# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
-# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # of DINOv3's rotary positions, in training
+# Fields that are read below, that the tensors tell, or that do not change tokens and logits. These are fields of a
+# pooler, a decoder and mask tokens, which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the
+# start of training; of any model; and of Facebook's own code (interpolate_*), which transformers never reads.
 OTHERS = """
     intermediate_size mlp_ratio num_patches
     query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
@@ -56,7 +56,7 @@ OTHERS = """
     interpolate_antialias interpolate_offset
 """.split()
 OTHERS += OF_TEXT
-# Fields of any configuration, and those of a ViT's, as read_fields takes them.
+# The fields of any configuration, and those of a ViT's, as read_fields takes them.
 GENERAL = dict.fromkeys(OTHERS) | {
     "pruned_heads": ({},),
     "is_decoder": (False,),
@@ -87,7 +87,7 @@ FIELDS = GENERAL | {
 def told(config: dict) -> tuple[dict, list[str]]:
     """The constructor arguments in config.json, with the `form` of its tensors; and notes.
 
-    Raises InputError for a model_type or architecture that is not this ViT, and for what computes something else.
+    Raises InputError for a model_type or architecture that is not this ViT, and for a model that computes otherwise.
     """
     kind, names, where = config["model_type"], config.get("architectures"), CONFIG
     if not isinstance(kind, str) or kind not in MODELS:
@@ -100,7 +100,7 @@ def told(config: dict) -> tuple[dict, list[str]]:
         raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
     if kind in WHOLE:
         refuse_unknown(config, {*BESIDE, *GENERAL}, where)
-        config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins there
+        config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins
         where = "config.json: vision_config"
     defaults = _DEFAULTS | (_DINOV3 if kind == "dinov3_vit" else {})
     config = defaults | {key: value for key, value in config.items() if value is not None}
@@ -109,9 +109,9 @@ def told(config: dict) -> tuple[dict, list[str]]:
     found["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
     if found["hidden"] is None and kind.startswith("dinov2"):
         found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
-        if found.get("swiglu_mlp"):  # its own width, and its own activation
+        if found.get("swiglu_mlp"):  # DINOv2's gated MLP has its own width and activation
             found |= dict(act_layer="silu", mlp_ratio=None)
-    if kind.startswith("siglip2"):  # the size at which it takes its positions as they are
+    if kind.startswith("siglip2"):  # the size at which its positions are not resized
         count = read(config, "num_patches", arguments.SIDE, where) or 256
         patch, side = pair(read(config, "patch_size", arguments.SIZE, where) or 16), math.isqrt(count)
         found["img_size"] = (side * patch[0], side * patch[1]) if side * side == count else None
@@ -124,14 +124,14 @@ def told(config: dict) -> tuple[dict, list[str]]:
 
 
 def statistics(pixels: dict) -> dict:
-    """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
+    """mean and std on the 0..1 scale; None if preprocessor_config.json has none."""
     file = "preprocessor_config.json"
     mean, std = (read(pixels, f"image_{name}", arguments.ARGUMENTS[name], file) for name in ("mean", "std"))
     if read(pixels, "do_normalize", flag, file) is False:
         mean, std = 0.0, 1.0
     rescale = read(pixels, "do_rescale", flag, file) is not False
     factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
-    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
+    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # what 255 becomes
 
     def divided(value):
         return tuple(map(divided, value)) if isinstance(value, tuple) else value and value / scale
@@ -139,13 +139,13 @@ def statistics(pixels: dict) -> dict:
     return dict(mean=divided(mean), std=divided(std))
 
 
-_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
+_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut by default
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
+    """`crop_mode` and `crop_pct` from preprocessor_config.json, {} if it has none; and notes."""
     file = "preprocessor_config.json"
-    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
+    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # older: the latter
     resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
     if resizes is False or "size" not in pixels:
         return {}, []
@@ -166,7 +166,7 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
 
 
 def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
-    """The crop mode and (height, width) in a field of sizes, or None. by_edge: what one number means."""
+    """The crop mode and (height, width) or None in a field; by_edge: one number is the shortest edge."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = dict(height=value[0], width=value[1])
@@ -183,8 +183,8 @@ def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[i
 def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
     """Fields of preprocessor_config.json that resize images and cut them to `size`, (height, width).
 
-    Nothing there fills up a border, or keeps the aspect of images for a model whose own are no squares: those are
-    squashed.
+    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
+    are squashed.
     """
     height, width = (int(side / crop_pct) for side in size)
     by_edge = crop_mode == "center" and size[0] == size[1]
@@ -195,14 +195,14 @@ def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
     return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 
 
-# ---- written
+# ---- writing
 
 # Fields of config.json that all families have.
 SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()
 
 
 def family(config: dict) -> str:
-    """Which of transformers' models has these arguments, if any has; the writers say what each lacks."""
+    """The family of transformers' models for these arguments; `writers.lacks` says what it cannot hold."""
     if config["rope"] == "dinov3":
         return "dinov3"
     return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
@@ -223,7 +223,7 @@ def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -
 
 
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """ViTForImageClassification, without head ViTModel (no prefix)."""
+    """ViTForImageClassification, or without a head ViTModel, whose names have no prefix."""
     classes = config["num_classes"]
     name = "ViTForImageClassification" if classes else "ViTModel"
     content = dict(architectures=[name], model_type="vit", qkv_bias=config["qkv_bias"])
@@ -236,7 +236,7 @@ def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tup
 
 
 def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """DINOv3ViTModel; a bias of keys stays one."""
+    """DINOv3ViTModel; the keys keep their bias."""
     width, bias = config["embed_dim"], config["qkv_bias"]
     content = dict(
         architectures=["DINOv3ViTModel"],
@@ -247,7 +247,7 @@ def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
         mlp_bias=config["proj_bias"],
         proj_bias=config["proj_bias"],
         layerscale_value=config["init_values"],
-        pos_embed_rescale=None,  # nothing moves in training, as in the ViT
+        pos_embed_rescale=None,  # as in the ViT, training changes no positions
     )
     content |= {f"{name}_bias": bias for name in ("query", "key", "value")}
     gated = split(state, ".mlp.fc1.", names.GATE) if config["swiglu_mlp"] else state
@@ -258,7 +258,7 @@ def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
 
 
 def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """CLIPVisionModelWithProjection, without head CLIPVisionModel."""
+    """CLIPVisionModelWithProjection, or without a head CLIPVisionModel."""
     classes = config["num_classes"]
     if classes and state.pop("head.bias").any():
         raise InputError("CLIP's projection has no bias, this head has one; --num-classes 0 leaves it out")
@@ -269,7 +269,7 @@ def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 
 
 def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """SiglipVisionModel; the MAP head's query, keys and values in one."""
+    """SiglipVisionModel; one tensor holds the MAP head's projections of query, keys and values."""
     made = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
     return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
 

@@ -1,4 +1,4 @@
-"""The formats that are written: what each has no place for, its names, layouts and files."""
+"""The formats that vitfast writes: what each cannot hold, its names, layouts and files."""
 
 import json
 import logging
@@ -34,8 +34,8 @@ TIMM_NAMES = {
     (32, 1024, 24): "vit_large_patch32_224",
     (14, 1280, 32): "vit_huge_patch14_224",
 }
-# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can
-# carry any shape.
+# Arguments of ViT that timm's VisionTransformer has too. `model_args` lists them all, so that any of timm's names can
+# stand for any shape.
 TIMM_ARGS = (
     "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
     "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
@@ -47,7 +47,7 @@ PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
 
 
 def tensors(model) -> State:
-    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
+    """The contiguous state dict on the CPU; no two tensors share memory, which safetensors forbids."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -58,12 +58,12 @@ def tensors(model) -> State:
 
 
 def file_suffix(path: Path) -> str:
-    """The suffix of a weights file, "" for any other name, which is that of a folder ("vit-b16.v2")."""
+    """The suffix of a weights file; "" for any other name, which is a folder's ("vit-b16.v2")."""
     return path.suffix if path.suffix in READERS else ""
 
 
 def _write_tensors(state: State, path: Path) -> None:
-    """A state dict as safetensors, .pth, or .npz, where bfloat16 becomes float32: NumPy lacks it."""
+    """Writes a state dict as safetensors, .pth or .npz, in which bfloat16, which NumPy lacks, is float32."""
     if path.suffix == ".npz":
         state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
         return np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
@@ -71,12 +71,12 @@ def _write_tensors(state: State, path: Path) -> None:
         return write_safetensors(state, path, {"format": "pt"})
     try:
         torch.save(state, path)
-    except RuntimeError as error:  # how it tells of a full disk
+    except RuntimeError as error:  # torch.save raises this for a full disk
         raise OSError(f"is the disk full? torch.save says: {both_ends(str(error))}") from error
 
 
 def write_safetensors(state: State, path: Path, metadata: dict[str, str]) -> None:
-    """A safetensors file. Raises OSError where the disk is full."""
+    """Writes a safetensors file. Raises OSError if the disk is full."""
     try:
         safetensors.torch.save_file(state, path, metadata=metadata)
     except safetensors.SafetensorError as error:
@@ -88,7 +88,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _check_readable(model, state: State, config: dict) -> None:
-    """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
+    """Raises InputError for a model that `from_pretrained` could not make from its configuration."""
     try:
         with torch.device("meta"):
             twin = type(model)(**config)
@@ -104,16 +104,16 @@ def _check_readable(model, state: State, config: dict) -> None:
 
 
 def _function(module: nn.Module) -> tuple:
-    """The class of a module, and what else of its function is not in the tensors."""
+    """The class of a module, and its settings that the tensors do not show."""
     return type(module), *(getattr(module, name, None) for name in ("eps", "activation", "num_heads"))
 
 
 def save(model, folder: str | Path) -> None:
-    """Writes model.safetensors and config.json, each replaced atomically, neither before both are whole.
+    """Writes model.safetensors and config.json; each is replaced atomically, once both are whole.
 
-    The folder is made. The state dict is written as it is (dtypes too), from any device; config.json holds
-    `model.config` (with the names of the classes where they are known), the library and its version. Raises InputError
-    for a model that could not be read back: without its last norm, or with a head of its own.
+    The folder is made if needed. The state dict is written as it is (dtypes too), from any device; config.json holds
+    `model.config` (with the class names if they are known), the library and its version. Raises InputError for a model
+    that could not be read back, such as one without its last norm or with a head of the user's own.
     """
     folder = target(folder)
     state, config = tensors(model), arguments.checked(model.config)
@@ -126,7 +126,7 @@ def save(model, folder: str | Path) -> None:
 
 
 def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """A repository as timm's are, for timm.create_model("local-dir:...")."""
+    """The files of a repository like timm's, for timm.create_model("local-dir:...")."""
     size = pair(config["img_size"])
     model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
     pretrained = dict(
@@ -142,14 +142,14 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
         first_conv="patch_embed.proj",
         classifier="head",
     )
-    if config["norm_layer"] != "layernorm":  # said only where it must be: it would take the eps of a name away
+    if config["norm_layer"] != "layernorm":  # only where needed: it would replace the eps that timm's name implies
         model_args["norm_layer"] = config["norm_layer"]
     name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
-    if config["swiglu_mlp"]:  # no argument in JSON has it, a name has; its mlp_ratio counts gate and up
+    if config["swiglu_mlp"]:  # a name says it, JSON cannot; its mlp_ratio counts gate and up
         name, model_args["act_layer"] = GATED_NAME, "silu"
         model_args["mlp_ratio"] = ratio_of(state["blocks.0.mlp.fc1.weight"].shape[0], config["embed_dim"])
     elif config["norm_eps"] == 1e-5 and config["norm_layer"] == "layernorm":
-        name = "vit_base_patch16_clip_224"  # all of whose other arguments are said
+        name = "vit_base_patch16_clip_224"  # model_args says all that this name implies, but for the eps
     content = dict(
         architecture=name,
         num_classes=config["num_classes"],
@@ -161,7 +161,7 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 
 
 def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """A repository for the from_pretrained of transformers' class."""
+    """The files of a repository for `from_pretrained` of transformers' class."""
     state, content = hugging_face.converted(state, config, class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
@@ -175,8 +175,8 @@ def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | Non
     return state, {"config.json": content, "preprocessor_config.json": pixels}
 
 
-# Of each format the suffixes of the file it writes, "" for a folder, and its tensors and the content of its JSON files
-# out of the state dict, the configuration and the names of the classes.
+# For each format the suffixes of its file ("" for a folder), and a function that makes its tensors and the content of
+# its JSON files from the state dict, the configuration and the class names.
 WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
     "vitfast": (("",), None),  # see save
     "timm": (("", ".safetensors", ".pth"), _timm),
@@ -187,7 +187,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
 
 
 def write_as(model: nn.Module, form: str, path: Path) -> None:
-    """Writes a model's file or folder in one of WRITERS."""
+    """Writes a model as a file or folder of the format `form`, one of WRITERS."""
     if form == "vitfast":
         return save(model, path)
     state, content = WRITERS[form][1](tensors(model), arguments.checked(model.config), model.class_names)
@@ -200,12 +200,12 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
-    """All that a format has no place for, and whether a model with this configuration has it."""
-    c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # as the paper has it, but for its norms
+    """Everything that a format cannot hold, and whether a model with this configuration has it."""
+    c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # blocks as in the paper, but for norms
     (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
     table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
     other_tables = c.pos_embed in ("learn2d", "factorized", "relative") or c.pos_embed_at != "stem"
-    # Its name in the error, whether the model has it, the formats without it: Hugging Face's are families.
+    # The feature's name in the error, whether the model has it, the formats (or families of transformers) without it.
     features = (
         ("register tokens", c.reg_tokens > 0, classic),
         ("LayerScale", c.init_values, classic),
