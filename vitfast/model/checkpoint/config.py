@@ -1,4 +1,4 @@
-"""Constructor arguments out of a checkpoint: its tensors' shapes, its JSON, its format."""
+"""Finds a ViT's constructor arguments in a checkpoint: in its tensors' shapes, its JSON, its format."""
 
 import math
 import re
@@ -14,10 +14,10 @@ from .files import CheckpointFiles
 from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
-_OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
-_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
-_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
-# Arguments that the tensors fix: two values are the same where these are.
+_OURS = ("library", "library_version", "architecture", "class_names")  # fields of our config.json beside ARGUMENTS
+_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions did not write these
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's config.json has one of these
+# Arguments that the tensors fix. Two values mean the same if these functions of them are equal.
 _EXACT = """
     in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
     swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm num_classes
@@ -33,15 +33,15 @@ def disagreeing(told: Mapping, config: Mapping) -> list[str]:
     return [name for name in asked if same[name](told[name]) != same[name](config.get(name))]
 
 
-_IN_PART = ("global_pool", "init_values", "pos_embed")  # what the shapes show of these is not all
+_IN_PART = ("global_pool", "init_values", "pos_embed")  # the shapes show only a part of these
 
 
 def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
     """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
 
-    known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`). A config.json of ours
-    is taken as it is. Raises InputError for a model that computes something else than the ViT, and where something is
-    left open, naming the argument to pass.
+    known: the caller's arguments, which fill in `num_heads` and `img_size` or settle doubts that nothing else settles.
+    A config.json of ours is taken as it is. Raises InputError for a model that computes something else than the ViT,
+    and for an argument that remains open, which it names.
     """
     shapes = _from_shapes(made.state)
     config, where = (files.config, CONFIG) if files.config else (made.training, timm.ARGS)
@@ -68,7 +68,7 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
     sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
     _check(told, shapes, told.pop("hidden", None), where)
     defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
-    if shapes["pre_norm"] or known.get("rope") == "dinov3":  # of CLIP's and DINOv3's, where nobody says
+    if shapes["pre_norm"] or known.get("rope") == "dinov3":  # CLIP's and DINOv3's eps, if nothing says it
         defaults = defaults | dict(norm_eps=1e-5)
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
     result |= _positions(made.state, result, sizes, known.get("img_size"), where)
@@ -85,8 +85,8 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
 def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """The constructor arguments in a config.json, and notes.
 
-    Hugging Face's tells the `form` of the tensors too. Raises InputError for a config.json of an unknown library, or of
-    a model that computes something else.
+    From Hugging Face's config.json, the arguments include the `form` of the tensors. Raises InputError for one of an
+    unknown library, or of a model that computes something else.
     """
     if config.get("library") == "vitfast":
         refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
@@ -106,7 +106,7 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
 
 
 def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
-    """Raises InputError where there is no position table, and nobody says that the model has none."""
+    """Raises InputError if there is no position table and nothing says that the model has none."""
     if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
         return
     if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
@@ -123,10 +123,10 @@ def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
 
 
 def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
-    """`mean` and `std` as far as the JSON says them; those of preprocessor_config.json win.
+    """`mean` and `std` as far as the JSON says them; preprocessor_config.json has precedence.
 
-    Raises InputError for another number of them. Three for other than three channels are the defaults of a library,
-    and say nothing.
+    Three values for a model of other than three channels are a library's defaults and are left out. Raises InputError
+    for any other number of values than 1 or one for each channel.
     """
     found = {}
     for name in ("mean", "std"):
@@ -141,9 +141,9 @@ def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
 
 
 def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
-    """Raises InputError where the JSON and the tensors disagree.
+    """Raises InputError if the JSON and the tensors disagree.
 
-    hidden: the width of the MLP, None where the JSON does not say it.
+    hidden: the width of the MLP in the JSON, None if the JSON does not say it.
     """
     says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in disagreeing(told, shapes) if k in shapes]
     ours = int(shapes["embed_dim"] * shapes["mlp_ratio"])
@@ -167,7 +167,7 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         patch = [side * reduction(layers) for side in patch]
         hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
     kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
-    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables of the whole width, which are added
+    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables as wide as D are added
         kind = "factorized"
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
@@ -203,9 +203,9 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
 def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where: str) -> dict:
     """img_size and no_embed_class from the length of the position table.
 
-    told: `img_size` of the model, or `input_size` of the images it is meant for, where config.json has them. The grid
-    is that of img_size, of input_size where it fits the table, else square, else that of `asked`. Without a table the
-    size is free: told, else `asked`, else the constructor's default.
+    told: `img_size` of the model or `input_size` of its images, if config.json has them. The grid is that of img_size;
+    without one, the first of these that fits the table: input_size's, a square, and that of `asked`. Without a table
+    img_size is the one told, else `asked`, else left to the constructor's default.
     """
     own, meant, asked = (pair(size) if size else None for size in (told.get("img_size"), told.get("input_size"), asked))
     if "pos_embed" not in state:
@@ -213,7 +213,7 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where:
         return dict(img_size=size) if size else {}
     patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
     prefix = int(config["class_token"]) + config["reg_tokens"]
-    patches = {False: length - prefix, True: length}  # how many, by no_embed_class
+    patches = {False: length - prefix, True: length}  # the number of patches, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
     sides = [math.isqrt(n) for n in patches.values() if n > 0 and math.isqrt(n) ** 2 == n]
@@ -236,7 +236,7 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where:
 
 
 def _preset_heads(config: dict) -> int:
-    """The head count of the preset with this width and depth, of the same family where there are several."""
+    """The head count of the preset with this width and depth; one of the same family is preferred."""
     dim, depth = config["embed_dim"], config["depth"]
     found = [made for made in PRESETS.values() if (made["embed_dim"], made["depth"]) == (dim, depth)]
     family = {name: config.get(name) for name in ("rope", "swiglu_mlp", "pre_norm")}

@@ -1,7 +1,7 @@
-"""The names of other formats and ours, as pairs that serve reading and writing.
+"""The names of other formats and ours, in pairs that both reading and writing use.
 
-A pair is two pieces of names, theirs and ours. A piece is a whole name, except that more may stand before one that
-begins with "." or "/", and after one that ends with ".", "/" or "_". All pairs are applied, in their order.
+A pair is two pieces of names, theirs and ours. A piece must match a whole name, except that anything may precede one
+that begins with "." or "/" and follow one that ends with ".", "/" or "_". All pairs are applied in order.
 """
 
 import re
@@ -16,8 +16,8 @@ State = dict[str, Tensor]
 Pairs = tuple[tuple[str, str], ...]
 Renames = tuple[tuple[str, str], ...]  # patterns and replacements, all applied, in this order
 
-# transformers 4's names, which `save_pretrained` still writes, without the prefix of the model (`vit.`). q, k and v are
-# apart.
+# transformers 4's names, which its `save_pretrained` still writes, without the model's prefix (`vit.`). q, k and v are
+# separate.
 HUGGING_FACE: Pairs = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.position_embeddings", "pos_embed"),
@@ -51,9 +51,9 @@ TORCHVISION: Pairs = (
     ("heads.head.", "head."),
 )
 
-# The image tower of CLIP and SigLIP in transformers, without prefix; q, k and v apart, the MAP head's in one on disk.
+# transformers' image tower of CLIP and SigLIP, without prefix. q, k and v are separate; files join the MAP head's.
 HUGGING_FACE_TOWER: Pairs = (
-    ("visual_projection.", "head."),  # before the MAP head, which is called so there
+    ("visual_projection.", "head."),  # before the MAP head, which they call `head` too
     ("embeddings.class_embedding", "cls_token"),
     ("embeddings.position_embedding.weight", "pos_embed"),
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -74,7 +74,7 @@ HUGGING_FACE_TOWER: Pairs = (
     ("head.mlp.", "attn_pool.mlp."),
 )
 
-# transformers' DINOv3 on disk, much of which is in memory of its other models too; gate and what it gates are apart.
+# transformers' DINOv3 on disk; its other models have many of these names in memory. Gate and up are separate.
 HUGGING_FACE_DINOV3: Pairs = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.register_tokens", "reg_token"),
@@ -91,7 +91,7 @@ HUGGING_FACE_DINOV3: Pairs = (
     (".mlp.down_proj.", ".mlp.fc2."),
 )
 
-UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # of a DINOv3 without gate
+UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # in a DINOv3 without a gate
 
 # CLIP in OpenAI's own code and open_clip.
 OPENAI: Pairs = (
@@ -110,7 +110,7 @@ OPENAI: Pairs = (
     ("visual.proj.", "head."),
 )
 
-# The paper's own code, against our names with "/" for "."; q, k and v apart.
+# The paper's own code, and our names with "/" for ".". q, k and v are separate.
 GOOGLE: Pairs = (
     ("embedding/", "patch_embed/proj/"),
     ("cls", "cls_token"),
@@ -127,8 +127,8 @@ GOOGLE: Pairs = (
     ("Transformer/encoder_norm/", "norm/"),
     ("pre_logits/", "pre_logits/fc/"),
 )
-# big_vision counts the modules of a block anew and keeps positions, for patches alone, at the top level: its names and
-# the paper's.
+# big_vision's names and the paper's: it numbers a block's modules from 0 for each class, and keeps positions, which are
+# for patches alone, at the top level.
 BIG_VISION: Pairs = (
     ("pos_embedding", "Transformer/posembed_input/pos_embedding"),
     ("/MultiHeadDotProductAttention_0/", "/MultiHeadDotProductAttention_1/"),
@@ -150,7 +150,7 @@ def _pattern(piece: str) -> str:
 
 
 def rename(state: State, renames: Renames) -> State:
-    """The state dict with every name changed by all of `renames`. Raises InputError where two become one."""
+    """The state dict with all of `renames` applied to every name. Raises InputError if two names coincide."""
     renamed, sources = {}, {}
     for source, value in state.items():
         key = source
@@ -163,18 +163,18 @@ def rename(state: State, renames: Renames) -> State:
 
 
 def same_tensor(first: str, second: str) -> InputError:
-    """An InputError for two names of one and the same tensor of the ViT."""
+    """An InputError which says that two names stand for the same tensor of the ViT."""
     return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")
 
 
 QKV = (".attn.q.", ".attn.k.", ".attn.v.")  # rows of .attn.qkv., in this order
-GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: gate and what it gates
+GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: the gate and the values that it gates
 
 
 def join(state: State, whole: str, parts: Sequence[str]) -> State:
-    """The tensors with these pieces in their names -> one of all their rows, where all are there.
+    """Joins tensors whose names differ only in `parts` into one that has all their rows.
 
-    Its name has `whole` in the place of a piece. Raises InputError where that one is there already.
+    That happens where all parts exist. The new name has `whole` in place of the part. Raises InputError if it exists.
     """
     joined = dict(state)
     for key in state:
@@ -187,9 +187,9 @@ def join(state: State, whole: str, parts: Sequence[str]) -> State:
 
 
 def split(state: State, whole: str, parts: dict[str, int] | Sequence[str]) -> State:
-    """The tensors with `whole` in their names -> one for each of the parts.
+    """Splits the rows of each tensor with `whole` in its name into one tensor for each of the parts.
 
-    parts: as `join` takes them, of as many rows each; or {part: how many shares of the rows it has}.
+    parts: as `join` takes them, with equally many rows; or {part: how many shares of the rows it gets}.
     """
     shares, apart = parts if isinstance(parts, dict) else dict.fromkeys(parts, 1), {}
     for key, value in state.items():
