@@ -1,6 +1,6 @@
-"""Weights as bytes: found (file, folder, hub), read, and put in their place when written.
+"""Weights as bytes: finds them (file, folder, hub), reads them, and moves written ones into place.
 
-No pickle is ever run.
+It never runs a pickle.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from ...errors import InputError, both_ends
 from ...run import files
 
 HUB = "hf-hub:"
-CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
+CHECKPOINTS, LAST = "checkpoints", "last"  # names in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
-INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # of weights in shards
-COMPANIONS = ("config.json", "preprocessor_config.json")  # what is read with weights of these names
+INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
+COMPANIONS = ("config.json", "preprocessor_config.json")  # files that are read together with weights of these names
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
-# Not the fault of a path; None: of a library that does not tell the system's number.
+# Errors that are not the fault of a path. None: the library does not tell the system's errno.
 _ON_THE_WAY = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a source: the weights, and the content of the JSON that belongs to them."""
+    """The files of a source: the path of the weights, and the content of the JSON that belongs to them."""
 
     weights: Path
     config: dict = field(default_factory=dict)
@@ -46,9 +46,9 @@ class CheckpointFiles:
 def locate(source: str | Path) -> CheckpointFiles:
     """The files of a weights file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
 
-    Raises InputError where there are none. A file called as in a folder (`model.safetensors`,
-    `pytorch_model.bin`) takes the folder's config.json with it; any other is bare. Of a run folder it is the last
-    checkpoint.
+    A file with a name that folders use (`model.safetensors`, `pytorch_model.bin`) is read with the config.json beside
+    it; any other file is read alone. For a run folder, they are the files of its last checkpoint. Raises InputError if
+    there are none.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
         raise InputError(f"no weights given: give a file, a folder or {HUB}owner/name, not {source!r}")
@@ -56,12 +56,12 @@ def locate(source: str | Path) -> CheckpointFiles:
         return _in_folder(_download(str(source)), source)
     try:
         return _on_disk(Path(source).expanduser(), source)
-    except (OSError, RuntimeError) as error:  # no right to look there, a name too long, no such user
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, or no such user
         raise InputError(f"{source}: cannot be read ({_line(error)})") from None
 
 
 def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
-    """`locate` without the hub."""
+    """The same as `locate` for a path on disk."""
     if path.name == LAST:
         path = last_checkpoint(path.parent) or path
     elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in _IN_ORDER):
@@ -78,10 +78,10 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
+    """The checkpoint that `last` in a run's folder of checkpoints stands for, None if there is none.
 
-    `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError where that
-    is not there.
+    `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError if the text
+    names no such folder.
     """
     last = checkpoints / LAST
     if not last.is_file():
@@ -95,9 +95,9 @@ def last_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def read_tensors(path: Path) -> dict:
-    """The content of one weights file: a dictionary of CPU tensors, or what a .pth nests them in.
+    """The content of one weights file: a dictionary of CPU tensors, which a .pth may nest in another one.
 
-    Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
+    Raises InputError, naming the file, if it is truncated, holds Python objects or has an unknown suffix.
     """
     if path.name in INDEXES:
         return _read_shards(path)
@@ -125,7 +125,7 @@ def read_tensors(path: Path) -> dict:
 
 
 def target(path: str | Path) -> Path:
-    """The path of something to write. Raises InputError for one without a name."""
+    """The path of something to write. Raises InputError for a path that has no name."""
     try:
         found = Path(path).expanduser()
         found = found.resolve() if found.name in ("", "..") else found
@@ -137,9 +137,9 @@ def target(path: str | Path) -> Path:
 
 
 def present(path: Path) -> str:
-    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", "" for none.
+    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
 
-    Raises InputError where nothing can be: below a file, or with a name that no file can have.
+    Raises InputError if nothing can exist there: below a file, or with a name that no file can have.
     """
     try:
         mode = path.stat().st_mode if path.exists() else None
@@ -153,9 +153,9 @@ def present(path: Path) -> str:
 
 
 def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder", "dangling link")) -> None:
-    """Raises InputError where `path` is there already (but for an empty folder), unless `force`.
+    """Raises InputError if `path` exists already and is no empty folder, unless `force` is set.
 
-    kinds: of `present`; a thing of another kind is never replaced.
+    kinds: results of `present`; a thing of another kind is never replaced.
     """
     what = present(path)
     if what and what not in kinds:
@@ -167,7 +167,7 @@ def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder"
 def make_folder(folder: Path, wanted: Path) -> None:
     """Makes a folder and those above it.
 
-    Raises InputError, naming what is `wanted` there, where there can be none.
+    Raises InputError, which names the path `wanted` there, if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def make_folder(folder: Path, wanted: Path) -> None:
 
 
 def _no_place(path: Path, error: Exception) -> Exception:
-    """The error for a path at which nothing can be made: an InputError, but for a full disk and the like."""
+    """The error for a path that cannot be made: an InputError, or OSError for a full disk and the like."""
     why = getattr(error, "strerror", None) or error
     if isinstance(error, OSError) and error.errno in _ON_THE_WAY:
         return OSError(f"{path} could not be written: {why}")
@@ -187,10 +187,10 @@ def _no_place(path: Path, error: Exception) -> Exception:
 
 @contextmanager
 def staged(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yields the same name in a scratch folder beside `path`; what is written there moves to `path`.
+    """Yields the same name in a scratch folder beside `path`, to write to; the result moves to `path`.
 
-    That is a file (with companions such as `path.data`) or a folder, whose files replace those of the same name, each
-    atomically. Where the block raises, nothing changes. Raises InputError as `check_free` does.
+    The result is a file (with companions such as `path.data`) or a folder, whose files replace those of the same name,
+    each atomically. If the block raises, nothing changes. Raises InputError as `check_free` does.
     """
     check_free(path, force)
     make_folder(path.parent, path)
@@ -207,7 +207,7 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
-    """The weights of a folder: a well-known name first, else the only weights file there is."""
+    """The weights of a folder: the first of the well-known names, else the only weights file in it."""
     known = [folder / name for name in _IN_ORDER if (folder / name).is_file()]
     found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
     if found and all(SHARD.fullmatch(path.name) for path in found):
@@ -226,7 +226,7 @@ def _with_json(weights: Path) -> CheckpointFiles:
 
 
 def _json(path: Path) -> dict:
-    """The object in a JSON file, {} where there is no file."""
+    """The object in a JSON file, {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -239,7 +239,7 @@ def _json(path: Path) -> dict:
 
 
 def _download(source: str) -> Path:
-    """Brings a repository's weights and JSON into huggingface_hub's cache; returns their folder there."""
+    """Downloads a repository's weights and JSON into huggingface_hub's cache; returns their folder."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -262,7 +262,7 @@ def _download(source: str) -> Path:
         why = absent[WEIGHTS[0]]
         said = f"no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE"
         raise InputError(f"{source}: {said}") from why
-    # A config.json that the cache merely lacks would leave the weights with defaults that may not be theirs.
+    # Without a config.json that merely is not cached, the weights would get defaults that may not be theirs.
     if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
         raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
     get("preprocessor_config.json")
@@ -273,7 +273,7 @@ def _download(source: str) -> Path:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """The file of each tensor, of an index of transformers'."""
+    """The file that an index of transformers' lists for each tensor."""
     listed = _json(index).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else ()
     if not names or not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
@@ -284,7 +284,7 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _read_shards(index: Path) -> dict:
-    """The tensors of all shards that an index lists. Raises InputError where one is missing."""
+    """The tensors of all shards that an index lists. Raises InputError if one is missing."""
     listed, state = _shards(index), {}
     for name in sorted({*listed.values()}):
         if not (shard := index.with_name(name)).is_file():
@@ -302,7 +302,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps its bytes
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps the bytes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
