@@ -1,4 +1,4 @@
-"""From a checkpoint of any format to a state dict, a configuration, or a model."""
+"""Turns a checkpoint of any format into a state dict, a configuration, or a model."""
 
 import inspect
 import logging
@@ -26,9 +26,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
 
     path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
     Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP), torchvision, Meta's DINOv2 and
-    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beyond timm's names there can be
+    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beside timm's names there can be
     `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
-    InputError, one line, for what is missing, broken, or no ViT of these.
+    InputError, in one line, if weights are missing, broken, or not a ViT of these formats.
     """
     content = read_tensors(locate(path).weights)
     with _named(path):
@@ -41,9 +41,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
 def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
     """The state dict of `load_checkpoint`, and the constructor arguments of its model.
 
-    known: constructor arguments from the caller, used where the checkpoint leaves them open: `num_heads`, and
-    `img_size` for a position table that is no square. What `save` wrote comes back exactly. Raises InputError as
-    `load_checkpoint` does.
+    known: the caller's constructor arguments, which fill in what the checkpoint leaves open (`num_heads`, or `img_size`
+    for a position table that is not square) and settle doubts. What `save` wrote comes back exactly. Raises InputError
+    as `load_checkpoint` does, and if something remains open.
     """
     found = _open(source, known)
     return found.state, found.config
@@ -52,10 +52,10 @@ def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
 def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
     """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
 
-    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another
+    Overrides are constructor arguments that the tensors do not fix. Another `img_size` resamples the positions, another
     `num_classes` puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's
-    default dtype, or with `keep_dtype` in that of the tensors where they share one. Raises InputError where an override
-    or a key does not fit.
+    default dtype or, with `keep_dtype`, in the dtype of the tensors if they share one. Raises InputError if an override
+    or a tensor does not fit.
     """
     made = [inspect.signature(one.__init__).parameters.values() for one in cls.__mro__]
     names = [p.name for ps in made for p in ps if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -74,7 +74,7 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
 
 
 def _made(cls, found: Checkpoint, overrides: dict):
-    """`load_model` of what is read already."""
+    """The model of `load_model` from a checkpoint that has been read."""
     if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
         asked = f"act_layer={overrides['act_layer']!r}"
         raise InputError(f"its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
@@ -98,7 +98,7 @@ def _made(cls, found: Checkpoint, overrides: dict):
 
 
 def _sketched(cls, found: Checkpoint, changes: dict):
-    """The model without memory. Raises InputError where it has other tensors than were found."""
+    """The model on the meta device. Raises InputError if its tensors are not those of the checkpoint."""
     config = found.config
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
         reads = f"its patch projection reads in_chans={config['in_chans']} channels"
@@ -133,7 +133,7 @@ def _named(source: str | Path):
 
 def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
-    with _named(source):  # a model that is another by its own word is not looked into
+    with _named(source):  # a config.json of another model is refused before its tensors are read
         read_json(files.config)
     content = read_tensors(files.weights)
     with _named(source):

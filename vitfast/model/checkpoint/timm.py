@@ -1,8 +1,8 @@
 """timm's config.json: which of its models compute what our ViT does, and with which arguments.
 
-A name of timm stands for arguments that its config.json need not repeat, and some of them leave no trace in the
-tensors: rotary positions, the activation, where norms stand. So a name counts where it is of a family listed here; any
-other is refused. The tests compare the logits of every name of timm's, listed or not.
+A name of timm stands for arguments that config.json need not repeat, and some of them leave no trace in the tensors:
+rotary positions, the activation, where the norms are. So only names of the families listed here are accepted; any other
+is refused. The tests compare the logits of every name of timm's, listed or not.
 """
 
 import math
@@ -14,14 +14,14 @@ from ..checks import enforce, shown
 from ..config import ACTIVATIONS, ARGUMENTS, POOLS, RATE
 from .json_fields import CONFIG, OF_TEXT, read_fields, section
 
-_AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # SiLU: of the gate
+_AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # SiLU is the gate's
 _TANH, _CLIP = dict(act_layer="gelu_tanh"), dict(norm_eps=1e-5)
 _DINOV3 = dict(rope="dinov3", pos_embed="none", norm_eps=1e-5, dynamic_img_size=True)
 _CAT = dict(rope="cat", ref_feat_shape=(16, 16))
 GATED_NAME = "vit_giant_patch14_dinov2"
 PACKED = "vit_giant_patch14_(dinov2|reg4_dinov2|reg1_tipsv2)"  # names whose mlp_ratio counts gate and up
-# Whole names of models that are ours, and what they stand for beside PLAIN and HEADS. Numbers are sizes of patches and
-# images, which tensors and config.json tell; SigLIP's have the exact GELU at some sizes and the tanh one at others.
+# Patterns of whole names of models that are our ViT, and the arguments they stand for beside PLAIN and HEADS. Numbers
+# are sizes of patches and images, which tensors and config.json tell; SigLIP's GELU is exact or tanh depending on them.
 PLAIN = dict(norm_eps=1e-6, act_layer="gelu", global_pool="token")
 FAMILIES = {
     r"vit_(fast_)?(tiny|small|base|large|huge|giant|gigantic)_patch\d+_\d+": {},
@@ -47,7 +47,7 @@ FAMILIES = {
     r"eva_giant_patch14_clip_\d+": dict(rope=None),
     r"eva02_(tiny|small|base|large)_patch14_\d+": _CAT | _AVERAGE | _SILU | dict(pos_embed="learn"),
 }
-# How many heads they have, by the first piece that is found in a name.
+# The number of heads, by the first of these patterns that is found in a name.
 HEADS = {
     "^test_vit2?$": 2,
     "_tiny_|^test_vit4$": 3,
@@ -66,7 +66,7 @@ HEADS = {
     "": 16,
 }
 
-# Why names that the tensors would not give away are not ours.
+# Why the models of some names are not our ViT although their tensors do not show it.
 REASONS = {
     "_rope_mixed_": "has learned rotary positions",
     "_rope_|_pe_": "has rotary positions that go by columns, then rows",
@@ -74,7 +74,7 @@ REASONS = {
     "_rpn_|_enormous_": "has its norms after attention and MLP",
     "_sapiens2": "has a LayerScale after attention alone",
 }
-# Arguments of its VisionTransformer that ours has not, with the values that leave its function ours.
+# Arguments of timm's VisionTransformer that ours lacks, and the values at which both compute the same.
 FIXED = {
     "scale_attn_norm": (False,),
     "final_norm": (True,),
@@ -82,13 +82,13 @@ FIXED = {
     "dynamic_img_pad": (False,),
     "use_naflex": (False,),
     "attn_layer": ("", "attn"),
-    "fix_init": (False, True),  # of the start of training alone
+    "fix_init": (False, True),  # it matters at the start of training alone
 }
-# What read_fields makes of model_args,
+# The tables for read_fields: of model_args,
 FIELDS = {name: name for name in ARGUMENTS} | FIXED | dict.fromkeys(("attn_drop_rate", "patch_drop_rate"), RATE)
 FIELDS |= {"act_layer": {name: name for name in ACTIVATIONS} | {"swish": "silu"}}
-# of a pretrained_cfg, and of what stands beside it; the older config.json has all of them in one place. transformers
-# adds its own where it wraps a model of timm's.
+# of a pretrained_cfg, and of the fields beside it; an older config.json has all of them at its top level. transformers
+# adds fields of its own if it wraps a model of timm's.
 _WITHOUT_SAY = """
     url file hf_hub_id hf_hub_filename source architecture tag custom_load input_size test_input_size min_input_size
     fixed_input_size interpolation test_crop_pct label_offset label_names label_descriptions pool_size test_pool_size
@@ -102,13 +102,13 @@ _WITHOUT_SAY = """
     _name_or_path return_dict output_hidden_states output_attentions
 """.split()
 BESIDE = dict.fromkeys([*_WITHOUT_SAY, *OF_TEXT]) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
-ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
+ARGS = "the checkpoint's field args"  # it stands in for config.json, see of_training
 
 
 def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """The constructor arguments in the config.json of a timm repository, and notes.
 
-    where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else.
+    where: CONFIG or ARGS, for error messages. Raises InputError for a model that computes something else than our ViT.
     """
     pooling, named = ("global_pool", "model_args") if where == CONFIG else ("gp", "model_kwargs")
     pretrained = section(config, "pretrained_cfg")
@@ -126,9 +126,9 @@ def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     if size:
         found["input_size"] = enforce(ARGUMENTS["img_size"], size[1:], f"{where}: input_size")
     found = by_name(name, named) | found | given | ({} if pool is None else dict(global_pool=pool))
-    if "mlp_ratio" in given and re.match(PACKED, name):  # of gate and up
+    if "mlp_ratio" in given and re.match(PACKED, name):  # which is that of gate and up together
         found["mlp_ratio"] /= 2
-    if "norm_layer" in args and "norm_eps" not in args:  # not the name's any more
+    if "norm_layer" in args and "norm_eps" not in args:  # the eps of the name does not hold for another norm
         found["norm_eps"] = 1e-6
     return {k: v for k, v in found.items() if v is not None}, notes
 
@@ -136,8 +136,8 @@ def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
 def by_name(name, named: str = "model_args") -> dict:
     """The arguments that a name of timm's stands for, as far as tensors do not show them.
 
-    named: what the arguments beside it are called. Raises InputError for one that is not known to compute what the ViT
-    does, with the reason where it is known.
+    named: the field of the arguments beside the name, for error messages. Raises InputError for a name that is not
+    known to compute what our ViT does, with the reason if there is a known one.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"config.json: architecture must be a name of timm's, got {shown(name)}")
@@ -154,15 +154,15 @@ def by_name(name, named: str = "model_args") -> dict:
 
 
 def ratio_of(hidden: int, dim: int) -> float:
-    """The mlp_ratio with int(dim * ratio) == hidden, whatever the rounding."""
+    """The mlp_ratio for which int(dim * ratio) == hidden in spite of rounding."""
     ratio = hidden / dim
     return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def of_training(content: dict) -> dict:
-    """The model that a checkpoint of timm's training script names, as a config.json would; else {}."""
+    """The model that a checkpoint of timm's training script names, as a config.json says it, or {}."""
     name, args = content.get("arch"), content.get("args")
-    if not isinstance(name, str) or name == "visiontransformer":  # the class, where the script gave no arguments
+    if not isinstance(name, str) or name == "visiontransformer":  # the class's name, if the script gave no arguments
         return {}
     given = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
     args = {"global_pool": given.get("gp")} | section(given, "model_kwargs", ARGS)
