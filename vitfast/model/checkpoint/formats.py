@@ -1,4 +1,4 @@
-"""The weight formats that are read: how each is recognised, what its names become, its defaults."""
+"""The weight formats that vitfast reads: how each is recognised, its names in ours, its defaults."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ NONE = r"(?!)"  # matches no key
 class Format:
     """One format.
 
-    mark: a pattern that some key matches. renames: what its names become. ignored: keys (renamed) that the ViT does
-    without. defaults: constructor arguments of this format. unsaid: arguments that differ from model to model, and that
-    its tensors do not say. prepare: source tensors -> tensors in PyTorch's layout, and the constructor arguments that
-    only the source's shapes tell, with a `note` where there is more to say.
+    mark: a pattern that some key of its files matches. renames: from its names to ours. ignored: a pattern of renamed
+    keys that the ViT does not need. defaults: constructor arguments of this format. unsaid: arguments that differ from
+    model to model and that its tensors do not tell. prepare: source tensors -> tensors in PyTorch's layout, and the
+    constructor arguments that only the source tells, with a `note` if there is more to say.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Format:
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
 
-UNSURE = ("timm", "Facebook DINOv2")  # formats of models that compute different things of the same tensors
+UNSURE = ("timm", "Facebook DINOv2")  # formats whose models may compute different things from the same tensors
 _PREFIX = ("cls_token", "reg_token")
-_IN_MOST = (*_PREFIX, "blocks.0.ls1.gamma")  # of timm's models: one of these
+_IN_MOST = (*_PREFIX, "blocks.0.ls1.gamma")  # most of timm's models have one of these tensors
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Checkpoint:
     """The tensors of a file in timm's names, and what else is known of its model.
 
     facts: constructor arguments that only the source could tell. training: see timm.of_training. sources: the names in
-    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model, once
-    they are inferred.
+    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model,
+    empty until they are inferred.
     """
 
     state: State
@@ -67,11 +67,11 @@ class Checkpoint:
         return any(re.search(pattern, name) for name in self.sources)
 
     def doubt(self, known: Mapping) -> str:
-        """Why these tensors alone may be of a model that computes something else, or "".
+        """Why these tensors may belong to a model that computes something else, or "" if they cannot.
 
-        Rotary positions have no parameters, an activation neither, and norms do not tell where they stand; LayerScale
-        may have the names of DeiT III and of timm's rotary models, biases and gates those of EVA. known: what the
-        caller says.
+        Rotary positions and activations have no parameters, and norms do not tell where they are applied; LayerScale
+        may have the names that DeiT III and timm's rotary models share, biases and gates those of EVA. known: the
+        caller's constructor arguments.
         """
         if self.form.name not in UNSURE:
             return ""
@@ -99,7 +99,7 @@ class Checkpoint:
         return ""
 
 
-# Keys of Vision Transformers that ours is not, or not yet.
+# Patterns of keys of Vision Transformers that ours cannot be, or not yet.
 NOT_YET = {
     r"^patch_embed\.backbone\.(?!(stem|stages)\.)": "a hybrid with another CNN than the paper's ResNet",
     r"patch_embeddings\.backbone\.": "a hybrid (a ResNet under the ViT) of Hugging Face",
@@ -115,10 +115,10 @@ NOT_YET = {
 }
 
 _GAMMA = r"\.gamma_([12])$"
-TIMM_RENAMES: Renames = (  # of names that are timm's but for these
+TIMM_RENAMES: Renames = (  # for names that are timm's but for these
     (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
     (r"^(dist_token|storage_tokens)$", "reg_token"),
-    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and what follows: Facebook's and EVA's own files
+    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and the following: Facebook's and EVA's own files
     (r"\.mlp\.w1\.", ".mlp.fc1_g."),
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
@@ -136,13 +136,13 @@ HUGGING_FACE_RENAMES: Renames = (
     (r"^embeddings\.", ""),
     (r"\.mlp\.weights_in\.", ".mlp.fc1."),
     (r"\.mlp\.weights_out\.", ".mlp.fc2."),
-    (r"^layers\.", "layer."),  # of transformers 5, in memory, as what follows
+    (r"^layers\.", "layer."),  # this and the following: transformers 5 in memory
     *to_ours(HUGGING_FACE_DINOV3),
 )
 
 TORCHVISION_RENAMES: Renames = (
     *to_ours(TORCHVISION),
-    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # of older files
+    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # in older files
 )
 
 
@@ -157,7 +157,7 @@ _PIXELS = ("num_heads", "mean", "std")
 _TOWER, _PATCHES = (towers.TOWER_RENAMES, towers.BESIDE), r"(^|\.)embeddings\.patch_embedding\.weight$"
 _DISTILLATION, _FLAX = r"(^deit\.|^)embeddings\.distillation_token$", r"(^|/)Transformer/encoderblock(_\d+)?/"
 
-# The first whose mark is found is it.
+# The first format whose mark is found is that of a file.
 FORMATS = (
     Format("Google npz", _FLAX, google.RENAMES, NONE, _TANH | HALF, prepare=google.prepare),
     Format(
@@ -207,14 +207,14 @@ FORMATS = (
         "timm",
         r"^blocks\.\d+\.attn\.(qkv|q_proj)\.weight$",
         TIMM_RENAMES,
-        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # all computed
+        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # computed tables
         _ERF | HALF,
         (*_NUMBERS, "global_pool"),
-        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
+        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has separate q, k and v
     ),
 )
 
-# In the order in which a wrapper is looked into: averaged weights before raw ones, as timm does.
+# Keys of wrappers, in the order of preference: averaged weights come before raw ones, as in timm.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -224,9 +224,9 @@ RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"
 
 
 def unwrap(content: dict) -> State:
-    """The tensors in what a file holds, out of `{"state_dict": ...}` and the like.
+    """The tensors in the content of a file, taken out of `{"state_dict": ...}` and the like.
 
-    The prefixes that wrappers of modules add to all names are gone.
+    Prefixes that wrappers of modules add to all names are removed.
     """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
@@ -239,7 +239,7 @@ def unwrap(content: dict) -> State:
 def detect(state: State) -> Format:
     """The format of these tensors, by their names.
 
-    Raises InputError for what is no ViT, or one that is not supported yet.
+    Raises InputError if they are not a ViT, or one that is not supported yet.
     """
     for pattern, what in NOT_YET.items():
         if any(re.search(pattern, k) for k in state):
@@ -253,9 +253,9 @@ def detect(state: State) -> Format:
 
 
 def to_timm_names(content: dict) -> Checkpoint:
-    """The content of a file in any format, in timm's names.
+    """Converts the content of a file in any format to timm's names.
 
-    Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
+    Raises InputError as `detect` does, and if tensors of a ViT are missing or cannot be weights.
     """
     source = unwrap(content)
     form = detect(source)
@@ -268,7 +268,7 @@ def to_timm_names(content: dict) -> Checkpoint:
         state = rename(state, form.renames)
         left_out = [k for k in state if re.search(form.ignored, k)]
         state = {k: v for k, v in state.items() if k not in left_out}
-        for key, value in state.items():  # before q, k and v are joined, which would make a common dtype
+        for key, value in state.items():  # before q, k and v are joined, which would promote them to one dtype
             if value.dtype not in DTYPES or not value.numel():
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
                 is_ = f"{key} is {value.dtype} of shape {tuple(value.shape)}"
@@ -285,7 +285,7 @@ def to_timm_names(content: dict) -> Checkpoint:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
     if not any(key.startswith(("norm.", "fc_norm.")) for key in state):
         raise InputError("a ViT without a norm after its last block is not supported yet")
-    if "register_tokens" in state:  # DINOv2's, which have no positions: the class token's is added to it
+    if "register_tokens" in state:  # DINOv2's, which have no positions: the class token takes its own
         facts["no_embed_class"], state["reg_token"] = True, state.pop("register_tokens")
         if "cls_token" in state and "pos_embed" in state:
             state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]
@@ -294,11 +294,11 @@ def to_timm_names(content: dict) -> Checkpoint:
     notes = [facts.pop("note")] if "note" in facts else []
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
     training = timm.of_training(content) if form.name == "timm" else {}
-    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone: tensors may be freed
+    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone, so that tensors can be freed
 
 
 def _check_prefixes(state: State, form: str) -> None:
-    """Raises InputError where some names have lost the prefix of a wrapper and others have not."""
+    """Raises InputError if some names still have the prefix of a wrapper and others do not."""
     for prefix in PREFIXES:
         if behind := [key for key in state if key.startswith(prefix)]:
             some = f"a {form} file with {len(behind)} of {len(state)} names behind {prefix!r}"
@@ -307,20 +307,20 @@ def _check_prefixes(state: State, form: str) -> None:
 
 
 def listing(expected, found) -> str:
-    """ "missing a, b, c and 2 more; unexpected d", three names of each."""
+    """A text such as "missing a, b, c and 2 more; unexpected d", with at most three names of each kind."""
 
     missing, unexpected = [n for n in expected if n not in found], [n for n in found if n not in expected]
     return f"missing {_first(missing)}; unexpected {_first(unexpected)}"
 
 
 def _first(names: list[str]) -> str:
-    """Three of these names, and how many more there are."""
+    """The first three of these names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 
 
 def differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """The names and shapes that keep a state dict from loading, "" where it fits."""
+    """The names and shapes that keep a state dict from loading, "" if it fits."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
     shapes = [
         f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"

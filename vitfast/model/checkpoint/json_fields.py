@@ -1,4 +1,4 @@
-"""Fields of other libraries' JSON: read by name and type, or refused by name."""
+"""Reads fields of other libraries' JSON by name and type, or refuses them by name."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from ..config import ARGUMENTS
 
 CONFIG = "config.json"
 _REMOVE = "remove it where it changes nothing that the model computes"
-# What transformers 4 writes of text generation and the like, into the config.json of any model: no say in a ViT.
+# Fields of text generation and the like, which transformers 4 writes into every config.json; a ViT ignores them.
 OF_TEXT = """
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     tokenizer_class prefix tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
@@ -20,13 +20,13 @@ OF_TEXT = """
 
 
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
-    """Raises InputError for fields that may say something of the model that nobody here understands."""
+    """Raises InputError for unknown fields, since they may say something about what the model computes."""
     if odd := sorted(set(found) - set(known)):
         raise InputError(f"{where} has {shown(odd[0])}, which vitfast {__version__} does not know; {remedy}")
 
 
 def section(config: dict, name: str, where: str = CONFIG) -> dict:
-    """The object in a field, {} where it is absent or null."""
+    """The object in a field, {} if it is absent or null. Raises InputError for anything else."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
         raise InputError(f"{where}: {name} must be an object, got {shown(value)}")
@@ -34,7 +34,7 @@ def section(config: dict, name: str, where: str = CONFIG) -> dict:
 
 
 def read(config: dict, field: str, check: Check, where: str = CONFIG):
-    """The value of a field, which must pass the check; None where it is absent or null."""
+    """The value of a field, which must pass the check; None if it is absent or null."""
     value = config.get(field)
     return None if value is None else enforce(check, value, f"{where}: {field}")
 
@@ -42,9 +42,9 @@ def read(config: dict, field: str, check: Check, where: str = CONFIG):
 def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """The constructor arguments in a JSON object, and notes; fields that are null say nothing.
 
-    table: what each field that may be there means: the name of a constructor argument; {activation there: ours}; the
-    values (a tuple) at which the ViT computes the same; RATE for a dropout that the ViT has not, which would do
-    something in training alone; None for no say in the model. Raises InputError for other fields and values.
+    table: the meaning of each field that may be there: the name of a constructor argument; {activation there: ours}; a
+    tuple of the values at which the ViT computes the same; RATE for a dropout that the ViT lacks, which would act in
+    training alone; None for a field that does not change the model. Raises InputError for other fields and values.
     """
     refuse_unknown(config, table, where)
     found, notes = {}, []
@@ -69,10 +69,10 @@ def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, l
 
 
 def class_names(config: dict, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in the JSON of timm or Hugging Face; a note where they do not fit.
+    """The names of `count` classes in the JSON of timm or Hugging Face; and a note if they do not fit.
 
-    A list, or an object by number. None for no names, and for those that Hugging Face makes up in id2label (LABEL_0,
-    LABEL_1, ...).
+    The JSON has a list, or an object with class numbers as keys. The names are None if there are none, if they do not
+    fit, and if Hugging Face made them up in id2label (LABEL_0, LABEL_1, ...).
     """
     parts = [part for part in (config, config.get("pretrained_cfg")) if part]
     fields = [(name, part[name]) for part in parts for name in ("label_names", "labels", "id2label") if part.get(name)]
