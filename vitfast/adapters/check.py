@@ -1,6 +1,6 @@
-"""Whether a description does what a library's class does: found out on a small layer.
+"""Checks on a small layer whether a description does what a library's class does.
 
-Versions of a library differ, and people describe blocks of their own.
+That is needed because versions of a library differ and users describe blocks of their own.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from .layers import Blocks, accelerated_layer, unknown_member_reason
 from .leaves import WIDTH
 from .mlp import MlpBlock
 
-TOKENS = 5  # of the small layer's input: a prefix token and a grid of 2 x 2
+TOKENS = 5  # in the small layer's input: a prefix token and a grid of 2 x 2
 
 
 @contextlib.contextmanager
 def _plain():
-    """On the CPU, without autocast, gradients, kernels and messages; random numbers are put back."""
+    """On the CPU, without autocast, gradients, kernels or messages; the random state is restored."""
     with contextlib.ExitStack() as stack:
         contexts = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
         for context in (torch.random.fork_rng(devices=[]), *contexts):
@@ -46,14 +46,14 @@ def _tokens(description: Layer | None) -> torch.Tensor:
 
 
 def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool:
-    """Whether our class gives a small module's numbers: by operations, by modules, in training too."""
+    """Whether our class computes the same as a small module: by operations, by modules, and in training."""
     for name, parameter in module.named_parameters():
         nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
     arguments = arguments or {}
     x = _tokens(getattr(ours, "vitfast_layer", None))
 
     def run(training: bool):
-        torch.manual_seed(0)  # of drop path
+        torch.manual_seed(0)  # drop path draws
         return module.train(training)(x, **arguments)
 
     expected = run(False), run(True)
@@ -65,10 +65,10 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
 
 
 def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
-    """The blocks of one description of a class, and how many entries its layer's tuple has.
+    """The blocks of one description of a class, and the length of the tuple that its layer returns.
 
-    0 where it returns no tuple. Raises ValueError where the description does not hold. of_users: nothing in it may be
-    missing, as in a library's other versions, and no buffer may go unnamed.
+    The length is 0 if it returns no tuple. Raises ValueError if the description does not hold. of_users: all that the
+    description names must exist, unlike in a library's other versions, and it must name every buffer.
     """
     with _plain():
         example = description.make(cls).float().eval()
@@ -87,7 +87,7 @@ def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks
         if reason is not None:
             raise ValueError(reason)
         arguments = description.example(TOKENS)
-        returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
+        returned = example(_tokens(description), **arguments)  # whether this is a tuple differs by version too
         entries = len(returned) if isinstance(returned, tuple) else 0
         if entries and any(other is not None for other in returned[1:]):
             raise ValueError("it returns more than its tokens")
@@ -107,7 +107,7 @@ def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks
 
 
 def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
-    """A field of a description that names nothing of a layer; None where there is none."""
+    """Which field of a description names something that a layer lacks, in words; None if none does."""
     attention, mlp, name = description.attention, description.mlp, cls.__name__
     if len(description.norms) != 2 or len(description.behind) != 2:
         return "norms and behind are pairs, of the attention and of the MLP"
@@ -134,33 +134,33 @@ def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
 
 
 def _scale_follows(example: nn.Module, ours: type, description: Layer) -> bool:
-    """Whether a layer and our class agree with one head too.
+    """Whether a layer and our class still agree if the layer has one head, and so another head size.
 
-    True where the layer's own forward cannot have one.
+    True if the layer's own forward cannot run with one head.
     """
     attention = description.attention
     owner, _, last = under(attention.path, attention.heads).rpartition(".")
     try:
         setattr(attribute(example, owner), last, 1)
         expected = example(torch.randn(2, TOKENS, WIDTH, generator=torch.manual_seed(0)))
-    except Exception:  # it keeps more than the number of its heads
+    except Exception:  # the layer depends on more than the number of its heads
         return True
     example.__class__ = ours
     return _same(example(torch.randn(2, TOKENS, WIDTH, generator=torch.manual_seed(0))), expected)
 
 
 def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = False) -> type | str:
-    """Our subclass of a library's layer class, with what of its descriptions holds; or why there is none.
+    """Our subclass of a library's layer class, from those descriptions that hold; or why there is none.
 
-    A class has several descriptions where it is built with several kinds of attention or MLP, or differs by version.
-    of_users: a call that gives what no description knows runs the class's own forward.
+    A class has several descriptions if it is built with several kinds of attention or MLP, or differs by version.
+    of_users: a call with an argument that no description knows runs the class's own forward.
     """
     held, returned, reasons = None, set(), []
     halves: tuple[dict, dict] = ({}, {})
     for description in descriptions:
         try:
             blocks, entries = check(cls, description)
-        except Exception as error:  # another signature, other modules: not ours to know
+        except Exception as error:  # the class has another signature or other modules
             reasons.append(_another_way(cls, error))
             continue
         held = held or description
@@ -168,16 +168,16 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
         for kept, (block,) in zip(halves, blocks):
             kept.setdefault((block.container, block.mark), block)
     if held is None:
-        return min(reasons, key=lambda reason: "AttributeError" in reason)  # which is another version's description
+        return min(reasons, key=lambda reason: "AttributeError" in reason)  # such a description is for another version
     if len(returned) > 1:
         return "some of its layers return another tuple than others"
     return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), *returned, of_users)
 
 
 def checked_leaf(cls: type, make: Callable[[type], tuple[nn.Module, type]]) -> type | str:
-    """Our subclass of a class that is replaced alone; or why there is none.
+    """Our subclass of a class whose modules are replaced alone; or why there is none.
 
-    make(cls): a small module, and our class.
+    make(cls) returns a small module and our class.
     """
     try:
         with _plain():

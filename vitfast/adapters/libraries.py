@@ -32,7 +32,7 @@ _TORCHVISION = Layer(
 
 
 def _encoder_layer_mask(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """nn.TransformerEncoderLayer's masks, in which True hides a key."""
+    """The masks of nn.TransformerEncoderLayer, in which True hides a key, as ops.attention takes them."""
     masks = given.get("src_mask"), given.get("src_key_padding_mask")
     if masks == (None, None):
         return {}
@@ -67,7 +67,7 @@ _ENCODER_LAYER = Layer(
 
 
 def _open_clip_mask(block: nn.Module, given: dict, x: Tensor) -> Logits:
-    """nn.MultiheadAttention's mask: one for all images and heads, True hides a key."""
+    """open_clip's mask, one for all images and heads, which is added to the logits."""
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() != 2:
         return "the mask is not one for all images and heads"
@@ -99,7 +99,7 @@ _DINOV2 = Layer(
     lambda cls: cls(32, 2, 1.0, qkv_bias=True, init_values=0.5, drop_path=0.1),
     attention=Attention(scale="scale", idle=("attn_drop", "proj_drop")),
     mlp=Mlp(idle=("drop",)),
-    behind=(("ls1", "drop_path1"), ("ls2", "drop_path1")),  # the first for both, in its code
+    behind=(("ls1", "drop_path1"), ("ls2", "drop_path1")),  # its code uses the first for both
     extras=("drop_path2",),
     unsupported=lambda block: (
         "drops images of the batch in training" if block.training and block.sample_drop_ratio > 0.1 else None
@@ -108,9 +108,9 @@ _DINOV2 = Layer(
 
 
 def _dinov3(cls: type, **options) -> nn.Module:
-    """A small layer of DINOv3's own code, without biases of keys, as its weights have it."""
+    """A small layer of DINOv3's own code; as with its weights, the bias of the keys is masked."""
     block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
-    block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # it starts as NaN
+    block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # bias_mask starts as NaN
     return block
 
 
@@ -119,7 +119,7 @@ def _gated_dinov3(cls: type) -> nn.Module:
 
 
 def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
-    """(sin, cos) of the patches, one angle for both columns of a pair."""
+    """The (sin, cos) of the patches; both columns of a pair have one angle."""
     rope = given.get("rope_or_rope_list")
     if rope is None:
         return {}
