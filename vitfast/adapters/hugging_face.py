@@ -1,4 +1,4 @@
-"""transformers: a description for each way that it builds a layer, and its families by name."""
+"""transformers: a description for each way in which it builds a layer, and its families by name."""
 
 import inspect
 import sys
@@ -12,14 +12,14 @@ from ..ops.fusable import own_forward
 from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
 from .masks import may_wait, rotary_tables
 
-# Keyword arguments that reach a layer and change nothing in it.
+# Keyword arguments that reach a layer but change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 _EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (False, None)))
 
 
 def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) -> bool:
-    """Whether all hooks are transformers' own, for outputs that are not asked for now."""
+    """Whether all hooks on a module are transformers' own, for outputs that this call does not ask for."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or own_forward(module):
         return False
@@ -31,7 +31,7 @@ def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) ->
 
 
 def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """DINOv3's cosines and sines, (patches, head size) each."""
+    """DINOv3's cosines and sines, each (patches, head size), and the mask."""
     if given.get("position_embeddings") is None:
         return "the call has no position_embeddings"
     cos, sin = given["position_embeddings"]
@@ -42,7 +42,7 @@ def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _packed(offsets, longest, rope: tuple[Tensor, Tensor], x: Tensor) -> Logits:
-    """Rotary positions of all tokens, and where each image or window begins."""
+    """The rotary positions of all tokens, and where each image or window begins."""
     if type(offsets) is not Tensor or offsets.dtype not in (torch.int32, torch.int64):
         return "the offsets of its images are no tensor of whole numbers"
     if offsets.device != x.device:
@@ -51,14 +51,14 @@ def _packed(offsets, longest, rope: tuple[Tensor, Tensor], x: Tensor) -> Logits:
     return dict(rope=rope, offsets=offsets, longest=longest)
 
 
-_counted = WeakTensorKeyDictionary()  # longest by offsets, with their version: all layers get the same tensors
+_counted = WeakTensorKeyDictionary()  # (version, longest) by offsets: all layers get the same tensor
 
 
 def _longest(offsets: Tensor) -> int | None:
-    """The tokens of the longest image, for which a GPU is waited for once; None where nobody may wait."""
+    """The tokens of the longest image, for which the host waits for a GPU once; None if it must not wait."""
     if not may_wait(offsets):
         return None
-    version = None if offsets.is_inference() else offsets._version  # written anew they are others
+    version = None if offsets.is_inference() else offsets._version  # a write into offsets changes it
     found = _counted.get(offsets)
     if found is None or version is None or found[0] != version:
         found = _counted[offsets] = version, int(offsets.diff().max()) if len(offsets) > 1 else 0
@@ -73,7 +73,7 @@ def _qwen_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The offsets that flash attention gets, or a mask that keeps the images apart."""
+    """Rotary positions, with the offsets that flash attention gets or a mask that separates the images."""
     options, offsets = _rotary(layer, given, x), given.get("cu_seq_lens_q")
     if isinstance(options, str):
         return options
@@ -86,7 +86,7 @@ def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
-    """BEiT's relative position bias and the mask, as the layer's forward adds them."""
+    """The sum of BEiT's relative position bias and the mask, as the layer's forward adds them, or None."""
     table, mask = layer.relative_position_bias, given.get("attention_mask")
     if table is None:
         return mask
@@ -100,7 +100,7 @@ def _beit_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The layer's table of relative positions and the one of all layers."""
+    """The sum of the layer's relative position bias and the one that all layers share."""
     attention, bias = layer.attention.attention, given.get("relative_position_bias")
     if attention.has_relative_position_bias:
         grid = tuple(side // attention.config.patch_size for side in given["resolution"])
@@ -124,7 +124,7 @@ def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
     return layer.drop_path(y) + x
 
 
-# Arguments of a small layer's configuration, and of the layer besides that, for all families: each reads its own.
+# Arguments of a small layer's configuration, and further ones of the layer, for all families; each reads its own.
 _SIZES = dict(hidden_size=32, embed_dim=32, num_attention_heads=2, num_heads=2, intermediate_size=32, mlp_ratio=1)
 _SIZES |= dict(mlp_dim=32, image_size=[16, 16], patch_size=8, hidden_act="gelu", attn_implementation="sdpa")
 _SIZES |= dict(drop_path_rate=0.5, layer_scale_init_value=0.5, use_relative_position_bias=True, use_qk_norm=True)
@@ -132,7 +132,7 @@ _OF_LAYER = dict(drop_path_rate=0.5, window_size=(2, 2), in_features=32, hidden_
 
 
 def make(cls: type, **options) -> nn.Module:
-    """A small layer, from the configuration of its family's images, which its file has imported."""
+    """A small layer, made from its family's configuration for images, which the layer's file imports."""
     file = vars(sys.modules[cls.__module__])
     configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
     config = file[min(configs, key=lambda name: "Vision" not in name)](**_SIZES | options)
@@ -141,12 +141,12 @@ def make(cls: type, **options) -> nn.Module:
 
 
 def gated(layer: Layer, **options) -> Layer:
-    """A description with a gated MLP in place of another, as the configuration asks for one."""
+    """The description with a gated MLP in place of its own, for configurations that ask for one."""
     mlp = layer.mlp._replace(**dict(fc1="up_proj", gate="gate_proj", act="act_fn", fc2="down_proj") | options)
     return layer._replace(make=partial(make, use_swiglu_ffn=True, use_gated_mlp=True), mlp=mlp)
 
 
-# Of layers whose call brings nothing but tokens.
+# For layers that are called with nothing but tokens.
 _TOKENS_ALONE = dict(takes=(), logits=lambda layer, given, x: {}, example=lambda tokens: {})
 ATTENTION = Attention(
     path="attention",
@@ -176,7 +176,7 @@ CLIP = LAYER._replace(
         path="self_attn", proj="out_proj", heads="num_heads", scale="scale", dropout="dropout"
     ),
 )
-# As BERT names its modules; the output adds the residual itself.
+# Layers with BERT's names of modules; the module `output` adds the residual itself.
 BERT = LAYER._replace(
     norms=("layernorm_before", "layernorm_after"),
     attention=ATTENTION._replace(
@@ -198,11 +198,11 @@ BERT = LAYER._replace(
     **_TOKENS_ALONE,
     mlp_half=lambda layer, x: layer.output(layer.intermediate(layer.layernorm_after(x)), x),
 )
-# The last two are DINOv2 of transformers before 5.20 or so.
+# The last two of DINOV2S are for transformers before about 5.20.
 _BEFORE = DINOV2._replace(attention=BERT.attention, mlp=Mlp(act="activation"), **_TOKENS_ALONE)
 _GATED_BEFORE = dict(fc1="weights_in", gate="first", act=None, activation="silu", fc2="weights_out")
 DINOV2S = (DINOV2, gated(DINOV2), _BEFORE, gated(_BEFORE, **_GATED_BEFORE))
-# DINOv3: rotary positions of the patches, biases as the configuration has them.
+# DINOv3 has rotary positions of the patches; its configuration says which layers have biases.
 DINOV3 = DINOV2._replace(
     attention=ATTENTION._replace(heads="num_heads", dropout="dropout"),
     mlp=Mlp(fc1="up_proj", act="act_fn", fc2="down_proj"),
@@ -246,8 +246,8 @@ INTERNVL = VIT._replace(
     behind=(("lambda_1",), ("dropout", "lambda_2")),
     **_TOKENS_ALONE,
 )
-# All images of a batch in one row. Qwen says in each call where they begin, Pixtral to flash attention; for others
-# it writes a mask of all pairs of tokens, in whose place the layers of an accelerated tower get offsets (towers.py).
+# These lay all images of a batch in one row. Qwen says in each call where they begin, Pixtral only to flash attention;
+# for others it writes a mask of all pairs of tokens. Layers of an accelerated tower get offsets instead (towers.py).
 PIXTRAL = LAYER._replace(
     norms=("attention_norm", "ffn_norm"),
     attention=DINOV3.attention,
@@ -273,8 +273,8 @@ QWEN2 = LAYER._replace(
 QWEN2_5 = gated(QWEN2)
 QWEN3 = QWEN2._replace(mlp=Mlp(fc1="linear_fc1", act="act_fn", fc2="linear_fc2"))
 
-# Families whose layers are built alike: the end of the layer's name, a description for each way that one is built, and
-# of each family its file in transformers.models with what the names of its classes begin with.
+# Families whose layers are built alike: the end of the layer's name, a description for each way in which one is built,
+# and for each family its file in transformers.models and the beginning of the names of its classes.
 FAMILIES = (
     ("Layer", (VIT,), "vit.ViT deit.DeiT vit_mae.ViTMAE vit_msn.ViTMSN ijepa.IJepa vivit.Vivit"),
     ("Layer", (VIT,), "audio_spectrogram_transformer.AST"),
@@ -292,7 +292,7 @@ FAMILIES = (
     ("VisionBlock", (QWEN2_5,), "qwen2_5_vl.Qwen2_5_VL"),
     ("Block", (QWEN3,), "qwen3_vl.Qwen3VLVision"),
 )
-# Where in any of these families patch projections and norms are, by what the names of classes end with.
+# Where patch projections and norms are in any of these families, by the end of the class's name.
 PLACES = {
     "PatchEmbeddings": ("projection",),
     "ViTPatchEmbeddings": ("projection",),

@@ -15,8 +15,8 @@ from .registry import original_class, replaceable_modules, require_module, trans
 class Entry(NamedTuple):
     """One module, or one part of it.
 
-    name: the module's in the model. kind: its class. part: what of it. why: the unsupported reason, None where vitfast
-    runs it.
+    name: the module's name in the model. kind: its class's name. part: the part of the module that this is about. why:
+    the reason for which it is not supported, None if vitfast runs it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 class Report(tuple):
     """A tuple of entries that prints as a summary.
 
-    plain: why the operations run plain PyTorch where the model is now, None where they run kernels.
+    plain: why the operations run plain PyTorch on the model's present device, None if they run kernels.
     """
 
     model = ""
@@ -58,7 +58,7 @@ class Report(tuple):
     __repr__ = __str__
 
     def summary(self) -> str:
-        """One line."""
+        """The report in one line."""
         done = ", ".join(f"{n} x {part}" for part, n in Counter(e.part for e in self.replaced).items()) or "nothing"
         why = [f"{n} x {why}" for why, n in Counter(e.why for e in self.left).items()]
         rest = "; left: " + ", ".join(why[:3]) + (", ..." if len(why) > 3 else "") if why else ""
@@ -69,13 +69,13 @@ def acceleration_report(model: nn.Module) -> Report:
     """The parts of a model that run on vitfast's operations now, and those that do not and why.
 
     Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
-    and at each one's last call outside of compiled code: what only a call shows, such as causal attention, counts from
-    then on, and the logger "vitfast" says it once, compiled or not. An operation runs a kernel on a GPU, and
-    plain PyTorch elsewhere, which the last line says. vitfast's own models and `set_attn_implementation("vitfast")`
-    are in it too.
+    and at each module's last call outside of compiled code: a reason that only a call shows, such as causal attention,
+    counts from that call on, and the logger "vitfast" says it once, also for compiled code. An operation runs a kernel
+    on a GPU and plain PyTorch elsewhere; the last line says so. The report covers vitfast's own models and
+    `set_attn_implementation("vitfast")` too.
     """
     require_module("acceleration_report", model)
-    transformers_attention()  # what is said of it below is about what it registers
+    transformers_attention()  # registers it, so that the report below can cover it
     replaceable = replaceable_modules(model)
     entries = []
     covered: list[str] = []
@@ -84,7 +84,7 @@ def acceleration_report(model: nn.Module) -> Report:
         kind = type(module).__name__
         if hasattr(module, "vitfast_tower") and (why := last_call(module, PACKING)) is not None:
             entries.append(Entry(name, kind, PACKING, why))
-        # In a layer that is left there may be norms and an MLP that are not.
+        # A layer that is left may hold norms and an MLP that are replaced.
         if any(name.startswith(above) for above in covered) and not hasattr(module, "vitfast_part"):
             continue
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
@@ -115,12 +115,12 @@ def _names_above(name: str) -> list[str]:
 
 
 def _entries_of(name: str, module: nn.Module) -> list[Entry]:
-    """Entries of a replaceable module: one, or one for each of its fused blocks."""
+    """The entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
     if original_class(type(module)) is None:
         why = unsupported_reason(module) or "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
-    # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
+    # Between calls fully_shard keeps shards, which no operation can read; in a call the weights are whole.
     sharded = getattr(module, "_is_fsdp_managed_module", False)
     if not hasattr(module, "vitfast_layer"):
         why = None if sharded else module.vitfast_unsupported()
@@ -129,7 +129,7 @@ def _entries_of(name: str, module: nn.Module) -> list[Entry]:
     for half, part in enumerate(HALVES):
         found = find(module, half)
         why = found if isinstance(found, str) and not (sharded and "DTensor" in found) else last_call(module, part)
-        # The smaller operations run around modules that are called.
+        # If some modules must be called, the smaller operations run around them.
         around = "" if isinstance(found, str) or found.around is None else f", around {found.around}"
         entries.append(Entry(name, kind, part + around, why))
         if entries[-1].why is not None and half == 0:
@@ -138,7 +138,7 @@ def _entries_of(name: str, module: nn.Module) -> list[Entry]:
 
 
 def _attentions(name: str, module: nn.Module) -> list[Entry]:
-    """Entries of the attention layers in a module that have ours out of transformers' registry."""
+    """Entries of the attention layers in a module that take vitfast's from transformers' registry."""
     found = {path: m for path, m in attention_layers(module, name).items() if attention_name(m) == "vitfast"}
     return [
         Entry(path, type(m).__name__, ATTENTION_ALONE, _why_not_attention(m))
@@ -148,7 +148,7 @@ def _attentions(name: str, module: nn.Module) -> list[Entry]:
 
 
 def _why_not_attention(module: nn.Module) -> str | None:
-    """Why an attention layer of transformers does not run ours; None where it does."""
+    """Why an attention layer of transformers does not run vitfast's attention; None if it does."""
     rate = getattr(module, "attention_dropout", getattr(module, "dropout_prob", 0.0))
     if module.training and isinstance(rate, float) and rate > 0:
         return DROPOUT
@@ -156,7 +156,7 @@ def _why_not_attention(module: nn.Module) -> str | None:
 
 
 def _unknown_attention(module: nn.Module, above: tuple[nn.Module, ...]) -> str:
-    """Why an attention layer is left, and what can be done."""
+    """Why an attention layer is left, and what the user can do about it."""
     settable = any(getattr(owner, "_can_set_attn_implementation", bool)() for owner in above)
     inside = any(attention_name(m) not in (None, "vitfast") for m in module.modules())
     hint = '; model.set_attn_implementation("vitfast") runs its attention' if settable and inside else ""
