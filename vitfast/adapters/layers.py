@@ -1,6 +1,6 @@
-"""Subclasses of libraries' encoder layers, made from descriptions: two operations in a forward.
+"""Subclasses of libraries' encoder layers, made from descriptions: their forward runs two operations.
 
-An instance keeps its parameters, names and hooks; only its class is another.
+An instance keeps its parameters, names and hooks; only its class changes.
 """
 
 import inspect
@@ -15,18 +15,18 @@ from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported
 from .masks import call_options, packed_tokens
 from .subclasses import subclass
 
-# For each half the blocks that were checked, one for each kind of attention or MLP; their names, in reports.
+# For each half, the blocks that were checked, one for each kind of attention or MLP. HALVES: their names in reports.
 Blocks = tuple[tuple[FusedBlock, ...], tuple[FusedBlock, ...]]
 HALVES = ("attention block", "MLP block")
 
 
 def find(layer: nn.Module, half: int) -> Found | str:
-    """Modules and tensors that operations read for a half, or why the library's modules must run."""
+    """The modules and tensors that operations read for a half, or why the library's modules must run."""
     reason, blocks = layer.vitfast_layer.unsupported(layer), layer.vitfast_blocks[half]
     if reason is not None:
         return reason
     for block in blocks:
-        if len(blocks) == 1 or block.fits(layer):  # a single one finds out itself
+        if len(blocks) == 1 or block.fits(layer):  # a single block finds out itself whether it fits
             return block.find(layer)
     path = blocks[0].part.path
     module = attribute(layer, path)
@@ -34,7 +34,7 @@ def find(layer: nn.Module, half: int) -> Found | str:
 
 
 def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buffers: bool = False) -> str | None:
-    """Why a layer is left: a module or parameter of it that no description covers; None if there is none."""
+    """Why a layer is left: it has a module or parameter that no description covers; None if it has none."""
     known = [block for half in blocks for block in half]
     containers = {"": {cls}}
     for block in known:
@@ -44,7 +44,7 @@ def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buff
     for path in sorted(parents):
         module = attribute(layer, path)
         if module is None or type(module) not in containers[path] | {type(layer)}:
-            continue  # `find` says so
+            continue  # `find` reports this
         members = list(module._modules)
         if not type(module).__module__.startswith("torch."):
             held = {**module._parameters, **(module._buffers if with_buffers else {})}
@@ -56,7 +56,7 @@ def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buff
 
 
 def _by_modules(layer: nn.Module, half: int, x: Tensor, arguments: dict) -> Tensor:
-    """A half by the library's own modules."""
+    """Runs a half by the library's own modules."""
     description, packed = layer.vitfast_layer, packed_tokens(arguments)
     if packed is not None:
         return packed.pack(_by_modules(layer, half, packed.unpack(x), packed.padded(arguments)))
@@ -75,16 +75,16 @@ def _by_modules(layer: nn.Module, half: int, x: Tensor, arguments: dict) -> Tens
 
 
 def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reason: str | None) -> Tensor | None:
-    """A half by operations; None where the library's modules must run.
+    """Runs a half by operations; returns None if the library's modules must run.
 
-    reason: why they must, where that is known.
+    reason: why they must, if the caller knows a reason.
     """
     name, description, packed = HALVES[half], layer.vitfast_layer, packed_tokens(arguments)
     reason = reason or input_unsupported(x)
     if reason is None and packed is None and x.dim() != (2 if description.packed else 3):
         reason = f"its input is not {'(tokens, D)' if description.packed else '(B, N, D)'}"
     if reason is not None:
-        if isinstance(x, Tensor):  # not a proxy of FX
+        if isinstance(x, Tensor):  # a proxy of FX is none
             library_runs(layer, name, reason, of_this_call=True)
         return None
     found = find(layer, half)
@@ -105,7 +105,7 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
         return None
     operation_runs(layer, name)
     in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    in_one_row = x.dim() == 3 and "offsets" in options  # all images in the first sample of a batch
+    in_one_row = x.dim() == 3 and "offsets" in options  # the first sample of a batch holds all images
     x = x[0] if in_one_row else x
     offsets = packed.offsets if packed is not None and x.dim() == 2 else None
     factors = dict(residual_in_fp32=in_fp32, **found.block.factors(found, x, dtype, offsets))
@@ -127,12 +127,12 @@ def _forward(cls: type, description: Layer, entries: int, of_users: bool):
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args), **kwargs)
         x = arguments.pop(names[0], None)
-        if isinstance(x, (list, tuple)):  # dinov2's packed images
+        if isinstance(x, (list, tuple)):  # DINOv2's own packed images
             return cls.forward(self, *args, **kwargs)
         known = others or all(name in names for name in arguments)
         fits = known and x is not None and len(args) <= len(names) and not (args and names[0] in kwargs)
         if not fits:
-            return cls.forward(self, *args, **kwargs)  # which says what it expects
+            return cls.forward(self, *args, **kwargs)  # its own error says what it expects
         extra = {name: value for name, value in arguments.items() if name not in description.takes}
         call, whole = asked(extra, description.harmless, on), description.unsupported(self)
         if whole is not None or (call is not None and (of_users or entries)):
@@ -156,8 +156,8 @@ def _forward(cls: type, description: Layer, entries: int, of_users: bool):
 def accelerated_layer(cls: type, description: Layer, blocks: Blocks, entries: int, of_users: bool) -> type:
     """Our subclass of a library's layer class.
 
-    entries: of the tuple (tokens, None, ...) that it returns, 0 where it returns its tokens. of_users: it is a user's
-    own, of which nobody knows what an argument may do.
+    entries: the length of the tuple (tokens, None, ...) that it returns, 0 for bare tokens. of_users: the class is a
+    user's, so an argument that the description does not name may do anything.
     """
     attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None)
     return subclass(cls, _forward(cls, description, entries, of_users), **attributes)

@@ -1,9 +1,9 @@
 """Masks of a call as options of attention: a bias on the logits, and the length of the keys.
 
-Without a look at the values, for which a GPU would be waited for, nobody knows whether a mask hides a tail of padding
-alone. So attention is given both: the mask itself as a bias, which is right for every mask, and the last key that any
-query sees, behind which nothing need be read. A query that a mask of large negative numbers lets see nothing sees all
-keys alike, in every library: it counts as such, except for the queries of padding, whose keys nobody sees either.
+Only a look at its values, for which the host would wait for a GPU, tells whether a mask hides nothing but a tail of
+padding. So attention gets both: the mask as a bias, which is right for every mask, and the last key that any query
+sees, behind which nothing need be read. A query from which a mask of large negative numbers hides every key attends to
+all keys alike, in every library, and counts as seeing them all. Queries of padding, whose keys no query sees, do not.
 """
 
 import functools
@@ -17,31 +17,31 @@ from .descriptions import Logits
 
 
 class PackedTokens:
-    """Samples one after the other in one row (1, tokens, D); its layers get this in the place of a mask.
+    """Samples one after the other in one row (1, tokens, D); layers get this object in place of a mask.
 
-    offsets (S + 1,), longest: as attention takes them. mask(): the library's, for layers that run its code.
+    offsets (S + 1,), longest: as attention takes them. mask(): the library's mask, for layers that run its code.
     """
 
     def __init__(self, offsets: Tensor, longest: int, mask: Callable[[], Tensor]):
         self.offsets, self.longest, self.mask = offsets, longest, functools.cache(mask)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Tokens as the library has them, as ours."""
+        """Tokens in the library's shape -> in ours."""
         return x
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Our tokens as the library has them."""
+        """Tokens in our shape -> in the library's."""
         return x
 
     def padded(self, arguments: dict) -> dict:
-        """The arguments of a layer as its library gives them."""
+        """The arguments of a layer with the library's mask in place of this object."""
         return {name: self.mask() if value is self else value for name, value in arguments.items()}
 
 
 class UnpaddedTokens(PackedTokens):
-    """The tokens (tokens, D) that count of a padded batch (B, N, D).
+    """The tokens (tokens, D) of a padded batch (B, N, D) that are not padding.
 
-    valid (B, N): True for those tokens; count, longest: how many in all and of the longest sample.
+    valid (B, N): True for these tokens. count: how many there are. longest: how many the longest sample has.
     """
 
     def __init__(self, valid: Tensor, count: int, longest: int, mask: Callable[[], Tensor]):
@@ -60,9 +60,9 @@ class UnpaddedTokens(PackedTokens):
         return rows.unflatten(0, self.shape)
 
     def pack_rope(self, rope: Tensor) -> Tensor:
-        """timm's sines beside cosines, (B, 1 or H, N - prefix, 2 Dh), as (tokens, 2 Dh) or (H, tokens, 2 Dh)."""
+        """timm's sines and cosines, (B, 1 or H, N - prefix, 2 Dh) -> (tokens, 2 Dh) or (H, tokens, 2 Dh)."""
         still = torch.zeros_like(rope[:, :, :1])
-        still[..., still.shape[-1] // 2 :] = 1.0  # prefix tokens are not turned
+        still[..., still.shape[-1] // 2 :] = 1.0  # prefix tokens are not rotated
         prefix = still.expand(-1, -1, self.shape[1] - rope.shape[2], -1)
         packed = self.pack(torch.cat([prefix, rope], 2).transpose(1, 2)).transpose(0, 1)
         packed = packed[0] if len(packed) == 1 else packed
@@ -75,7 +75,7 @@ class UnpaddedTokens(PackedTokens):
 
 
 def may_wait(x: Tensor) -> bool:
-    """Whether the host may look at the numbers in a tensor: not in compiled code or a CUDA graph."""
+    """Whether the host may read the values of a tensor: not in compiled code or a CUDA graph."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -87,7 +87,7 @@ def packed_tokens(arguments: dict) -> PackedTokens | None:
 
 
 def call_options(logits: Logits, x: Tensor, shape: tuple[int, int, int]) -> Logits:
-    """Keyword arguments of attention, of x, over (B, H, N); why not, in words, where they do not fit."""
+    """The keyword arguments of attention for x and shape (B, H, N), or in words why they do not fit."""
     if isinstance(logits, str):
         return logits
     options = {name: value for name, value in logits.items() if name != "mask"}
@@ -99,7 +99,7 @@ def call_options(logits: Logits, x: Tensor, shape: tuple[int, int, int]) -> Logi
 
 
 def _add_mask(options: dict, mask: Tensor, x: Tensor, B: int, heads: int, N: int) -> str | None:
-    """Adds a mask to the options as a bias and lengths; why not, in words, where it does not fit."""
+    """Adds a mask to the options as a bias and lengths; returns in words why it does not fit, or None."""
     if type(mask) is not Tensor or mask.device != x.device:
         return "the mask is no tensor like its input"
     shape = (B, heads, N, N)[-mask.dim() :]
@@ -122,7 +122,7 @@ def _add_mask(options: dict, mask: Tensor, x: Tensor, B: int, heads: int, N: int
 
 
 def _last_keys(seen: Tensor) -> Tensor:
-    """How many keys count, (B or 1,), of what queries see, (B or 1, H or 1, N or 1, N)."""
+    """How many keys to read, (B or 1,), by the keys that queries see, (B or 1, H or 1, N or 1, N)."""
     N = seen.shape[-1]
     sees, keys = seen.any(-1), seen.any(2)
     blind = ~sees & keys if sees.shape[2] == N else ~sees
@@ -132,7 +132,7 @@ def _last_keys(seen: Tensor) -> Tensor:
 
 
 def rotary_tables(cos: Tensor, sin: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines as attention over x takes them: in its dtype or in fp32."""
+    """Cosines and sines in a dtype that attention over x takes: that of x, or fp32."""
     if cos.dtype not in (x.dtype, torch.float32) or torch.is_autocast_enabled(x.device.type):
         cos, sin = cos.float(), sin.float()
     return cos, sin
