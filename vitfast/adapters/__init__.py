@@ -1,9 +1,9 @@
 """`accelerate`: vitfast's operations under the ViTs of other libraries, in place.
 
 How a library builds its layers is data (descriptions.py, and the tables in timm.py, hugging_face.py, libraries.py). A
-layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
-calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
-around the model stay as they are. A library is imported only where the model is made of it.
+layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations if it can and
+calls the library's modules if it cannot. Parameters, names, hooks, copies, pickles, isinstance and wrappers around the
+model stay as they are. A library is imported only if the model is made of it.
 """
 
 import logging
@@ -32,10 +32,10 @@ _log = logging.getLogger("vitfast")
 
 
 def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
-    """Replaces the classes of modules, and makes torch.compile look again."""
+    """Replaces the classes of modules, and discards code that torch.compile made for the old ones."""
     for module, cls in classes:
         set_class(module, cls)
-    # torch 2.11 does not guard on a module's class, 2.15 does: what it compiled before would go on unchanged.
+    # Before 2.15 torch does not guard on a module's class: code that it has compiled would run on unchanged.
     if classes and "torch._dynamo" in sys.modules and torch.__version__ < "2.15":
         torch.compiler.reset()
 
@@ -43,28 +43,28 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
 def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
     """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
-    timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and their
-    relatives; transformers' (5.10 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP,
+    It knows timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and
+    their relatives; transformers' (5.10 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP,
     SigLIP, OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
     torchvision's vit_*; open_clip's and OpenAI's CLIP; facebookresearch/dinov2 and /dinov3;
-    nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a transformers model has other
+    nn.TransformerEncoderLayer(norm_first=True); and classes given to `register`. If a transformers model has other
     layers, its attention is set to "vitfast" in place of "sdpa", in configs of its own.
 
-    Images of many sizes: the layers of NaFlexVit and SigLIP 2 run without the padding of a batch, whose tokens are
-    zeros behind them; Pixtral's and Qwen's on images in one row, each attending to itself. Compiled code, and a model
-    whose layers have hooks, keeps padding and masks; the report has an entry "packing" that says so.
+    With images of many sizes, the layers of NaFlexVit and SigLIP 2 run without the padding of a batch, whose tokens are
+    zeros in the output; those of Pixtral and Qwen run on images in one row, each attending to itself. Compiled code and
+    models whose layers have hooks keep padding and masks; an entry "packing" in the report says so.
 
-    Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced linear
-    layers (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for
-    attention weights run the library's own code. What was replaced and what was left, with the reason, is logged by the
-    logger "vitfast"; `acceleration_report(model)` says it again.
+    Parameters are the same objects under the same names. Every call looks at what a layer holds: replaced linear layers
+    (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for attention
+    weights make the library's own code run. The logger "vitfast" says what was replaced and what was left, with the
+    reason; `acceleration_report(model)` says it again.
 
-    residual_in_fp32: the residual stream under autocast. None keeps the original's dtype (fp32 where a parameter of
-    fp32 is added to it), False takes autocast's, which is faster, True fp32. Outside autocast the stream has the dtype
-    of the weights.
+    residual_in_fp32: the dtype of the residual stream under autocast. None keeps the original's (fp32 if an fp32
+    parameter is added to the stream), False takes autocast's, which is faster, and True fp32. Outside autocast the
+    stream has the dtype of the weights.
 
     Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError
-    for what is no module.
+    if `model` is no module.
     """
     require_module("accelerate", model)
     modules = replaceable_modules(model).values()
@@ -84,7 +84,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     if (interface := transformers_attention()) is not None:
         interface.set_attention(model)
     report = acceleration_report(model)
-    for entry in report.left:  # the log does not say it again in a call
+    for entry in report.left:  # so that calls do not log it again
         said.add((entry.kind, entry.part, entry.why))
     _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
     return model
@@ -93,7 +93,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `accelerate`; returns the model.
 
-    Every module has the class it came with, and transformers' attention is what it was.
+    Every module gets back the class it came with, and transformers' attention becomes what it was.
     """
     require_module("restore", model)
     classes = [(module, original_class(type(module))) for module in model.modules()]
@@ -106,4 +106,4 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-transformers_attention()  # for model.set_attn_implementation("vitfast")
+transformers_attention()  # makes model.set_attn_implementation("vitfast") work

@@ -1,9 +1,9 @@
 """`model.set_attn_implementation("vitfast")`: the attention operation for transformers.
 
-It is in transformers' registry, for any model that uses it. Registered when this module is imported: by `import
-vitfast` where transformers was imported before, else by `vitfast.accelerate` of a transformers model, which also sets
-it where layers stay transformers' own. An accelerated model needs it in one more case: compiled by torch 2.11, where
-transformers makes a mask of ones for "sdpa".
+The import of this module puts it into transformers' registry, for any model that uses the registry. `import vitfast`
+imports this module if transformers was imported before; else `vitfast.accelerate` of a transformers model does, which
+also sets "vitfast" if layers stay transformers' own. An accelerated model needs it in one more case: compiled by torch
+2.11, for which transformers makes a mask of ones with "sdpa".
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from .masks import call_options
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> str | None:
-    """Why the operation cannot attend; None where it can."""
+    """Why the operation cannot compute this attention; None if it can."""
     if dropout > 0:
         return DROPOUT
     if causal:
@@ -51,8 +51,8 @@ def vitfast_attention_forward(
 ) -> tuple[Tensor, None]:
     """query, key, value (B, H, N, Dh) -> ((B, N, H, Dh), None).
 
-    Causal attention, dropout, fewer keys than heads, and keyword arguments of other attentions go to
-    transformers' own "sdpa", which also says what it cannot do; like it, this one never returns attention weights.
+    Causal attention, dropout, fewer key heads than query heads, and keyword arguments of other attentions go to
+    transformers' own "sdpa", whose errors say what it cannot do. Like it, this function never returns weights.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -73,25 +73,25 @@ def vitfast_attention_forward(
 
 
 def _settable(model: nn.Module) -> Iterator[nn.Module]:
-    """Models of transformers in a model, inner ones first, whose attention may be another."""
+    """The models of transformers in a model, inner ones first, that can change their attention."""
     for module in reversed(list(model.modules())):
         if getattr(module, "_can_set_attn_implementation", bool)():
             yield module
 
 
 def _copy_configs(model: nn.Module) -> None:
-    """Gives the modules of a model copies of their configs, which other models may have been made of too."""
-    copies: dict = {}  # one for all modules: what they shared they share still
+    """Gives the modules of a model copies of their configs, because other models may share the originals."""
+    copies: dict = {}  # one memo for all modules, so that they share the copies
     for module in model.modules():
         for name, config in list(vars(module).items()):
-            if hasattr(config, "_attn_implementation"):  # whatever the class of configs is called
+            if hasattr(config, "_attn_implementation"):  # so it is a config, whatever its class is called
                 setattr(module, name, deepcopy(config, copies))
 
 
 def set_attention(model: nn.Module) -> None:
-    """Sets "vitfast" where transformers' own layers attend with "sdpa", both ways and not in a decoder.
+    """Sets "vitfast" for models whose layers are left and attend with "sdpa", in both directions.
 
-    Other choices of the user's stay: "eager" for attention weights, flash attention.
+    Other choices of the user stay, such as "eager" for attention weights or flash attention, and decoders too.
     """
     layers = [module for module in model.modules() if hasattr(module, "vitfast_layer")]
     ours = {id(inner) for layer in layers for inner in layer.modules()}
@@ -114,7 +114,7 @@ def restore_attention(model: nn.Module) -> None:
 
 
 def _mask(**kwargs) -> Tensor | None:
-    """sdpa's mask; None where nothing is masked: torch 2.11 compiling, transformers writes one."""
+    """sdpa's mask; None if nothing is masked, for which transformers writes one if torch 2.11 compiles."""
     if (
         kwargs.get("attention_mask") is None
         and kwargs.get("mask_function") is bidirectional_mask_function
