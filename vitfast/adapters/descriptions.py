@@ -1,9 +1,9 @@
 """How an encoder layer of a library is built, as data: where norms, attention and MLP are.
 
-A new kind of layer is a `Layer`; from it come the subclass that runs the operations (layers.py), and the check that it
-does what the library's class does (check.py). The tables are in timm.py, hugging_face.py and libraries.py.
+A new kind of layer is a `Layer`. From it, layers.py makes the subclass that runs the operations, and check.py checks
+that it does what the library's class does. The tables are in timm.py, hugging_face.py and libraries.py.
 
-A path is a module's name in the layer, or in the attention or MLP that it is given with: "attn.proj".
+A path is a module's name in the layer, such as "attn.proj", or in the attention or MLP that the path is a field of.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-# Keyword arguments of ops.attention that a call of a layer brings (rope, rope_layout, num_prefix, bias), and `mask`,
-# boolean (True: seen) or added to the logits, of any shape that (B, H, N, N) can be made of; of packed samples offsets
-# and longest. In words: why not.
+# Keyword arguments of ops.attention that a call of a layer gives (rope, rope_layout, num_prefix, bias), and `mask`,
+# boolean (True: seen) or added to the logits, of any shape that broadcasts to (B, H, N, N); for packed samples, offsets
+# and longest. A str says in words why the operation cannot run.
 Logits = dict | str
 
 
 class Attention(NamedTuple):
     """Self-attention: q, k and v from linear layers, and a projection.
 
-    Paths and attributes are those in `path`, the module that is called, "" where it is the layer. qkv: one linear layer
-    for q, k and v, or a parameter like nn.MultiheadAttention's, or three layers. biases: parameters that are the biases
-    of q, k and v, where the layers have none; a missing one counts as zeros. bias_mask: the attribute of the layer at
-    `qkv` that its bias is multiplied by, where it has one. heads: the attribute with their number.
-    scale: the attribute that must be 1 / sqrt(head size). dropout: the attribute with the rate of dropout on the
-    probabilities. idle: modules that must do nothing now, dropout say. qk_norms: the norms of q and k, over each head,
-    or over all of them (`norms_over_heads`); inner_norm: of what goes into the projection. expects: attributes and the
-    values that they must have.
+    `path` is the module that is called, "" if it is the layer itself; the other paths and attributes are relative to
+    it. qkv: one linear layer for q, k and v, a parameter like nn.MultiheadAttention's, or three layers. biases: the
+    parameters that are the biases of q, k and v, if the layers have none; a missing one counts as zeros. bias_mask: the
+    attribute of the layer at `qkv` by which its bias is multiplied, if it has one. heads: the attribute that is the
+    number of heads. scale: the attribute that must be 1 / sqrt(head size). dropout: the attribute that is the rate of
+    dropout on the probabilities. idle: modules that must do nothing now, such as dropout. qk_norms: the norms of q and
+    k, over each head or over all heads (`norms_over_heads`). inner_norm: the norm before the projection. expects:
+    attributes and the values that they must have.
     """
 
     path: str = "attn"
@@ -48,9 +48,9 @@ class Attention(NamedTuple):
 class Mlp(NamedTuple):
     """fc2(act(fc1(x))), or with a gate fc2(act(gate(x)) * fc1(x)).
 
-    path: as in Attention. gate: a linear layer of its own, or "first" or "last", half of the rows of fc1. act: a module
-    or a function, or its name in ops.mlp (`activation`) where it is written in the forward. inner_norm: of what goes
-    into fc2. idle: modules that must do nothing now. expects: attributes and the values that they must have.
+    path: as in Attention. gate: the path of its own linear layer, or "first" or "last" for that half of the rows of
+    fc1. act: the path of a module or a function; if the forward writes it out, act is None and `activation` its name in
+    ops.mlp. inner_norm: the norm before fc2. idle, expects: as in Attention.
     """
 
     path: str = "mlp"
@@ -67,20 +67,20 @@ class Mlp(NamedTuple):
 class Layer(NamedTuple):
     """A pre-norm encoder layer: x + behind(attention(norm(x))), then x + behind(mlp(norm(x))).
 
-    make(cls): a small one, of width 32 with two heads, in which everything that may be there is there (layer scale,
-    drop path), on which the description is checked; example(tokens): arguments for that. norms: before attention and
-    MLP. behind: what either branch goes through: dropout, layer scale (a module or a parameter of the layer) and drop
-    path, in any order.
+    make(cls) returns a small layer, of width 32 with two heads, that has everything optional (layer scale, drop path);
+    the description is checked on it, with the arguments of example(tokens). norms: paths of the norms before attention
+    and MLP. behind: for either branch, paths of what follows it: dropout, layer scale (a module or parameter of the
+    layer) and drop path, in any order.
 
-    takes: arguments of the layer's forward, besides its tokens, that `logits(layer, arguments, x)` reads; harmless:
-    arguments that change nothing. Where others are given, the library's code runs. extras: paths of further modules and
-    parameters, which `logits` reads or nobody uses. The layer's output is its tokens, or a tuple of them and None, as
-    the small layer shows.
+    takes: arguments of the layer's forward, beside its tokens, that `logits(layer, arguments, x)` reads. harmless:
+    arguments that change nothing. If a call gives others, the library's code runs. extras: paths of further modules and
+    parameters, which `logits` reads or nothing uses. The small layer shows whether a layer returns its tokens or a
+    tuple of its tokens and None.
 
-    tokens_first(layer): its tokens are (N, B, D). packed: they are (tokens, D), and `logits` gives offsets.
-    unsupported(layer): why the library's forward must run, None where not. idle_hooks(module): True where all hooks on
-    a module do nothing now. attention_half(layer, x, arguments), mlp_half(layer, x): the library's own code of a half,
-    where that is not a call of the module at `path` as above.
+    tokens_first(layer): whether tokens are (N, B, D). packed: tokens are (tokens, D), and `logits` gives offsets.
+    unsupported(layer): why the library's forward must run, or None. idle_hooks(module): whether all hooks on a module
+    do nothing now. attention_half(layer, x, arguments), mlp_half(layer, x): the library's own code of a half, if that
+    is not a call of the module at `path` between norm and `behind`.
     """
 
     make: Callable[[type], nn.Module]
@@ -104,8 +104,8 @@ class Layer(NamedTuple):
 class Known(NamedTuple):
     """A class of a library, as vitfast knows it.
 
-    layers: it is a layer, built in one of these ways. mlp: it is an MLP that may be replaced alone, as a layer without
-    anything else. places: its children that are replaced alone: patch projections, norms, MLPs. left: why it is left.
+    layers: the ways in which it is built, if it is a layer. mlp: if it is an MLP that is replaced alone, a layer with
+    nothing else. places: its children that are replaced alone: patch projections, norms, MLPs. left: why it is left.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -115,5 +115,5 @@ class Known(NamedTuple):
 
 
 def mlp_alone(make: Callable[[type], nn.Module], mlp: Mlp) -> Known:
-    """An MLP that is replaced alone; make(cls): a small one."""
+    """A class of MLPs that are replaced alone; make(cls) returns a small one."""
     return Known(mlp=Layer(make, norms=("", ""), mlp=mlp._replace(path="")))

@@ -16,8 +16,8 @@ from .kinds import imported
 class Family(NamedTuple):
     """A family of models.
 
-    make(): a small one, with random weights. batch(): its arguments, of two images. left: words of the reasons for
-    which parts stay the library's, one for each part. valid: the argument that says which tokens of its output count.
+    make() returns a small model with random weights; batch() returns its arguments for two images. left: for each part
+    that stays the library's, words of the reason. valid: the argument that says which tokens of the output count.
     """
 
     library: str
@@ -37,13 +37,13 @@ def _maker(cls: str, **options) -> Callable[[], nn.Module]:
 
 
 def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
-    """Makes a small model, of "file:class" in timm.models; an option "module:name" is imported then."""
+    """A maker of a small model, "file:class" in timm.models; it imports options such as "module:name"."""
     sizes = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     return _maker(f"timm.models.{cls}", **sizes | options)
 
 
 def naflexvit(**options) -> Callable[[], nn.Module]:
-    """Makes a small NaFlexVit of timm."""
+    """A maker of a small NaFlexVit of timm."""
     sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2), global_pool="avg")
     config = _maker("timm.models.naflexvit:NaFlexVitCfg", **sizes | options)
     return lambda: imported("timm.models.naflexvit:NaFlexVit")(config(), num_classes=5)
@@ -58,7 +58,7 @@ def _padded() -> dict:
 
 
 def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
-    """Makes a small model of transformers; its configuration's class is called as the model is."""
+    """A maker of a small model of transformers; by default its config's class is named like the model."""
     sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
     made = _maker(f"transformers:{config or model.removesuffix('Model') + 'Config'}", **sizes | options)
@@ -79,7 +79,7 @@ def _grids() -> dict:
 
 
 def torchvision_model(**options) -> Callable[[], nn.Module]:
-    """Makes a small ViT of torchvision."""
+    """A maker of a small ViT of torchvision."""
     sizes = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
     return _maker("torchvision.models.vision_transformer:VisionTransformer", **sizes | options)
 
@@ -125,7 +125,7 @@ _DINOV3 = dict(rope_type="dinov3", rope_rotate_half=True, init_values=0.5, num_r
 _PE = dict(attn_type="rope", use_pre_transformer_norm=True)
 _POOLED = dict(class_token=False, global_pool="avg")
 _TIMM_SAM = timm_model("vision_transformer_sam:VisionTransformerSAM", use_rel_pos=True, window_size=1)
-# Rows: the name, the model, its batch where that is not of images, `left` and `valid`.
+# Rows: the name, the maker, the batch if it is not one of images, `left` and `valid`.
 _TIMM = (
     ("ViT", timm_model(init_values=0.5)),
     ("DeiT", timm_model("deit:VisionTransformerDistilled")),
@@ -215,5 +215,5 @@ FAMILIES = tuple(_family(library, images, *row) for library, (rows, images) in _
 
 
 def families() -> list[Family]:
-    """Those whose library is installed."""
+    """The families whose library is installed."""
     return [family for family in FAMILIES if importlib.util.find_spec(family.library) is not None]
