@@ -1,4 +1,4 @@
-"""The classes that vitfast has a subclass of, and how a module gets it."""
+"""The libraries' classes that vitfast knows, and which modules get a subclass of theirs."""
 
 import contextlib
 import sys
@@ -18,13 +18,13 @@ from .layers import unknown_member_reason
 from .mlp import mlp_and_class
 from .towers import TOWERS, tower_class
 
-# By full names, so that no library is imported for them.
+# The keys are full names, so that no library need be imported.
 CLASSES: dict[str, Known] = timm.CLASSES | hugging_face.CLASSES | libraries.CLASSES
 _NOTHING = Known()
-_registered: dict[type, Known] = {}  # by users
-_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
+_registered: dict[type, Known] = {}  # what users registered
+_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # the results of the checks
 
-# Stems for which there is no operation.
+# Stems for which there is no operation, and why they are left.
 _STEMS = {
     nn.Linear: "a linear layer of patches that were cut before",
     nn.Conv3d: "a patch projection in three dimensions",
@@ -61,7 +61,7 @@ subclasses.subclass_of.append(_subclass_of)
 
 
 def require_module(function: str, model: nn.Module) -> None:
-    """Raises InputError for what is no module."""
+    """Raises InputError if `model` is no module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
@@ -71,7 +71,7 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
 
     layers: how the layer is built, a description for each kind of attention and MLP it is used with. places: in a model
     (or any module), the paths of its patch projection (nn.Conv2d) and of norms outside of the layers. Raises InputError
-    where a small layer gives other numbers by the operations than by its own forward, with what was found.
+    if a description does not fit, or a small layer computes something else by the operations than by its own forward.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise InputError(f"register: cls must be a class of modules, got {cls!r}")
@@ -92,9 +92,9 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
 
 
 def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
-    """The class that `lookup` has for a class, or for the one below a class that torch mixed in.
+    """The class that `lookup` has for a class, or, if torch mixed in a class, for the one below it.
 
-    fully_shard, replicate and parametrisations mix one in.
+    fully_shard, replicate and parametrisations mix in a class.
     """
     found = lookup(cls)
     by_torch = cls.__module__.startswith("torch.") and (len(cls.__bases__) > 1 or "parametri" in cls.__module__)
@@ -105,12 +105,12 @@ def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
 
 
 def accelerated_class(cls: type) -> type | None:
-    """Our subclass of a module's class; None where there is none."""
+    """Our subclass of a module's class; None if there is none."""
     return _instead(cls, _subclass_of)
 
 
 def original_class(cls: type) -> type | None:
-    """The library's class that ours is a subclass of; None where it is none of ours."""
+    """The library's class of which ours is a subclass; None if `cls` is not ours."""
     return _instead(cls, lambda cls: vars(cls).get("vitfast_class"))
 
 
@@ -118,9 +118,9 @@ _mixtures: dict[tuple[type, type], type] = {}
 
 
 def _mixed(cls: type, below: type) -> type:
-    """The same torch mix-in over another base class."""
+    """The class with the same mix-ins of torch over another base class."""
     if (cls, below) not in _mixtures:
-        # transformers' layers wrap the forward of every subclass: the new one gets its own.
+        # transformers' layers wrap the forward of every subclass, so the new class must not copy it.
         body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", "forward")}
         _mixtures[cls, below] = type(cls)(cls.__name__, (*cls.__bases__[:-1], below), body)
         _mixtures[_mixtures[cls, below], cls.__bases__[-1]] = cls
@@ -128,7 +128,7 @@ def _mixed(cls: type, below: type) -> type:
 
 
 def transformers_attention() -> ModuleType | None:
-    """attention_interface.py, whose import registers "vitfast"; None where transformers is not imported."""
+    """attention_interface.py, whose import registers "vitfast"; None if transformers is not imported."""
     if "transformers.modeling_utils" in sys.modules:
         with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
             from . import attention_interface
@@ -138,7 +138,7 @@ def transformers_attention() -> ModuleType | None:
 
 
 def replaceable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers anywhere, leaves at their places, and modules of classes that are left, by name."""
+    """By name, the layers, the modules that are replaced alone, and modules of classes that are left."""
     modules, found = dict(model.named_modules()), {}
     for name, module in modules.items():
         classes = type(module).__mro__
@@ -152,7 +152,7 @@ def replaceable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why accelerate leaves a module; None where it gives it a class of ours."""
+    """Why `accelerate` leaves a module; None if it gives the module our class."""
     cls = type(module)
     left, own = _class_for(cls), accelerated_class(cls)
     if isinstance(left, str):
