@@ -1,4 +1,4 @@
-"""MLPs of libraries: the half of an encoder layer on one operation, or the module alone."""
+"""MLPs of libraries on one operation: as half of an encoder layer, or as a module alone."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,13 +10,13 @@ from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, 
 from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
 from .leaves import DTYPES, leaf_class, normalized
 
-_ROWS = ("first", "last")  # where the gate is among the rows of fc1
+_ROWS = ("first", "last")  # where the gate may be among the rows of fc1
 
 
 class MlpBlock(FusedBlock):
     """x + behind(fc2(act(fc1(h)))) with h = norm(x), or x + behind(fc2(act(gate(h)) * fc1(h))).
 
-    Its tensors: those of the norm, of fc1, of the gate where it is a layer, and of fc2.
+    Its tensors are those of the norm, of fc1, of the gate if it is a layer of its own, and of fc2.
     """
 
     name = "MLP block"
@@ -35,7 +35,7 @@ class MlpBlock(FusedBlock):
         self.called = (under(part.path, part.inner_norm),) if part.inner_norm else ()
 
     def activation(self, modules: Modules) -> str | None:
-        """The operations' name for it; None where they have none."""
+        """The operations' name of the activation; None if they do not have it."""
         if self.part.activation is not None:
             return self.part.activation
         return activation(attribute(modules[""], self.act))
@@ -47,7 +47,7 @@ class MlpBlock(FusedBlock):
         return f"{self.act} is {'written out in Python' if name in ACTIVATIONS else name}"
 
     def _gated(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Up, gate and down; their weights and biases."""
+        """The weights and biases of up, gate and down."""
         *first, fc2_weight, fc2_bias = tensors
         if self.part.gate not in _ROWS:
             return tensors
@@ -56,7 +56,7 @@ class MlpBlock(FusedBlock):
         return [*(half[up] for half in halves), *(half[gate] for half in halves), fc2_weight, fc2_bias]
 
     def _inner_norm(self, modules: Modules) -> dict | None:
-        """The inner norm as an operation takes it; None where it must be called."""
+        """The inner norm as options of an operation; None if the norm must be called."""
         norm = attribute(modules[self.part.path], self.part.inner_norm) if self.part.inner_norm else None
         if type(norm) in ABSENT:
             return {}
@@ -88,7 +88,7 @@ class MlpBlock(FusedBlock):
 
 
 class MlpModule(MlpBlock):
-    """An MLP alone, as a head or a layer that is left has it."""
+    """An MLP alone, as in a head or in a layer that is left."""
 
     name = "MLP"
 
@@ -97,12 +97,12 @@ class MlpModule(MlpBlock):
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
 
     def leaf_unsupported(self, module: nn.Module) -> str | None:
-        """Why no call of this module runs an operation; None where one may."""
+        """Why no call of this module can run an operation; None if a call may."""
         found = self.find(module)
         return found if isinstance(found, str) else None
 
     def operation(self, module: nn.Module, x: Tensor) -> Tensor | str:
-        """module(x) by an operation, after `leaf_unsupported`; in words, why the library's must run."""
+        """module(x) by an operation, or in words why the library must run. Call `leaf_unsupported` before."""
         found = self.find(module)
         if not dtypes_fit(x, found.tensors[0]):
             return DTYPES
@@ -115,7 +115,7 @@ class MlpModule(MlpBlock):
 def mlp_and_class(description: Layer, cls: type) -> tuple[nn.Module, type]:
     """A small MLP of a class, and our subclass that runs the operation.
 
-    Raises ValueError where none runs it.
+    Raises ValueError if no operation can run it.
     """
     example = description.make(cls).float().eval()
     block = MlpModule(description, description.mlp, example)
