@@ -1,6 +1,6 @@
-"""One half of a library's encoder layer, attention or MLP: what an operation reads of it.
+"""One half of a library's encoder layer, attention or MLP, with the tensors that an operation reads.
 
-Everything is looked up at the call and nothing is kept: see ops/fusable.py. The two kinds are in attention.py, mlp.py.
+Every call looks everything up and keeps nothing: see ops/fusable.py. The two kinds are in attention.py and mlp.py.
 """
 
 from typing import NamedTuple
@@ -18,14 +18,14 @@ from ..ops.packed import owners
 from .descriptions import Attention, Layer, Mlp
 from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
 
-# An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
+# Operations may read these, but no DTensor, quantised tensor, FakeTensor of an export, or proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
 ABSENT = (nn.Identity, type(None))
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 def input_unsupported(x: Tensor) -> str | None:
-    """Why no operation reads an input: a class or device of its own, or a transform; None where one does."""
+    """Why no operation can read an input: its class, its device, or a transform; None if one can."""
     if type(x) not in _PLAIN:
         return f"its input is {full_name(type(x))}"
     if x.device.type not in ("cuda", "cpu"):
@@ -40,9 +40,9 @@ def input_unsupported(x: Tensor) -> str | None:
 
 
 def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] = ()) -> str | None:
-    """The reason for a library to run: a call gives more than tokens, a mask say; None where not.
+    """Why the library must run: the call gives more than tokens, such as a mask; None if it does not.
 
-    on: arguments that are on unless a call says otherwise, by None or False too, which say nothing elsewhere.
+    on: arguments that are on by default, so that None or False means something too; for all others they mean nothing.
     """
     for name, value in arguments.items():
         if name not in harmless and (name in on or (value is not None and value is not False)):
@@ -51,7 +51,7 @@ def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] =
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """True for tensors that an operation may read: none is of a class with rules of its own."""
+    """Whether an operation may read these tensors: none is of a class with rules of its own."""
     for tensor in tensors:
         if tensor is not None and type(tensor) not in _PLAIN:
             return False
@@ -59,16 +59,16 @@ def are_plain(*tensors: Tensor | None) -> bool:
 
 
 def under(path: str, name: str) -> str:
-    """The path of something in a module: "attn", "qkv" -> "attn.qkv"."""
+    """The path of a name in a module: "attn", "qkv" -> "attn.qkv"."""
     return f"{path}.{name}" if path else name
 
 
 def attribute(module: nn.Module, path: str):
-    """module.a.b for "a.b", the module itself for ""; None where one is missing."""
+    """module.a.b for "a.b", the module itself for ""; None if an attribute is missing."""
     if not path:
         return module
     for name in path.split(".") if "." in path else (path,):
-        # a module is found in a dictionary, other attributes sooner than by nn.Module's own look-up
+        # the dictionary finds a module sooner than nn.Module's own look-up would
         inner = module._modules.get(name) if isinstance(module, nn.Module) else None
         module = getattr(module, name, None) if inner is None else inner
     return module
@@ -82,22 +82,22 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def parameter(module: nn.Module, name: str):
-    """A parameter of a module; the first FSDP puts views in the place of parameters."""
+    """A parameter of a module, or the view that FSDP 1 puts in its place."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
-    """The residual stream's dtype after a fused block; None where the original's is another.
+    """The residual stream's dtype after a fused block; None if no operation gives the original's.
 
-    Outside autocast x and the weights agree. Under it the matrix products run in its dtype and `residual + branch`
-    promotes.
+    Outside autocast x and the weights must agree. Under autocast the matrix products run in its dtype, and the sum
+    `residual + branch` promotes.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x.dtype if x.dtype == weight.dtype and (layer_scale is None or layer_scale.dtype == x.dtype) else None
     if x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
-        return None  # autocast leaves float64 alone
+        return None  # autocast does not change float64
     compute = torch.get_autocast_dtype(device)
     if in_fp32 is not None:
         return torch.float32 if in_fp32 else compute
@@ -130,9 +130,9 @@ def add_projection(
 
 
 class Found(NamedTuple):
-    """Modules of a layer that the operations of a block read, and tensors in its order.
+    """The modules of a layer that the operations of a block read, and their tensors in the block's order.
 
-    around: modules in the part that are called, in words: the smaller operations run around them.
+    around: in words, the modules that must be called, with smaller operations around them; None if there are none.
     """
 
     block: "FusedBlock"
@@ -146,9 +146,9 @@ class FusedBlock:
     """One half of a layer with an attention or MLP of one kind, from a description and an example.
 
     Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
-    build(), which names the modules and tensors of the part; unsupported_reason(modules): why no operation gives the
-    result, which types do not tell; run(found, x, options, factors): x (B, N, D), or (tokens, D) with offsets in the
-    options of the call, after the block, with the factors layer_scale, drop_path and residual_in_fp32.
+    build(), which names the modules and tensors of the part; unsupported_reason(modules), why no operation computes it
+    although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D) with offsets
+    among the options of the call, after the block. The factors are layer_scale, drop_path and residual_in_fp32.
     """
 
     name = ""
@@ -158,9 +158,9 @@ class FusedBlock:
         self.layer, self.part, self.norm = layer, part, layer.norms[self.half]
         self.container = type(example.get_submodule(part.path))
         first = part.fc1 if isinstance(part, Mlp) else part.qkv
-        self.mark = under(part.path, first if isinstance(first, str) else first[0])  # which tells it from others
+        self.mark = under(part.path, first if isinstance(first, str) else first[0])  # the path that tells this kind from others
         self.types: dict[str, tuple[type, ...]] = {}
-        self.tensors: list[tuple[str, str]] = []  # path of the module, name in it
+        self.tensors: list[tuple[str, str]] = []  # the path of each one's module, and its name there
         self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
         self.scale: tuple[str, str] | None = None
         self.drop_path: str | None = None
@@ -180,14 +180,14 @@ class FusedBlock:
         del self.example
 
     def stand_in(self, path: str, types: tuple[type, ...] = ()) -> None:
-        """Adds a module, of the example's type or of these, and the modules that it is in."""
+        """Adds a module, which may have the example's type or one of these, and the modules that hold it."""
         names = path.split(".")
         for above in (".".join(names[:n]) for n in range(1, len(names))):
             self.types.setdefault(above, (type(self.example.get_submodule(above)),))
         self.types[path] = tuple(dict.fromkeys((type(attribute(self.example, path)), *types)))
 
     def linear(self, path: str, bias: bool = True) -> None:
-        """Adds a linear layer's weight and bias; or a parameter `..weight` and its `..bias`."""
+        """Adds the weight and bias of a linear layer, or a parameter named `..weight` and its `..bias`."""
         if isinstance(attribute(self.example, path), nn.Module):
             self.stand_in(path, _LINEAR)
             self.tensors += [(path, "weight"), *([(path, "bias")] if bias else [])]
@@ -196,9 +196,9 @@ class FusedBlock:
         self.tensors += [(parent, name), *([(parent, name.replace("weight", "bias"))] if bias else [])]
 
     def _behind(self, path: str) -> None:
-        """Adds what the branch goes through.
+        """Adds a module or parameter that follows the branch.
 
-        A parameter is a layer scale, a module without parameters dropout or drop path.
+        A parameter or a module with one is a layer scale, a module without parameters is dropout or drop path.
         """
         module = attribute(self.example, path)
         if not isinstance(module, nn.Module):
@@ -213,9 +213,9 @@ class FusedBlock:
             self.drop_path = path
 
     def find(self, layer: nn.Module) -> Found | str:
-        """Modules and tensors that operations read, or, as text, why the library's own modules must run.
+        """The modules and tensors that operations read, or, as text, why the library's own modules must run.
 
-        No number is put into a text: torch.compile traces this, and a number may be symbolic there.
+        No text may have a number in it: torch.compile traces this method, in which a number may be symbolic.
         """
         modules = modules_of(self.expected, layer)
         reason = fallback_reason(self.expected, modules, self.layer.idle_hooks)
@@ -238,13 +238,13 @@ class FusedBlock:
         scale = None
         if self.scale is not None and modules[self.scale[0]] is not None:
             scale = parameter(modules[self.scale[0]], self.scale[1])
-            scale = None if type(scale) is float and scale == 1 else scale  # as transformers' BEiT has it
+            scale = None if type(scale) is float and scale == 1 else scale  # transformers' BEiT has 1 for none
             if not are_plain(scale) or (scale is not None and scale.shape != tensors[0].shape):
                 return "its layer scale is no tensor per channel"
         return Found(self, modules, tensors, scale, self.around(layer, modules))
 
     def around(self, layer: nn.Module, modules: Modules) -> str | None:
-        """Modules in the part that must be called, in words."""
+        """The modules in the part that must be called, in words; None if there are none."""
         return ", ".join([path for path in self.called if type(attribute(layer, path)) not in ABSENT]) or None
 
     def _unexpected(self, modules: Modules) -> str | None:
@@ -263,9 +263,9 @@ class FusedBlock:
         return dict(eps=norm_eps(norm), norm=norm_kind(norm))
 
     def factors(self, found: Found, x: Tensor, dtype: torch.dtype, offsets: Tensor | None = None) -> dict:
-        """layer_scale, and drop_path as the library's module draws it, for each sample.
+        """layer_scale, and the drop_path factors of the samples, as the library's module draws them.
 
-        dtype: of the stream. offsets: of packed samples, x (tokens, D).
+        dtype: that of the stream. offsets: those of packed samples x (tokens, D), for which each token has a factor.
         """
         module = None if self.drop_path is None else found.modules[self.drop_path]
         if type(module) in ABSENT or not module.training or getattr(module, "drop_prob", None) == 0:
@@ -281,6 +281,6 @@ class FusedBlock:
         return (not path or type(attribute(layer, path)) is self.container) and attribute(layer, self.mark) is not None
 
     def covers(self, path: str) -> bool:
-        """Whether a module or parameter of the layer is in the description."""
+        """Whether the description names this module or parameter of the layer."""
         tensors = {under(*tensor) for tensor in (*self.tensors, *([self.scale] if self.scale else []))}
         return path in self.types or path in self.called or path in tensors or path in self.layer.extras
