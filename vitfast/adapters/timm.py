@@ -1,4 +1,4 @@
-"""timm's layers: of VisionTransformer (DeiT, CLIP, NaFlexViT ...), Eva, Beit, relative positions."""
+"""timm's layers: those of VisionTransformer (DeiT, CLIP, NaFlexViT ...), Eva, Beit, vit_relpos."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from .masks import packed_tokens, rotary_tables
 
 
 def _make(**options) -> Callable[[type], nn.Module]:
-    """A small layer; options "module:class" are imported, when a model of timm is there."""
+    """A maker of a small layer; it imports options such as "module:class" when it is called."""
 
     return lambda cls: cls(**{**_SMALL, **{name: imported(value) for name, value in options.items()}})
 
@@ -41,7 +41,7 @@ _BLOCKS = (
 
 
 def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
-    """Rotary positions, of sines beside cosines, and a mask."""
+    """Rotary positions, given as sines joined with cosines, and a mask."""
     rope, options = given.get("rope"), dict(mask=given.get("attn_mask"))
     if rope is None:
         return options
@@ -53,8 +53,8 @@ def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
     return dict(rope=rotary_tables(cos, sin, x), rope_layout=layout, num_prefix=num_prefix, **options)
 
 
-# Eva's block: EVA, EVA-02, DINOv3, Perception Encoder, vit_*_rope_*. One linear layer for q, k and v with biases beside
-# it, or three; as in VisionTransformer (attn_type="rope") with the biases in it.
+# Eva's block: EVA, EVA-02, DINOv3, Perception Encoder, vit_*_rope_*. q, k and v come from a linear layer with separate
+# biases, or from three; with attn_type="rope" the layer holds its biases, as in VisionTransformer.
 _EVA_ATTENTION = ATTENTION._replace(biases=("q_bias", "k_bias", "v_bias"), expects=(("qkv_bias_separate", (False,)),))
 _THREE = ATTENTION._replace(qkv=("q_proj", "k_proj", "v_proj"), expects=(*ATTENTION.expects, ("qkv", (None,))))
 _EVA = Layer(
@@ -77,7 +77,7 @@ _EVAS = (
 
 
 def _beit_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The layer's table of relative positions, or the one of all layers, or both."""
+    """The bias of the layer's relative positions, or the one that all layers share, or their sum."""
     shared = given.get("shared_rel_pos_bias")
     own = None if block.attn.relative_position_bias_table is None else block.attn._get_rel_pos_bias()
     bias = own if shared is None else shared if own is None else own + shared

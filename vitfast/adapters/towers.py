@@ -1,10 +1,10 @@
-"""Models around layers that vitfast runs: batches of images of many sizes, as packed tokens.
+"""Models around layers that vitfast runs: they pass batches of images of many sizes on as packed tokens.
 
-timm's NaFlexVit and SigLIP 2 pad a batch to its longest image. Here the padding goes once, before the layers, for which
-the host waits for a GPU once a forward, and comes back as zeros behind them. Pixtral lays images in one row and
-writes a mask of all pairs of tokens: here its layers are told where each image begins, and nothing is written. Nothing
-of that happens where a hook would see it, where no layer is ours, and in compiled code, whose shapes would be new in
-every batch: those run as the library has it, padded, by operations that know of masks.
+timm's NaFlexVit and SigLIP 2 pad a batch to its longest image. Here the padding is removed once, before the layers, for
+which the host waits for a GPU once a forward, and added again as zeros after them. Pixtral lays images in one row and
+writes a mask of all pairs of tokens; here its layers are told where each image begins, and no mask is written. None of
+that happens if a hook would see it, if some layers are the library's, or in compiled code, whose shapes would change
+with every batch: these run as the library does, padded, by operations that take masks.
 """
 
 import functools
@@ -27,9 +27,9 @@ from .subclasses import subclass
 def _unsupported(
     layers: Iterable[nn.Module], seen: Iterable[nn.Module], idle: Callable[[nn.Module], bool]
 ) -> str | None:
-    """Why the layers must get what the library gives them; None where they need not.
+    """Why the layers must get padded tokens and masks, as the library passes them; None if they need not.
 
-    seen: modules that get it. idle(module): whether its hooks would not notice.
+    seen: the modules that get packed tokens instead. idle(module): whether the module's hooks do nothing now.
     """
     if not all(hasattr(layer, "vitfast_layer") and layer.vitfast_layer.unsupported(layer) is None for layer in layers):
         return "some of its layers are the library's"
@@ -50,9 +50,9 @@ def _runs(tower: nn.Module, reason: str | None) -> bool:
 def _unpadded(
     tower: nn.Module, valid: Tensor, fits: Tensor | None, mask: Callable[[], Tensor]
 ) -> UnpaddedTokens | None:
-    """The tokens of a batch that count, by valid (B, N); None where all do, or none.
+    """The tokens of a batch without padding, by valid (B, N); None if all are valid, or none is.
 
-    fits: whether the library's mask says just that.
+    fits: a boolean tensor, whether the library's mask is that of this padding; None: it is. If it is not, returns None.
     """
     lengths = valid.sum(1)
     fits = torch.ones_like(lengths[0]) if fits is None else fits.to(lengths.dtype)
@@ -63,7 +63,7 @@ def _unpadded(
 
 
 def _naflexvit(cls: type) -> type:
-    """timm's NaFlexVit. Its blocks and its last norm get packed tokens."""
+    """Our subclass of timm's NaFlexVit, whose blocks and last norm get packed tokens."""
 
     def tokens(self, patches: Tensor, patch_valid: Tensor) -> UnpaddedTokens | None:
         seen = (*self.blocks.modules(), *self.norm.modules())
@@ -73,7 +73,7 @@ def _naflexvit(cls: type) -> type:
         if not _runs(self, reason):
             return None
         prefix = patch_valid.new_ones(len(patch_valid), self.num_prefix_tokens)
-        symmetric = not getattr(self, "use_key_only_attn_mask", False)  # timm before 1.0.27 has none
+        symmetric = not getattr(self, "use_key_only_attn_mask", False)  # timm before 1.0.27 does not have it
         options = dict(symmetric=symmetric, q_len=None if symmetric else 1, dtype=patches.dtype)
         library = sys.modules[cls.__module__]
         mask = functools.partial(library.create_attention_mask, patch_valid, self.num_prefix_tokens, **options)
@@ -101,7 +101,7 @@ def _naflexvit(cls: type) -> type:
 
 
 def _siglip2(cls: type) -> type:
-    """SigLIP 2's encoder, of images alone: the tower of texts reads its last token, padding or not."""
+    """Our subclass of SigLIP 2's encoder; it packs images alone, as texts may read a token of padding."""
 
     def tokens(self, x: Tensor, mask: Tensor) -> UnpaddedTokens | None:
         B, N, _ = x.shape
@@ -137,7 +137,7 @@ _in_one_row: ContextVar[bool] = ContextVar("vitfast.adapters.towers.in_one_row",
 
 
 def _pixtral(cls: type) -> type:
-    """Pixtral's tower: in an accelerated one the function that writes masks gives offsets."""
+    """Our subclass of Pixtral's tower, in which the function that writes masks returns offsets."""
     library = sys.modules[cls.__module__]
     write = library.generate_block_attention_mask
 
@@ -164,7 +164,7 @@ def _pixtral(cls: type) -> type:
         finally:
             _in_one_row.reset(set_before)
 
-    # transformers finds what a model can record, and how it attends, by the module and name of its class
+    # transformers finds what a model can record and how it attends by its class's module and name
     return subclass(cls, forward, __module__=cls.__module__)
 
 
@@ -176,7 +176,7 @@ TOWERS: dict[str, Callable[[type], type]] = {
 
 
 def tower_class(cls: type, name: str) -> type | None:
-    """Our subclass of a model's class; None where the library's version has no such places to reach into."""
+    """Our subclass of a model's class; None if the library's version lacks the functions to override."""
     try:
         ours = TOWERS[name](cls)
     except AttributeError:
