@@ -158,7 +158,7 @@ class FusedBlock:
         self.layer, self.part, self.norm = layer, part, layer.norms[self.half]
         self.container = type(example.get_submodule(part.path))
         first = part.fc1 if isinstance(part, Mlp) else part.qkv
-        self.mark = under(part.path, first if isinstance(first, str) else first[0])  # the path that tells this kind from others
+        self.mark = under(part.path, first if isinstance(first, str) else first[0])  # tells it from other kinds
         self.types: dict[str, tuple[type, ...]] = {}
         self.tensors: list[tuple[str, str]] = []  # the path of each one's module, and its name there
         self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
