@@ -25,11 +25,11 @@ logger = logging.getLogger("vitfast")
 def validation_means(
     model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
 ) -> dict:
-    """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
+    """The named means over the validation set, its `images` and `unreadable_images`; the ranks share it.
 
-    score: of (images, labels) of a batch the sums, in the order of the names, and the number of images. The model is
-    in eval mode meanwhile. What cannot be read is left out, with a warning. Raises InputError where that is all, or
-    more than `max_unreadable`.
+    score(images, labels) returns the sums over a batch, in the order of the names, and then the number of images. The
+    model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
+    image can be read, or more than `max_unreadable` cannot.
     """
     was_training = model.training
     model.eval()
@@ -51,11 +51,11 @@ def evaluate(
     dtype: torch.dtype | None,
     on_logits: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict:
-    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
+    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set; the ranks share it.
 
-    Where images have several classes: the sigmoid's cross-entropy, summed over the classes; top-1, right where the
-    first guess is one of the classes; and `map`, `mean_average_precision`. on_logits: called with the logits and labels
-    of each batch, in the order of the set.
+    If images have several classes, it is the sigmoid's cross-entropy, summed over the classes; top-1 accuracy, for
+    which the first guess must be one of the classes; and `map`, the `mean_average_precision`. on_logits: called with
+    the logits and labels of each batch, in the order of the set.
     """
     parts = []
 
@@ -77,7 +77,7 @@ def evaluate(
         return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
     means = validation_means(model, data, device, ["loss", "accuracy"], score)
     mine = torch.cat([torch.stack(part) for part in parts], dim=1)  # (2, n, K)
-    everyone = mine.new_zeros(2, data.ranks.world, *mine.shape[1:])  # ranks have as many, filled up with PADDING
+    everyone = mine.new_zeros(2, data.ranks.world, *mine.shape[1:])  # all ranks have equally many, some of them PADDING
     everyone[:, data.ranks.rank] = mine
     logits, labels = data.ranks.sum(everyone).flatten(1, 2).cpu()
     read = counts(labels)
@@ -87,14 +87,14 @@ def evaluate(
 def logits_of(
     model: nn.Module, images: Tensor | list[PackedImages], device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
-    """fp32 logits of a batch: images (B, C, H, W), or of many sizes, packed, one after the other."""
+    """The fp32 logits of a batch: images (B, C, H, W), or a list of packed images of many sizes."""
     parts = images if isinstance(images, list) else [images]
     with autocast(device, dtype):
         return torch.cat([model(part.to(device, non_blocking=True)).float() for part in parts])
 
 
 def check_sizes(model: nn.Module, config: Config) -> None:
-    """Raises InputError where images' own sizes are asked of a model that takes one size."""
+    """Raises InputError if the config asks for images' own sizes and the model takes only one size."""
     if config.sizes and not isinstance(model, ViT):
         raise InputError(f"{config.weights or 'the model'} takes images of one size: sizes=native is for ViTs")
     if config.sizes:
@@ -102,9 +102,9 @@ def check_sizes(model: nn.Module, config: Config) -> None:
 
 
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """scikit-learn's average precision, mean over the classes that an image has. scores, targets (n, K).
+    """scikit-learn's average precision, the mean over classes that some image has; scores, targets (n, K).
 
-    None where no image has a class, or a score is not finite.
+    It is None if no image has a class, or a score is not finite.
     """
     from sklearn.metrics import average_precision_score
 
@@ -117,9 +117,9 @@ def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
 def real_labels(data: Data, path: str = "") -> list[list[int]]:
     """ImageNet's reassessed labels of the validation images, in order: any number of classes for each.
 
-    "Are we done with ImageNet?" (Beyer et al., 2020). path: their real.json, one list of classes for each of
-    ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises InputError where the file is none, or
-    the validation images are not those.
+    They are from "Are we done with ImageNet?" (Beyer et al., 2020). path: its real.json, one list of classes for each
+    image from ILSVRC2012_val_00000001.JPEG on; "" stands for timm's copy. Raises InputError if the file is not of that
+    form, or the validation images are others.
     """
     names = [Path(data.val.name(i)).name for i in range(len(data.val))]
     try:
@@ -139,10 +139,10 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
 
 def cut_as_told(config: Config, model: nn.Module) -> Config:
-    """The config with images cut as the model's weights say, where it says nothing."""
+    """The config, with crop_mode and crop_pct from the model's weights if it does not set them."""
     told = {name: getattr(model, name, None) for name in ("crop_mode", "crop_pct") if not getattr(config, name)}
     told = {name: value for name, value in told.items() if value is not None}
-    if set(told.values()) - {"center", 1.0}:  # these are it where nobody says anything
+    if set(told.values()) - {"center", 1.0}:  # these are the defaults
         logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
     return dataclasses.replace(config, **told)
 
@@ -159,9 +159,9 @@ def open_weights(
 
 
 def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError where the model's classes are not as many as the data's, or in another order.
+    """Raises InputError if the model has more or fewer classes than the data, or has them in another order.
 
-    Other names may mean the same: a warning. Numbers mean nothing.
+    Other names may mean the same, so they cause a warning. Names that are numbers are not compared.
     """
     weights, spec = data.config.weights, data.config.data
     if model.num_classes != len(data.classes):
@@ -184,8 +184,8 @@ def check_classes(model: nn.Module, data: Data) -> None:
 def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None) -> dict:
     """Accuracy of `config.weights` on the validation split of `config.data`.
 
-    real: labels for `real_labels`; adds `real_accuracy` over the `real_images` that have any. Raises InputError where
-    weights and data do not fit.
+    real: the path for `real_labels`; adds `real_accuracy` over the `real_images` that have such labels. Raises
+    InputError if weights and data do not fit.
     """
     model, data, device, dtype = open_weights(config, img_size)
     check_classes(model, data)

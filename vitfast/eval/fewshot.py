@@ -14,21 +14,21 @@ from .accuracy import open_weights
 from .probe import Features, features, knn, linear, whitening
 
 SHOTS = (1, 5, 10, 25)
-BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
+BIAS = 100.0  # the constant feature, so large that the regularisation hardly affects the bias
 
 
 class Ridge:
     """Regularised least squares from whitened features and a constant onto {-1, 1}^K.
 
-    The released evaluator of the ViT's authors (big_vision, fewshot_lsr): minimises |X W - Y|^2 + l2 |W|^2, the
-    constant's weights included, for any l2 after one eigen-decomposition. x (n, D), y (n,) class numbers; float64 on
-    the CPU.
+    As the released evaluator of the ViT's authors (big_vision, fewshot_lsr) does, it minimises |X W - Y|^2 + l2 |W|^2,
+    in which W includes the constant's weights, for any l2 after one eigen-decomposition. x (n, D), y (n,) class
+    numbers. It computes in float64 on the CPU.
     """
 
     def __init__(self, x: Tensor, y: Tensor, classes: int):
         self.whiten = whitening(x)
         a, target = self._design(x), 2.0 * F.one_hot(y, classes).double() - 1
-        # The smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
+        # Decomposes the smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
         if len(a) >= a.shape[1]:
             self.eigenvalues, self.left = torch.linalg.eigh(a.T @ a)
             self.right = self.left.T @ (a.T @ target)
@@ -49,11 +49,11 @@ class Ridge:
 
 
 METHODS = ("ridge", "knn", "linear")
-L2 = {"ridge": 2.0**10, "linear": 1.0}  # where the caller gives none
+L2 = {"ridge": 2.0**10, "linear": 1.0}  # the defaults
 
 
 def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float | None = None) -> Tensor:
-    """Classes (m,) of the queries by a method of METHODS; `l2` is for those in L2."""
+    """The classes (m,) of the queries by one of METHODS; `l2` is for the methods in L2."""
     if method == "knn":
         return knn(x, y, queries, classes)
     l2 = L2[method] if l2 is None else l2
@@ -61,13 +61,13 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
 
 
 def check_l2(method: str, l2: float | None) -> None:
-    """Raises InputError where a regularisation is given to a method that has none."""
+    """Raises InputError if l2 is given for a method that has no regularisation."""
     if l2 is not None and method not in L2:
         raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
 
 
 def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
-    """Indices of `shots` images of every class, or all of a class that has fewer.
+    """The indices of `shots` images of every class, or of all images of a class that has fewer.
 
     With one seed, a draw of fewer shots is contained in a draw of more.
     """
@@ -77,10 +77,10 @@ def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.nd
 
 
 def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Features, dict]:
-    """Features of all training images drawn, and for each (shots, seed) which of them.
+    """The features of all training images that were drawn, and the rows of each draw, by (shots, seed).
 
-    Where the labels are known beforehand only those images are read; `None` shots are all images. An image drawn that
-    cannot be read is missing in its draw.
+    If the labels are known beforehand, only the images drawn are read. `None` shots are all images. A drawn image that
+    cannot be read is missing from its draw.
     """
 
     def draws(labels: np.ndarray) -> dict:
@@ -109,8 +109,8 @@ def few_shot(
 ) -> dict:
     """Accuracy of `config.weights`, frozen, on `config.data`, given few labelled training images a class.
 
-    Measured on the validation split. method: a name of METHODS. shots: numbers of images a class, None for all of them
-    (the default of knn and linear). seeds: draws of each number. Raises InputError for wrong input.
+    It is measured on the validation split. method: one of METHODS. shots: numbers of images a class, None for all (the
+    default of knn and linear; that of ridge is SHOTS). seeds: draws of each number. Raises InputError for wrong input.
     """
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
