@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, in a stream of which a few batches are held."""
+"""Predicts classes and probabilities of image files in a stream, of which it holds a few batches."""
 
 import csv
 import itertools
@@ -44,7 +44,7 @@ class Files(Source):
 def best_classes(
     model: nn.Module, images: Tensor | list[PackedImages], dtype: torch.dtype | None, count: int, sigmoid: bool
 ) -> tuple[list, list]:
-    """(classes, probabilities), lists of `count` for each image, the best first."""
+    """(classes, probabilities): for each image a list of `count` of them, the best first."""
     device = next(model.parameters()).device
     try:
         logits = logits_of(model, images, device, dtype)
@@ -54,12 +54,12 @@ def best_classes(
         )
         raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    classes = logits.topk(count).indices  # not of the probabilities, which saturate
+    classes = logits.topk(count).indices  # not by probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
 
 
 def learned_by_sigmoid(weights: str) -> bool:
-    """Whether weights are a run's that trained with objective=sigmoid, as only its state/ says."""
+    """Whether the weights come from a run with objective=sigmoid, which only its state/ says."""
     path = locate(weights).weights.parent / "state" / "state.json"
     if not path.is_file():
         return False
@@ -75,13 +75,13 @@ def predict(
     """For each image file, in order, its best classes as the model sees them: a generator of records.
 
         dict(image=path, predictions=[dict(label="cat", probability=0.98), ...])    # top_k, or as many as classes
-        dict(image=path, error=why)                                                 # of one that cannot be read
+        dict(image=path, error=why)                                                 # for one that cannot be read
 
-    Labels are the model's `class_names`, class numbers where it has none. Images are transformed as by `vitfast eval`,
-    on the CPU; the model, a ViT or a baseline, runs where it is and is set to eval. config: its eval_batch_size, amp,
-    workers, crop_mode and crop_pct (unset: the model's), sizes and tokens_per_step count.
-    sigmoid: the probability of each class by itself, in place of shares of 1. Raises InputError where the model has no
-    head, or too little memory.
+    Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
+    on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
+    eval_batch_size, amp, workers, crop_mode and crop_pct (unset: the model's), sizes and tokens_per_step matter.
+    sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises InputError if the model has no
+    head, or its device too little memory.
     """
     config = cut_as_told(config or Config(task="eval"), model)
     check_sizes(model, config)
@@ -124,7 +124,7 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Rows `image, label_1, probability_1, ...` of `count` classes; of an error the image alone.
+    """Writes rows `image, label_1, probability_1, ...` of `count` classes; for an error, the image alone.
 
     A spreadsheet would run a cell such as =cmd() as a formula. So a path that begins like one is written with ./ before
     it, which names the same file, and a label with an apostrophe before it (OWASP, "CSV injection").
@@ -137,13 +137,13 @@ def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
 
 
 def _as_text(value: str | int, mark: str) -> str:
-    """A value as a cell, with a mark before it where it begins like a formula and is no number."""
+    """A value as a cell, with a mark before it if it begins like a formula and is not a number."""
     text = str(value)
     return f"{mark}{text}" if FORMULA.match(text) and not NUMBER.fullmatch(text) else text
 
 
 def write_json(records: Iterable[dict], file: TextIO) -> None:
-    """A JSON list, a line for each record."""
+    """Writes a JSON list with a line for each record."""
     file.write("[")
     for number, record in enumerate(records):
         file.write(("," if number else "") + "\n" + json.dumps(record))
