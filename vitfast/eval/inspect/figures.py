@@ -18,7 +18,7 @@ def as_png(figure: Figure) -> bytes:
 def mosaic(tiles: np.ndarray) -> np.ndarray:
     """Tiles (rows, columns, h, w, ...) side by side: (rows (h+1) - 1, columns (w+1) - 1, ...).
 
-    Between them is NaN, which is drawn as nothing.
+    NaN lies between the tiles, and is not drawn.
     """
     rows, columns, h, w = tiles.shape[:4]
     picture = np.full((rows, h + 1, columns, w + 1, *tiles.shape[4:]), np.nan)
@@ -34,7 +34,7 @@ def _blank(figure: Figure, rows: int = 1, columns: int = 1) -> np.ndarray:
 
 
 def draw_filters(components: np.ndarray) -> Figure:
-    """Components (n, C, P, Q) as tiles, seven in a row, each scaled to all of brightness. C is 1 or 3."""
+    """Components (n, C, P, Q) as tiles, seven in a row, each of full contrast. C is 1 or 3."""
     n, _, height, width = components.shape
     columns, rows = min(7, n), -(-n // 7)
     low, high = (reduce(components, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
@@ -48,16 +48,16 @@ def draw_filters(components: np.ndarray) -> Figure:
 
 
 def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure:
-    """A grid of grids from (h, w, h, w): for each patch its position's cosine similarity to all others.
+    """A grid of grids from (h, w, h, w): for each patch, its position's cosine similarity to all others.
 
-    pixels: where a side of it would have more numbers, only every second, third, ... row and column of patches.
+    pixels: if a side of it would have more values, it draws only every second, third, ... row and column of patches.
     """
     grid = np.array(similarity.shape[:2])
     step = 1 if pixels is None else -(-grid.max() // max(1, pixels // (grid.max() + 1)))
     similarity = similarity[step // 2 :: step, step // 2 :: step]
     rows, columns = similarity.shape[:2]
     picture = mosaic(similarity)
-    # Beside the margins a pixel for each number at least, or gaps would vanish.
+    # Within the margins there is at least a pixel for each value, or gaps would vanish.
     side = max(5.4, 1.7 * max(picture.shape) / DPI)
     figure = Figure(figsize=(side * min(1, columns / rows) + 1, side * min(1, rows / columns)))
     axis = figure.subplots()
@@ -73,7 +73,7 @@ def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure
 
 
 def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
-    """Dots of (L, H), in pixels, above their layers; a line at what attention spread evenly would give."""
+    """Dots for distances (L, H), in pixels, above their layers; a line at that of evenly spread attention."""
     layers, heads = distance.shape
     figure = Figure(figsize=(7, 4.5))
     axis = figure.subplots()
@@ -125,7 +125,7 @@ def draw_curves(runs: dict[str, list[dict]]) -> Figure:
 
 
 def draw_counts(counts: dict[int, int], across: str, up: str) -> Figure:
-    """Bars of how many there are of each number. across, up: what the axes say."""
+    """Bars of counts by number. across, up: the labels of the axes."""
     figure = Figure(figsize=(5.4, 2.6))
     axis = figure.subplots()
     apart = min((b - a for a, b in zip(sorted(counts), sorted(counts)[1:])), default=1)

@@ -23,8 +23,8 @@ HELD = 2**28  # bytes of one layer's attention matrices
 def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
     """Principal components of the patch filters, (n, C, P, Q), and their shares of the variance, (n,).
 
-    They have unit length. Largest share first; the entry of largest size is positive, the sign being free. n is
-    `count`, or the rank of the centred filters where that is smaller. Float64 inside. Figure 7, left.
+    Components have unit length; the largest share comes first. Their sign, which is free, makes the entry of largest
+    size positive. n is `count` or, if smaller, the rank of the centred filters. It computes in float64. Figure 7, left.
     """
     weight = model.patch_embed.proj.weight
     filters = weight.double().flatten(1)
@@ -40,8 +40,8 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
 def position_similarity(model: ViT) -> Tensor:
     """Cosine similarity of each patch's position embedding to all others: (h, w, h, w) over the grid.
 
-    Figure 7, middle; Figure 10. Where every layer has a table of its own, that of the first. Raises InputError where
-    nothing is added to the patches.
+    If every layer has a table of its own, it is that of the first. Raises InputError if the model adds no positions to
+    its patches. Figure 7, middle; Figure 10.
     """
     table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
     if table is None:
@@ -62,10 +62,10 @@ def patch_distances(image: tuple[int, int], grid: tuple[int, int]) -> Tensor:
 def attention_distance(model: ViT, images: Tensor) -> Tensor:
     """Mean attention distance of each head of each layer, (L, H) in pixels. Figure 7, right; Figure 11.
 
-    That is the distance from query to key patch, averaged with the attention as weights, then over all query patches
-    and images. A class token and registers have no place in the image: they are left out as queries and as keys, and
-    what remains of each query's attention is renormalised to 1. (A query whose attention goes to them alone, to the
-    last bit, counts as 0.)
+    It is the distance from query to key patch, averaged with the attention as weights, then over all query patches and
+    images. A class token and registers have no position in the image: they are left out as queries and as keys, and the
+    rest of each query's attention is renormalised to 1. (A query whose attention goes to them
+    alone, to the last bit, counts as 0.)
     """
     grid, prefix = model.patch_embed.dynamic_feat_size(images.shape[-2:]), model.num_prefix_tokens
     total = 0.0
@@ -85,9 +85,9 @@ def attention_distance(model: ViT, images: Tensor) -> Tensor:
 def attention_rollout(model: ViT, images: Tensor) -> Tensor:
     """How much of each patch reaches the output, (B, h, w), each map summing to 1.
 
-    Attention averaged over the heads, plus the identity, rows renormalised, multiplied through the layers; then the row
-    of what the head reads: the class token, or the mean over the patches' rows in a model that averages them.
-    Figure 6; Abnar & Zuidema, 2020.
+    In each layer the attention is averaged over the heads, the identity is added, and rows are renormalised; the
+    matrices of all layers are multiplied. The map is the row of the class token, or the mean of the patches' rows if
+    `reads_class_token` is False. Figure 6; Abnar & Zuidema, 2020.
     """
     grid, prefix = model.patch_embed.dynamic_feat_size(images.shape[-2:]), model.num_prefix_tokens
     maps = []
@@ -103,26 +103,26 @@ def attention_rollout(model: ViT, images: Tensor) -> Tensor:
 
 
 def reads_class_token(model: ViT) -> bool:
-    """Whether the head reads the class token; else it reads the patches."""
+    """Whether the rollout is that of the class token: the model has one and does not average patches."""
     return model.has_class_token and model.global_pool != "avg"
 
 
 def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
-    """All measures: "distance", "rollout", and where the model has them "filters", "share", "positions".
+    """All measures: "distance" and "rollout", and if the model has them "filters", "share" and "positions".
 
-    Filters of one or three channels are pictures; others (a hybrid's, which read a feature map) are not.
+    Filters of one or three channels are pictures; others (a hybrid's, which read a feature map) are left out.
     """
     found = dict(distance=attention_distance(model, images), rollout=attention_rollout(model, images))
     components, share = filter_components(model)
     if len(components) and components.shape[1] in (1, 3):
         found.update(filters=components, share=share)
-    with suppress(InputError):  # it adds none to its patches
+    with suppress(InputError):  # the model adds none to its patches
         found["positions"] = position_similarity(model)
     return found
 
 
 def _batches(model: ViT, images: Tensor) -> Iterator[Tensor]:
-    """The images on the model's device, as many at a time as keep a layer's attention in HELD bytes."""
+    """The images on the model's device, so many at a time that a layer's attention fits in HELD bytes."""
     height, width = model.patch_embed.dynamic_feat_size(images.shape[-2:])
     tokens = model.num_prefix_tokens + height * width
     at_once = max(1, HELD // (4 * model.blocks[0].attn.num_heads * tokens**2))

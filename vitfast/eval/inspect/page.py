@@ -5,7 +5,7 @@ import html
 
 from ...version import __version__
 
-GENERATOR = '<meta name="generator" content="vitfast'  # near the start of every page: whose it is
+GENERATOR = '<meta name="generator" content="vitfast'  # near the start of every page, to tell that vitfast wrote it
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}
 h1{margin-bottom:0}h2{margin-top:2.5rem}img{max-width:100%}
@@ -21,7 +21,7 @@ def picture(png: bytes, alt: str) -> str:
 
 
 def gallery(pictures: list[tuple[str, str, bool]]) -> str:
-    """Small pictures side by side: (`picture`, its caption, whether the caption is marked)."""
+    """Small pictures side by side, each as (`picture`, its caption, whether the caption is marked)."""
     figures = (
         f"<figure>{image}<figcaption{' class=marked' if marked else ''}>{html.escape(text)}</figcaption></figure>"
         for image, text, marked in pictures
@@ -38,7 +38,7 @@ def table(facts: dict[str, str]) -> str:
 def page(title: str, facts: dict[str, str], sections: dict[str, tuple[str, str]], introduction: str = "") -> str:
     """An HTML document.
 
-    sections: heading -> (note, HTML such as `picture`, `gallery` or `table` make, or "").
+    sections: heading -> (note, HTML from `picture`, `gallery`, `table` or the like, or "").
     """
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',

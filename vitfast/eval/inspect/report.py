@@ -1,4 +1,4 @@
-"""The images that `inspect` reads, and the files that it writes: figures, numbers, and a page of all."""
+"""The images that `inspect` reads, and the files it writes: figures, numbers, and a page of both."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from .page import page, picture
 
 logger = logging.getLogger("vitfast")
 SHOWN = 16  # images whose rollout is drawn
-# File name -> heading, what is to be seen, what is said where the model has nothing to show.
+# File name -> heading, what the figure shows, and the note if the model has nothing to show.
 SECTIONS = dict(
     filters=(
         "Patch embedding",
@@ -55,12 +55,12 @@ SECTIONS = dict(
 
 
 def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) -> tuple[Tensor, int]:
-    """At most `count` images, evenly spread over what there is, as uint8 (B, chans, *size).
+    """At most `count` images, evenly spread over the source, as uint8 (B, chans, *size); how many failed.
 
-    They are scaled to cover the size and cut at the centre. Those that cannot be read are left out, with a warning; the
-    second result is their number. spec: a folder with image files at any depth, or what `vitfast eval --data` takes by
-    name ("digits", "torch/..."; validation split). Raises InputError where there are none, or none that can be read,
-    and for `chans` other than 1 and 3.
+    The images are scaled to cover the size and cut at the centre. Those that cannot be read are left out, with a
+    warning; the second result is their number. spec: a folder with image files at any depth, or a name that `vitfast
+    eval --data` takes ("digits", "torch/..."), of which it reads the validation split. Raises InputError if no image
+    exists or can be read, and for `chans` other than 1 and 3.
     """
     if chans not in (1, 3):
         raise InputError(f"--data {spec}: the model reads {chans} channels; images have 1 or 3")
@@ -100,9 +100,9 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
 def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: str = "", data: str = "") -> Path:
     """Draws what a model learned into the folder `output`; returns the path of its report.html.
 
-    images: uint8 (B, C, H, W) of the model's size. weights, data: what the report calls them. Writes report.html,
-    numbers.json, distance.csv (layer, head, pixels), arrays.npz (all that was computed), and filters.png,
-    positions.png, distance.png and rollout.png, but for what the model does not have: the report says so.
+    images: uint8 (B, C, H, W) of the model's size. weights, data: their names in the report. Writes report.html,
+    numbers.json, distance.csv (layer, head, pixels), arrays.npz (all results), and filters.png, positions.png,
+    distance.png and rollout.png. If the model has no filters or positions to show, the report says so instead.
     Each file is whole or absent. The model is set to eval.
     """
     about = dict(weights=weights, data=data, images=len(images), size=list(images.shape[-2:]))
@@ -147,7 +147,7 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
         "numbers.json": json.dumps(numbers, indent=2) + "\n",
         "report.html": page("vitfast inspect", facts | {"rollout from": numbers["rollout_from"]}, sections),
     }
-    for name in numbers["not_drawn"]:  # of the weights that had this name before
+    for name in numbers["not_drawn"]:  # figures of other weights that had this name before
         results.remove(f"{name}.png")
     for name, content in files.items():
         results.write(name, content)
