@@ -1,8 +1,8 @@
 """vitfast's ViT as timm entry points, with the interface of timm's VisionTransformer.
 
-That is its arguments, state_dict and features; the weights of the timm model without `fast_` in its name load as they
-are. TorchScript is not supported: the operations choose between kernels and plain PyTorch in Python, which a script
-cannot hold; `torch.compile` and `vitfast export` take its place.
+They have its arguments, state_dict and features; weights of the timm model whose name lacks `fast_` load unchanged.
+TorchScript is not supported, because the operations choose between kernels and plain PyTorch in Python, which a script
+cannot hold; use `torch.compile` or `vitfast export` instead.
 """
 
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from ..model.vit import ViT
 
 __all__ = ["TimmViT"]
 
-# Preset and image size of each.
+# The preset and the image size of each model.
 _MODELS = {
     "vit_fast_tiny_patch16_224": ("Ti/16", 224),
     "vit_fast_tiny_patch16_384": ("Ti/16", 384),
@@ -56,7 +56,7 @@ default_cfgs = generate_default_cfgs({name: _cfg(size) for name, (_, size) in _M
 class TimmViT(ViT):
     """A ViT that timm's factory can make and describe.
 
-    device, dtype: where and in what the parameters are made. Everything else is ViT's.
+    device, dtype: those of the parameters. All other arguments are ViT's.
     """
 
     def __init__(self, *args, device=None, dtype=None, **kwargs):
@@ -68,8 +68,8 @@ class TimmViT(ViT):
     def load_pretrained(self, checkpoint_path: str | Path, prefix: str = "") -> None:
         """Loads weights of any format (timm calls this for an .npz).
 
-        Positions are resampled as timm does there, a head of other classes is left alone. As in timm the activation
-        stays what the model was made with; Google's files want `act_layer="gelu_tanh"`.
+        Positions are resampled as timm does for an .npz; a head for another number of classes stays as it is. As in
+        timm, the activation is the one that the model was made with; Google's files need `act_layer="gelu_tanh"`.
         """
         state = checkpoint_filter_fn(load_checkpoint(checkpoint_path), self, interpolation="bilinear", antialias=False)
         ours = self.state_dict()
@@ -78,7 +78,7 @@ class TimmViT(ViT):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)
-        if global_pool is not None:  # the norm stays where it is, and timm's record of the arguments has to say so
+        if global_pool is not None:  # the norm stays where it is; timm's record of the arguments must say so
             self._model_args = {**getattr(self, "_model_args", {}), "fc_norm": self.config["fc_norm"]}
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -87,7 +87,7 @@ class TimmViT(ViT):
 
 
 def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_overlay=None, out_indices=3, **args):
-    """timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights to take."""
+    """Calls timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights."""
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and not (cfg.has_weights or cfg.state_dict):
         twin = name.replace("fast_", "")
