@@ -1,9 +1,9 @@
 """`accelerate`: vitfast's operations under the ViTs of other libraries, in place.
 
 How a library builds its layers is data (descriptions.py, and the tables in timm.py, hugging_face.py, libraries.py). A
-layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations if it can and
-calls the library's modules if it cannot. Parameters, names, hooks, copies, pickles, isinstance and wrappers around the
-model stay as they are. A library is imported only if the model is made of it.
+layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
+calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
+around the model stay as they are. A library is imported only where the model is made of it.
 """
 
 import logging
@@ -35,7 +35,7 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
     """Replaces the classes of modules, and discards code that torch.compile made for the old ones."""
     for module, cls in classes:
         set_class(module, cls)
-    # Before 2.15 torch does not guard on a module's class: code that it has compiled would run on unchanged.
+    # torch 2.11 does not guard on a module's class, 2.15 does: what it compiled before would go on unchanged.
     if classes and "torch._dynamo" in sys.modules and torch.__version__ < "2.15":
         torch.compiler.reset()
 
@@ -84,7 +84,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     if (interface := transformers_attention()) is not None:
         interface.set_attention(model)
     report = acceleration_report(model)
-    for entry in report.left:  # so that calls do not log it again
+    for entry in report.left:  # the log does not say it again in a call
         said.add((entry.kind, entry.part, entry.why))
     _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
     return model
@@ -93,7 +93,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `accelerate`; returns the model.
 
-    Every module gets back the class it came with, and transformers' attention becomes what it was.
+    Every module has the class it came with, and transformers' attention is what it was.
     """
     require_module("restore", model)
     classes = [(module, original_class(type(module))) for module in model.modules()]
@@ -106,4 +106,4 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-transformers_attention()  # makes model.set_attn_implementation("vitfast") work
+transformers_attention()  # for model.set_attn_implementation("vitfast")

@@ -55,7 +55,7 @@ class AttentionBlock(FusedBlock):
         return head_unsupported(width // heads, 1.0)
 
     def _pack(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """The tensors with q, k and v as one linear layer: each call joins them, autograd splits the gradient."""
+        """q, k and v as one linear layer: concatenated at each call, and autograd splits the gradient."""
         *norm, proj_weight, proj_bias = tensors
         norm, rest = norm[:2], norm[2:]
         if self.part.biases is not None:
@@ -86,7 +86,7 @@ class AttentionBlock(FusedBlock):
         return add_projection(o, proj_weight, proj_bias, x, **factors)
 
     def _norm_of(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of q or k (..., H, Dh), over each head or over all heads."""
+        """The norm of q or k (..., H, Dh), over each head or over all."""
         if not self.part.norms_over_heads:
             return norm(x)
         return norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])

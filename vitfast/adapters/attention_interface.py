@@ -26,7 +26,7 @@ from .masks import call_options
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> str | None:
-    """Why the operation cannot compute this attention; None if it can."""
+    """Why the operation cannot attend; None where it can."""
     if dropout > 0:
         return DROPOUT
     if causal:
@@ -84,7 +84,7 @@ def _copy_configs(model: nn.Module) -> None:
     copies: dict = {}  # one memo for all modules, so that they share the copies
     for module in model.modules():
         for name, config in list(vars(module).items()):
-            if hasattr(config, "_attn_implementation"):  # so it is a config, whatever its class is called
+            if hasattr(config, "_attn_implementation"):  # whatever the class of configs is called
                 setattr(module, name, deepcopy(config, copies))
 
 

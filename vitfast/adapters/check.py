@@ -21,7 +21,7 @@ from .layers import Blocks, accelerated_layer, unknown_member_reason
 from .leaves import WIDTH
 from .mlp import MlpBlock
 
-TOKENS = 5  # in the small layer's input: a prefix token and a grid of 2 x 2
+TOKENS = 5  # of the small layer's input: a prefix token and a grid of 2 x 2
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
 def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
     """The blocks of one description of a class, and the length of the tuple that its layer returns.
 
-    The length is 0 if it returns no tuple. Raises ValueError if the description does not hold. of_users: all that the
+    The length is 0 if the layer returns no tuple. Raises ValueError if the description does not hold. of_users: all that the
     description names must exist, unlike in a library's other versions, and it must name every buffer.
     """
     with _plain():
@@ -87,7 +87,7 @@ def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks
         if reason is not None:
             raise ValueError(reason)
         arguments = description.example(TOKENS)
-        returned = example(_tokens(description), **arguments)  # whether this is a tuple differs by version too
+        returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
         entries = len(returned) if isinstance(returned, tuple) else 0
         if entries and any(other is not None for other in returned[1:]):
             raise ValueError("it returns more than its tokens")

@@ -1,7 +1,7 @@
 """How an encoder layer of a library is built, as data: where norms, attention and MLP are.
 
-A new kind of layer is a `Layer`. From it, layers.py makes the subclass that runs the operations, and check.py checks
-that it does what the library's class does. The tables are in timm.py, hugging_face.py and libraries.py.
+A new kind of layer is a `Layer`; from it come the subclass that runs the operations (layers.py), and the check that it
+does what the library's class does (check.py). The tables are in timm.py, hugging_face.py and libraries.py.
 
 A path is a module's name in the layer, such as "attn.proj", or in the attention or MLP that the path is a field of.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-# Keyword arguments of ops.attention that a call of a layer gives (rope, rope_layout, num_prefix, bias), and `mask`,
+# Keyword arguments of ops.attention that a call of a layer brings (rope, rope_layout, num_prefix, bias), and `mask`,
 # boolean (True: seen) or added to the logits, of any shape that broadcasts to (B, H, N, N); for packed samples, offsets
 # and longest. A str says in words why the operation cannot run.
 Logits = dict | str

@@ -9,19 +9,19 @@ from torch import nn
 
 from ..ops.fusable import own_forward
 
-PACKING = "packing"  # the name of what a model does around its layers
-ATTENTION_ALONE = "attention only (set_attn_implementation)"  # an attention layer on transformers' registry
+PACKING = "packing"  # the part of a model around its layers
+ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
 DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")
 quiet = ContextVar("vitfast.adapters.quiet", default=False)  # whether the log says nothing
-said: set[tuple[str, str, str]] = set()  # (class, part, reason) that the log has said and does not say again
+said: set[tuple[str, str, str]] = set()  # class, part and reason, which the log does not say again
 # By part, why the last call of a module ran the library's code: it asked for something that no operation does.
 _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 # For modules with a forward of their own, set on the instance: the id of the forward in which an operation ran.
 _wrapped: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result  # for compiled code it is said during compilation
+@torch.compiler.assume_constant_result  # compiled code says it while it is compiled
 def _say(kind: str, part: str, reason: str) -> None:
     if (kind, part, reason) not in said and not quiet.get():
         said.add((kind, part, reason))
@@ -51,11 +51,11 @@ def operation_runs(module: nn.Module, part: str) -> None:
 
 
 def wrapped_away(module: nn.Module) -> bool:
-    """Whether a module has a forward, set on the instance, in which no operation has run."""
+    """Whether a module has a forward set on the instance in which no operation has run."""
     return own_forward(module) and _wrapped.get(module) != id(module.__dict__["forward"])
 
 
 def last_call(module: nn.Module, part: str) -> str | None:
-    """Why a module's last call outside of compiled code ran the library's code; None if it did not."""
+    """Why a module's last call, outside of compiled code, ran the library's code; None where not."""
     reason = _asked.get(module, {}).get(part)
     return reason and f"in its last call: {reason}"

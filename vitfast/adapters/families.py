@@ -37,13 +37,13 @@ def _maker(cls: str, **options) -> Callable[[], nn.Module]:
 
 
 def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
-    """A maker of a small model, "file:class" in timm.models; it imports options such as "module:name"."""
+    """Makes a small model of timm, "file:class" in timm.models; then it imports options "module:name"."""
     sizes = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     return _maker(f"timm.models.{cls}", **sizes | options)
 
 
 def naflexvit(**options) -> Callable[[], nn.Module]:
-    """A maker of a small NaFlexVit of timm."""
+    """Makes a small NaFlexVit of timm."""
     sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2), global_pool="avg")
     config = _maker("timm.models.naflexvit:NaFlexVitCfg", **sizes | options)
     return lambda: imported("timm.models.naflexvit:NaFlexVit")(config(), num_classes=5)
@@ -58,7 +58,7 @@ def _padded() -> dict:
 
 
 def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
-    """A maker of a small model of transformers; by default its config's class is named like the model."""
+    """Makes a small model of transformers; by default its configuration's class is named like the model."""
     sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
     made = _maker(f"transformers:{config or model.removesuffix('Model') + 'Config'}", **sizes | options)
@@ -79,7 +79,7 @@ def _grids() -> dict:
 
 
 def torchvision_model(**options) -> Callable[[], nn.Module]:
-    """A maker of a small ViT of torchvision."""
+    """Makes a small ViT of torchvision."""
     sizes = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
     return _maker("torchvision.models.vision_transformer:VisionTransformer", **sizes | options)
 

@@ -1,6 +1,6 @@
-"""One half of a library's encoder layer, attention or MLP, with the tensors that an operation reads.
+"""One half of a library's encoder layer, attention or MLP: what an operation reads of it.
 
-Every call looks everything up and keeps nothing: see ops/fusable.py. The two kinds are in attention.py and mlp.py.
+Everything is looked up at the call and nothing is kept: see ops/fusable.py. The two kinds are in attention.py, mlp.py.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from ..ops.packed import owners
 from .descriptions import Attention, Layer, Mlp
 from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
 
-# Operations may read these, but no DTensor, quantised tensor, FakeTensor of an export, or proxy of FX.
+# An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
 ABSENT = (nn.Identity, type(None))
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -51,7 +51,7 @@ def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] =
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether an operation may read these tensors: none is of a class with rules of its own."""
+    """True for tensors that an operation may read: none is of a class with rules of its own."""
     for tensor in tensors:
         if tensor is not None and type(tensor) not in _PLAIN:
             return False
@@ -59,12 +59,12 @@ def are_plain(*tensors: Tensor | None) -> bool:
 
 
 def under(path: str, name: str) -> str:
-    """The path of a name in a module: "attn", "qkv" -> "attn.qkv"."""
+    """The path of something in a module: "attn", "qkv" -> "attn.qkv"."""
     return f"{path}.{name}" if path else name
 
 
 def attribute(module: nn.Module, path: str):
-    """module.a.b for "a.b", the module itself for ""; None if an attribute is missing."""
+    """module.a.b for "a.b", the module itself for ""; None where one is missing."""
     if not path:
         return module
     for name in path.split(".") if "." in path else (path,):
@@ -90,14 +90,14 @@ def parameter(module: nn.Module, name: str):
 def stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
     """The residual stream's dtype after a fused block; None if no operation gives the original's.
 
-    Outside autocast x and the weights must agree. Under autocast the matrix products run in its dtype, and the sum
-    `residual + branch` promotes.
+    Outside autocast x and the weights agree. Under it the matrix products run in its dtype and `residual + branch`
+    promotes.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x.dtype if x.dtype == weight.dtype and (layer_scale is None or layer_scale.dtype == x.dtype) else None
     if x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
-        return None  # autocast does not change float64
+        return None  # autocast leaves float64 alone
     compute = torch.get_autocast_dtype(device)
     if in_fp32 is not None:
         return torch.float32 if in_fp32 else compute
@@ -130,7 +130,7 @@ def add_projection(
 
 
 class Found(NamedTuple):
-    """The modules of a layer that the operations of a block read, and their tensors in the block's order.
+    """Modules of a layer that the operations of a block read, and tensors in its order.
 
     around: in words, the modules that must be called, with smaller operations around them; None if there are none.
     """
@@ -160,7 +160,7 @@ class FusedBlock:
         first = part.fc1 if isinstance(part, Mlp) else part.qkv
         self.mark = under(part.path, first if isinstance(first, str) else first[0])  # tells it from other kinds
         self.types: dict[str, tuple[type, ...]] = {}
-        self.tensors: list[tuple[str, str]] = []  # the path of each one's module, and its name there
+        self.tensors: list[tuple[str, str]] = []  # path of the module, name in it
         self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
         self.scale: tuple[str, str] | None = None
         self.drop_path: str | None = None
@@ -187,7 +187,7 @@ class FusedBlock:
         self.types[path] = tuple(dict.fromkeys((type(attribute(self.example, path)), *types)))
 
     def linear(self, path: str, bias: bool = True) -> None:
-        """Adds the weight and bias of a linear layer, or a parameter named `..weight` and its `..bias`."""
+        """Adds a linear layer's weight and bias; or a parameter `..weight` and its `..bias`."""
         if isinstance(attribute(self.example, path), nn.Module):
             self.stand_in(path, _LINEAR)
             self.tensors += [(path, "weight"), *([(path, "bias")] if bias else [])]
@@ -213,9 +213,9 @@ class FusedBlock:
             self.drop_path = path
 
     def find(self, layer: nn.Module) -> Found | str:
-        """The modules and tensors that operations read, or, as text, why the library's own modules must run.
+        """Modules and tensors that operations read, or, as text, why the library's own modules must run.
 
-        No text may have a number in it: torch.compile traces this method, in which a number may be symbolic.
+        No number is put into a text: torch.compile traces this, and a number may be symbolic there.
         """
         modules = modules_of(self.expected, layer)
         reason = fallback_reason(self.expected, modules, self.layer.idle_hooks)
@@ -263,7 +263,7 @@ class FusedBlock:
         return dict(eps=norm_eps(norm), norm=norm_kind(norm))
 
     def factors(self, found: Found, x: Tensor, dtype: torch.dtype, offsets: Tensor | None = None) -> dict:
-        """layer_scale, and the drop_path factors of the samples, as the library's module draws them.
+        """layer_scale, and drop_path as the library's module draws it, for each sample.
 
         dtype: that of the stream. offsets: those of packed samples x (tokens, D), for which each token has a factor.
         """
@@ -281,6 +281,6 @@ class FusedBlock:
         return (not path or type(attribute(layer, path)) is self.container) and attribute(layer, self.mark) is not None
 
     def covers(self, path: str) -> bool:
-        """Whether the description names this module or parameter of the layer."""
+        """Whether a module or parameter of the layer is in the description."""
         tensors = {under(*tensor) for tensor in (*self.tensors, *([self.scale] if self.scale else []))}
         return path in self.types or path in self.called or path in tensors or path in self.layer.extras

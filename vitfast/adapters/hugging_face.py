@@ -1,4 +1,4 @@
-"""transformers: a description for each way in which it builds a layer, and its families by name."""
+"""transformers: a description for each way that it builds a layer, and its families by name."""
 
 import inspect
 import sys
@@ -12,14 +12,14 @@ from ..ops.fusable import own_forward
 from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
 from .masks import may_wait, rotary_tables
 
-# Keyword arguments that reach a layer but change nothing in it.
+# Keyword arguments that reach a layer and change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 _EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (False, None)))
 
 
 def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) -> bool:
-    """Whether all hooks on a module are transformers' own, for outputs that this call does not ask for."""
+    """Whether all hooks are transformers' own, for outputs that are not asked for now."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or own_forward(module):
         return False
@@ -42,7 +42,7 @@ def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _packed(offsets, longest, rope: tuple[Tensor, Tensor], x: Tensor) -> Logits:
-    """The rotary positions of all tokens, and where each image or window begins."""
+    """Rotary positions of all tokens, and where each image or window begins."""
     if type(offsets) is not Tensor or offsets.dtype not in (torch.int32, torch.int64):
         return "the offsets of its images are no tensor of whole numbers"
     if offsets.device != x.device:
@@ -100,7 +100,7 @@ def _beit_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The sum of the layer's relative position bias and the one that all layers share."""
+    """The layer's table of relative positions and the one of all layers."""
     attention, bias = layer.attention.attention, given.get("relative_position_bias")
     if attention.has_relative_position_bias:
         grid = tuple(side // attention.config.patch_size for side in given["resolution"])
@@ -124,7 +124,7 @@ def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
     return layer.drop_path(y) + x
 
 
-# Arguments of a small layer's configuration, and further ones of the layer, for all families; each reads its own.
+# Arguments of a small layer's configuration, and of the layer besides that, for all families: each reads its own.
 _SIZES = dict(hidden_size=32, embed_dim=32, num_attention_heads=2, num_heads=2, intermediate_size=32, mlp_ratio=1)
 _SIZES |= dict(mlp_dim=32, image_size=[16, 16], patch_size=8, hidden_act="gelu", attn_implementation="sdpa")
 _SIZES |= dict(drop_path_rate=0.5, layer_scale_init_value=0.5, use_relative_position_bias=True, use_qk_norm=True)
@@ -132,7 +132,7 @@ _OF_LAYER = dict(drop_path_rate=0.5, window_size=(2, 2), in_features=32, hidden_
 
 
 def make(cls: type, **options) -> nn.Module:
-    """A small layer, made from its family's configuration for images, which the layer's file imports."""
+    """A small layer, from the configuration of its family's images, which its file has imported."""
     file = vars(sys.modules[cls.__module__])
     configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
     config = file[min(configs, key=lambda name: "Vision" not in name)](**_SIZES | options)
@@ -198,11 +198,11 @@ BERT = LAYER._replace(
     **_TOKENS_ALONE,
     mlp_half=lambda layer, x: layer.output(layer.intermediate(layer.layernorm_after(x)), x),
 )
-# The last two of DINOV2S are for transformers before about 5.20.
+# The last two are DINOv2 of transformers before 5.20 or so.
 _BEFORE = DINOV2._replace(attention=BERT.attention, mlp=Mlp(act="activation"), **_TOKENS_ALONE)
 _GATED_BEFORE = dict(fc1="weights_in", gate="first", act=None, activation="silu", fc2="weights_out")
 DINOV2S = (DINOV2, gated(DINOV2), _BEFORE, gated(_BEFORE, **_GATED_BEFORE))
-# DINOv3 has rotary positions of the patches; its configuration says which layers have biases.
+# DINOv3: rotary positions of the patches, biases as the configuration has them.
 DINOV3 = DINOV2._replace(
     attention=ATTENTION._replace(heads="num_heads", dropout="dropout"),
     mlp=Mlp(fc1="up_proj", act="act_fn", fc2="down_proj"),

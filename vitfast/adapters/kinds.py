@@ -1,4 +1,4 @@
-"""Norms, activations, attention layers and other classes of the libraries, by their full names."""
+"""Norms, activations and other things of the libraries, by their full names."""
 
 import importlib
 import sys
@@ -33,7 +33,7 @@ def _transformers_tanh(module: nn.Module) -> str | None:
     return "gelu_tanh" if getattr(module.act, "keywords", None) == {"approximate": "tanh"} else None
 
 
-# The operations' name of each, or a function of the module that returns it, or None if the module differs from it.
+# The operations' name of each, or a function of the module that returns it, or None if they do not compute the same.
 ACTIVATIONS: dict[str, str | Callable[[nn.Module], str | None]] = {
     "torch.nn.modules.activation.GELU": _gelu,
     "torch.nn.modules.activation.SiLU": "silu",
@@ -54,7 +54,7 @@ _FUNCTIONS = ((F.gelu, "gelu"), (F.silu, "silu"))
 
 
 def loaded(names) -> tuple[type, ...]:
-    """Those of the classes with these names whose files are imported."""
+    """The classes of these names whose files are imported."""
     found = []
     for name in names:
         module, _, cls = name.rpartition(".")
@@ -64,13 +64,13 @@ def loaded(names) -> tuple[type, ...]:
 
 
 def attention_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """The layers that take their attention from transformers' registry, by name; name: the model's own."""
+    """Attention layers that take their attention from transformers' registry, by name; name: the model's."""
     found = {path: module for path, module in model.named_modules(prefix=name) if "Attention" in type(module).__name__}
     return {path: module for path, module in found.items() if attention_name(module) is not None}
 
 
 def attention_name(module: nn.Module) -> str | None:
-    """The name under which a layer takes its attention from transformers' registry; None without one."""
+    """Under which name a layer of transformers takes its attention out of the registry."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
@@ -83,7 +83,7 @@ def imported(value):
 
 
 def activation(act) -> str | None:
-    """The operations' name of an activation (a module or a function); None if they do not have it."""
+    """The operations' name of an activation, a module or a function; None where they have none."""
     if not isinstance(act, nn.Module):
         return next((name for function, name in _FUNCTIONS if act is function), None)
     name = ACTIVATIONS.get(full_name(type(act)))

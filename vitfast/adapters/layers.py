@@ -1,6 +1,6 @@
-"""Subclasses of libraries' encoder layers, made from descriptions: their forward runs two operations.
+"""Subclasses of libraries' encoder layers, made from descriptions: two operations in a forward.
 
-An instance keeps its parameters, names and hooks; only its class changes.
+An instance keeps its parameters, names and hooks; only its class is another.
 """
 
 import inspect
@@ -21,7 +21,7 @@ HALVES = ("attention block", "MLP block")
 
 
 def find(layer: nn.Module, half: int) -> Found | str:
-    """The modules and tensors that operations read for a half, or why the library's modules must run."""
+    """Modules and tensors that operations read for a half, or why the library's modules must run."""
     reason, blocks = layer.vitfast_layer.unsupported(layer), layer.vitfast_blocks[half]
     if reason is not None:
         return reason
@@ -34,7 +34,7 @@ def find(layer: nn.Module, half: int) -> Found | str:
 
 
 def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buffers: bool = False) -> str | None:
-    """Why a layer is left: it has a module or parameter that no description covers; None if it has none."""
+    """Why a layer is left: a module or parameter of it that no description covers; None if there is none."""
     known = [block for half in blocks for block in half]
     containers = {"": {cls}}
     for block in known:
@@ -44,7 +44,7 @@ def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buff
     for path in sorted(parents):
         module = attribute(layer, path)
         if module is None or type(module) not in containers[path] | {type(layer)}:
-            continue  # `find` reports this
+            continue  # `find` says so
         members = list(module._modules)
         if not type(module).__module__.startswith("torch."):
             held = {**module._parameters, **(module._buffers if with_buffers else {})}
@@ -84,7 +84,7 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     if reason is None and packed is None and x.dim() != (2 if description.packed else 3):
         reason = f"its input is not {'(tokens, D)' if description.packed else '(B, N, D)'}"
     if reason is not None:
-        if isinstance(x, Tensor):  # a proxy of FX is none
+        if isinstance(x, Tensor):  # not a proxy of FX
             library_runs(layer, name, reason, of_this_call=True)
         return None
     found = find(layer, half)
@@ -105,7 +105,7 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
         return None
     operation_runs(layer, name)
     in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    in_one_row = x.dim() == 3 and "offsets" in options  # the first sample of a batch holds all images
+    in_one_row = x.dim() == 3 and "offsets" in options  # all images in the first sample of a batch
     x = x[0] if in_one_row else x
     offsets = packed.offsets if packed is not None and x.dim() == 2 else None
     factors = dict(residual_in_fp32=in_fp32, **found.block.factors(found, x, dtype, offsets))
@@ -127,12 +127,12 @@ def _forward(cls: type, description: Layer, entries: int, of_users: bool):
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args), **kwargs)
         x = arguments.pop(names[0], None)
-        if isinstance(x, (list, tuple)):  # DINOv2's own packed images
+        if isinstance(x, (list, tuple)):  # dinov2's packed images
             return cls.forward(self, *args, **kwargs)
         known = others or all(name in names for name in arguments)
         fits = known and x is not None and len(args) <= len(names) and not (args and names[0] in kwargs)
         if not fits:
-            return cls.forward(self, *args, **kwargs)  # its own error says what it expects
+            return cls.forward(self, *args, **kwargs)  # which says what it expects
         extra = {name: value for name, value in arguments.items() if name not in description.takes}
         call, whole = asked(extra, description.harmless, on), description.unsupported(self)
         if whole is not None or (call is not None and (of_users or entries)):

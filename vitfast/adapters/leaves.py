@@ -11,9 +11,9 @@ from .fused_blocks import are_plain, dtypes_fit, input_unsupported
 from .kinds import norm_eps, norm_kind
 from .subclasses import subclass
 
-PATCHES, NORM = "patch projection", "norm"  # the names of the parts in reports
+PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
 DTYPES = "its input and weights differ in dtype"
-WIDTH = 32  # width of the small modules on which classes are checked
+WIDTH = 32  # of small modules, on which classes are checked
 
 
 def leaf_class(
@@ -33,7 +33,7 @@ def leaf_class(
         if not isinstance(out, str):
             operation_runs(self, part)
             return out
-        if isinstance(x, Tensor):  # a proxy of FX is none
+        if isinstance(x, Tensor):  # not a proxy of FX
             library_runs(self, part, out, of_this_call=True)
         return cls.forward(self, x)
 
@@ -41,7 +41,7 @@ def leaf_class(
 
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
-    """Whether a convolution cuts the image into patches: its stride is above 1 and equals its kernel."""
+    """Whether a convolution cuts the image into patches: its stride, above 1, is its kernel."""
     return (
         min(conv.stride) > 1
         and conv.stride == conv.kernel_size
@@ -57,7 +57,7 @@ def _weights_unsupported(module: nn.Module) -> str | None:
 
 
 def _project(conv: nn.Conv2d, x: Tensor) -> Tensor | str:
-    """(B, C, H, W) -> (B, D, H/P, W/Q), channels last in memory, by `ops.patch_embed`; or why not."""
+    """`ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
     weight = conv.weight
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:

@@ -32,7 +32,7 @@ _TORCHVISION = Layer(
 
 
 def _encoder_layer_mask(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The masks of nn.TransformerEncoderLayer, in which True hides a key, as ops.attention takes them."""
+    """nn.TransformerEncoderLayer's masks, in which True hides a key."""
     masks = given.get("src_mask"), given.get("src_key_padding_mask")
     if masks == (None, None):
         return {}

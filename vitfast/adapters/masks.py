@@ -17,7 +17,7 @@ from .descriptions import Logits
 
 
 class PackedTokens:
-    """Samples one after the other in one row (1, tokens, D); layers get this object in place of a mask.
+    """Samples one after the other in one row (1, tokens, D); its layers get this in the place of a mask.
 
     offsets (S + 1,), longest: as attention takes them. mask(): the library's mask, for layers that run its code.
     """
@@ -60,7 +60,7 @@ class UnpaddedTokens(PackedTokens):
         return rows.unflatten(0, self.shape)
 
     def pack_rope(self, rope: Tensor) -> Tensor:
-        """timm's sines and cosines, (B, 1 or H, N - prefix, 2 Dh) -> (tokens, 2 Dh) or (H, tokens, 2 Dh)."""
+        """timm's sines beside cosines, (B, 1 or H, N - prefix, 2 Dh), as (tokens, 2 Dh) or (H, tokens, 2 Dh)."""
         still = torch.zeros_like(rope[:, :, :1])
         still[..., still.shape[-1] // 2 :] = 1.0  # prefix tokens are not rotated
         prefix = still.expand(-1, -1, self.shape[1] - rope.shape[2], -1)
@@ -75,7 +75,7 @@ class UnpaddedTokens(PackedTokens):
 
 
 def may_wait(x: Tensor) -> bool:
-    """Whether the host may read the values of a tensor: not in compiled code or a CUDA graph."""
+    """Whether the host may look at the numbers in a tensor: not in compiled code or a CUDA graph."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -132,7 +132,7 @@ def _last_keys(seen: Tensor) -> Tensor:
 
 
 def rotary_tables(cos: Tensor, sin: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines in a dtype that attention over x takes: that of x, or fp32."""
+    """Cosines and sines as attention over x takes them: in its dtype or in fp32."""
     if cos.dtype not in (x.dtype, torch.float32) or torch.is_autocast_enabled(x.device.type):
         cos, sin = cos.float(), sin.float()
     return cos, sin

@@ -1,4 +1,4 @@
-"""MLPs of libraries on one operation: as half of an encoder layer, or as a module alone."""
+"""MLPs of libraries: the half of an encoder layer on one operation, or the module alone."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,13 +10,13 @@ from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, 
 from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
 from .leaves import DTYPES, leaf_class, normalized
 
-_ROWS = ("first", "last")  # where the gate may be among the rows of fc1
+_ROWS = ("first", "last")  # where the gate is among the rows of fc1
 
 
 class MlpBlock(FusedBlock):
     """x + behind(fc2(act(fc1(h)))) with h = norm(x), or x + behind(fc2(act(gate(h)) * fc1(h))).
 
-    Its tensors are those of the norm, of fc1, of the gate if it is a layer of its own, and of fc2.
+    Its tensors: those of the norm, of fc1, of the gate where it is a layer, and of fc2.
     """
 
     name = "MLP block"
@@ -56,7 +56,7 @@ class MlpBlock(FusedBlock):
         return [*(half[up] for half in halves), *(half[gate] for half in halves), fc2_weight, fc2_bias]
 
     def _inner_norm(self, modules: Modules) -> dict | None:
-        """The inner norm as options of an operation; None if the norm must be called."""
+        """The inner norm as an operation takes it; None where it must be called."""
         norm = attribute(modules[self.part.path], self.part.inner_norm) if self.part.inner_norm else None
         if type(norm) in ABSENT:
             return {}
@@ -97,7 +97,7 @@ class MlpModule(MlpBlock):
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
 
     def leaf_unsupported(self, module: nn.Module) -> str | None:
-        """Why no call of this module can run an operation; None if a call may."""
+        """Why no call of this module runs an operation; None where one may."""
         found = self.find(module)
         return found if isinstance(found, str) else None
 

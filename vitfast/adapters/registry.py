@@ -1,4 +1,4 @@
-"""The libraries' classes that vitfast knows, and which modules get a subclass of theirs."""
+"""The classes that vitfast has a subclass of, and how a module gets it."""
 
 import contextlib
 import sys
@@ -18,13 +18,13 @@ from .layers import unknown_member_reason
 from .mlp import mlp_and_class
 from .towers import TOWERS, tower_class
 
-# The keys are full names, so that no library need be imported.
+# By full names, so that no library is imported for them.
 CLASSES: dict[str, Known] = timm.CLASSES | hugging_face.CLASSES | libraries.CLASSES
 _NOTHING = Known()
-_registered: dict[type, Known] = {}  # what users registered
-_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # the results of the checks
+_registered: dict[type, Known] = {}  # by users
+_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
 
-# Stems for which there is no operation, and why they are left.
+# Stems for which there is no operation.
 _STEMS = {
     nn.Linear: "a linear layer of patches that were cut before",
     nn.Conv3d: "a patch projection in three dimensions",
@@ -92,9 +92,9 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
 
 
 def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
-    """The class that `lookup` has for a class, or, if torch mixed in a class, for the one below it.
+    """The class that `lookup` has for a class, or for the one below a class that torch mixed in.
 
-    fully_shard, replicate and parametrisations mix in a class.
+    fully_shard, replicate and parametrisations mix one in.
     """
     found = lookup(cls)
     by_torch = cls.__module__.startswith("torch.") and (len(cls.__bases__) > 1 or "parametri" in cls.__module__)
@@ -105,12 +105,12 @@ def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
 
 
 def accelerated_class(cls: type) -> type | None:
-    """Our subclass of a module's class; None if there is none."""
+    """Our subclass of a module's class; None where there is none."""
     return _instead(cls, _subclass_of)
 
 
 def original_class(cls: type) -> type | None:
-    """The library's class of which ours is a subclass; None if `cls` is not ours."""
+    """The library's class that ours is a subclass of; None where it is none of ours."""
     return _instead(cls, lambda cls: vars(cls).get("vitfast_class"))
 
 
@@ -118,7 +118,7 @@ _mixtures: dict[tuple[type, type], type] = {}
 
 
 def _mixed(cls: type, below: type) -> type:
-    """The class with the same mix-ins of torch over another base class."""
+    """The same torch mix-in over another base class."""
     if (cls, below) not in _mixtures:
         # transformers' layers wrap the forward of every subclass, so the new class must not copy it.
         body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", "forward")}
@@ -128,7 +128,7 @@ def _mixed(cls: type, below: type) -> type:
 
 
 def transformers_attention() -> ModuleType | None:
-    """attention_interface.py, whose import registers "vitfast"; None if transformers is not imported."""
+    """attention_interface.py, whose import registers "vitfast"; None where transformers is not imported."""
     if "transformers.modeling_utils" in sys.modules:
         with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
             from . import attention_interface
@@ -152,7 +152,7 @@ def replaceable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why `accelerate` leaves a module; None if it gives the module our class."""
+    """Why accelerate leaves a module; None where it gives it a class of ours."""
     cls = type(module)
     left, own = _class_for(cls), accelerated_class(cls)
     if isinstance(left, str):

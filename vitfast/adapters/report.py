@@ -58,7 +58,7 @@ class Report(tuple):
     __repr__ = __str__
 
     def summary(self) -> str:
-        """The report in one line."""
+        """One line."""
         done = ", ".join(f"{n} x {part}" for part, n in Counter(e.part for e in self.replaced).items()) or "nothing"
         why = [f"{n} x {why}" for why, n in Counter(e.why for e in self.left).items()]
         rest = "; left: " + ", ".join(why[:3]) + (", ..." if len(why) > 3 else "") if why else ""
@@ -115,12 +115,12 @@ def _names_above(name: str) -> list[str]:
 
 
 def _entries_of(name: str, module: nn.Module) -> list[Entry]:
-    """The entries of a replaceable module: one, or one for each of its fused blocks."""
+    """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
     if original_class(type(module)) is None:
         why = unsupported_reason(module) or "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
-    # Between calls fully_shard keeps shards, which no operation can read; in a call the weights are whole.
+    # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
     sharded = getattr(module, "_is_fsdp_managed_module", False)
     if not hasattr(module, "vitfast_layer"):
         why = None if sharded else module.vitfast_unsupported()
@@ -129,7 +129,7 @@ def _entries_of(name: str, module: nn.Module) -> list[Entry]:
     for half, part in enumerate(HALVES):
         found = find(module, half)
         why = found if isinstance(found, str) and not (sharded and "DTensor" in found) else last_call(module, part)
-        # If some modules must be called, the smaller operations run around them.
+        # The smaller operations run around modules that are called.
         around = "" if isinstance(found, str) or found.around is None else f", around {found.around}"
         entries.append(Entry(name, kind, part + around, why))
         if entries[-1].why is not None and half == 0:
@@ -148,7 +148,7 @@ def _attentions(name: str, module: nn.Module) -> list[Entry]:
 
 
 def _why_not_attention(module: nn.Module) -> str | None:
-    """Why an attention layer of transformers does not run vitfast's attention; None if it does."""
+    """Why an attention layer of transformers does not run ours; None where it does."""
     rate = getattr(module, "attention_dropout", getattr(module, "dropout_prob", 0.0))
     if module.training and isinstance(rate, float) and rate > 0:
         return DROPOUT
@@ -156,7 +156,7 @@ def _why_not_attention(module: nn.Module) -> str | None:
 
 
 def _unknown_attention(module: nn.Module, above: tuple[nn.Module, ...]) -> str:
-    """Why an attention layer is left, and what the user can do about it."""
+    """Why an attention layer is left, and what can be done."""
     settable = any(getattr(owner, "_can_set_attn_implementation", bool)() for owner in above)
     inside = any(attention_name(m) not in (None, "vitfast") for m in module.modules())
     hint = '; model.set_attn_implementation("vitfast") runs its attention' if settable and inside else ""

@@ -18,7 +18,7 @@ def subclass(cls: type, forward: Callable, **attributes) -> type:
 
 
 def _rebuild(cls: type) -> nn.Module:
-    """An empty instance of our subclass, or of the library's class if vitfast does not know it."""
+    """An empty instance of our subclass; of the library's class where vitfast does not know it."""
     return cls.__new__(subclass_of[0](cls) or cls)
 
 

@@ -11,7 +11,7 @@ from .masks import packed_tokens, rotary_tables
 
 
 def _make(**options) -> Callable[[type], nn.Module]:
-    """A maker of a small layer; it imports options such as "module:class" when it is called."""
+    """Returns a function that makes a small layer and imports options such as "module:class"."""
 
     return lambda cls: cls(**{**_SMALL, **{name: imported(value) for name, value in options.items()}})
 
@@ -77,7 +77,7 @@ _EVAS = (
 
 
 def _beit_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
-    """The bias of the layer's relative positions, or the one that all layers share, or their sum."""
+    """The layer's table of relative positions, or the one of all layers, or both."""
     shared = given.get("shared_rel_pos_bias")
     own = None if block.attn.relative_position_bias_table is None else block.attn._get_rel_pos_bias()
     bias = own if shared is None else shared if own is None else own + shared

@@ -1,4 +1,4 @@
-"""Models around layers that vitfast runs: they pass batches of images of many sizes on as packed tokens.
+"""Models around layers that vitfast runs: they pack the tokens of batches of images of many sizes.
 
 timm's NaFlexVit and SigLIP 2 pad a batch to its longest image. Here the padding is removed once, before the layers, for
 which the host waits for a GPU once a forward, and added again as zeros after them. Pixtral lays images in one row and
@@ -63,7 +63,7 @@ def _unpadded(
 
 
 def _naflexvit(cls: type) -> type:
-    """Our subclass of timm's NaFlexVit, whose blocks and last norm get packed tokens."""
+    """timm's NaFlexVit. Its blocks and its last norm get packed tokens."""
 
     def tokens(self, patches: Tensor, patch_valid: Tensor) -> UnpaddedTokens | None:
         seen = (*self.blocks.modules(), *self.norm.modules())
@@ -73,7 +73,7 @@ def _naflexvit(cls: type) -> type:
         if not _runs(self, reason):
             return None
         prefix = patch_valid.new_ones(len(patch_valid), self.num_prefix_tokens)
-        symmetric = not getattr(self, "use_key_only_attn_mask", False)  # timm before 1.0.27 does not have it
+        symmetric = not getattr(self, "use_key_only_attn_mask", False)  # timm before 1.0.27 has none
         options = dict(symmetric=symmetric, q_len=None if symmetric else 1, dtype=patches.dtype)
         library = sys.modules[cls.__module__]
         mask = functools.partial(library.create_attention_mask, patch_valid, self.num_prefix_tokens, **options)
@@ -164,7 +164,7 @@ def _pixtral(cls: type) -> type:
         finally:
             _in_one_row.reset(set_before)
 
-    # transformers finds what a model can record and how it attends by its class's module and name
+    # transformers finds what a model can record, and how it attends, by the module and name of its class
     return subclass(cls, forward, __module__=cls.__module__)
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("vitfast")
 def validation_means(
     model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
 ) -> dict:
-    """The named means over the validation set, its `images` and `unreadable_images`; the ranks share it.
+    """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
 
     score(images, labels) returns the sums over a batch, in the order of the names, and then the number of images. The
     model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
@@ -51,7 +51,7 @@ def evaluate(
     dtype: torch.dtype | None,
     on_logits: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict:
-    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set; the ranks share it.
+    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
 
     If images have several classes, it is the sigmoid's cross-entropy, summed over the classes; top-1 accuracy, for
     which the first guess must be one of the classes; and `map`, the `mean_average_precision`. on_logits: called with
@@ -102,9 +102,9 @@ def check_sizes(model: nn.Module, config: Config) -> None:
 
 
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """scikit-learn's average precision, the mean over classes that some image has; scores, targets (n, K).
+    """scikit-learn's average precision, averaged over the classes that occur; scores, targets (n, K).
 
-    It is None if no image has a class, or a score is not finite.
+    None where no image has a class, or a score is not finite.
     """
     from sklearn.metrics import average_precision_score
 
@@ -159,7 +159,7 @@ def open_weights(
 
 
 def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError if the model has more or fewer classes than the data, or has them in another order.
+    """Raises InputError where the model's classes are not as many as the data's, or in another order.
 
     Other names may mean the same, so they cause a warning. Names that are numbers are not compared.
     """

@@ -14,7 +14,7 @@ from .accuracy import open_weights
 from .probe import Features, features, knn, linear, whitening
 
 SHOTS = (1, 5, 10, 25)
-BIAS = 100.0  # the constant feature, so large that the regularisation hardly affects the bias
+BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
 
 
 class Ridge:
@@ -28,7 +28,7 @@ class Ridge:
     def __init__(self, x: Tensor, y: Tensor, classes: int):
         self.whiten = whitening(x)
         a, target = self._design(x), 2.0 * F.one_hot(y, classes).double() - 1
-        # Decomposes the smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
+        # The smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
         if len(a) >= a.shape[1]:
             self.eigenvalues, self.left = torch.linalg.eigh(a.T @ a)
             self.right = self.left.T @ (a.T @ target)
@@ -53,7 +53,7 @@ L2 = {"ridge": 2.0**10, "linear": 1.0}  # the defaults
 
 
 def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float | None = None) -> Tensor:
-    """The classes (m,) of the queries by one of METHODS; `l2` is for the methods in L2."""
+    """Classes (m,) of the queries by a method of METHODS; `l2` is for those in L2."""
     if method == "knn":
         return knn(x, y, queries, classes)
     l2 = L2[method] if l2 is None else l2
@@ -61,13 +61,13 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
 
 
 def check_l2(method: str, l2: float | None) -> None:
-    """Raises InputError if l2 is given for a method that has no regularisation."""
+    """Raises InputError where a regularisation is given to a method that has none."""
     if l2 is not None and method not in L2:
         raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
 
 
 def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
-    """The indices of `shots` images of every class, or of all images of a class that has fewer.
+    """Indices of `shots` images of every class, or all of a class that has fewer.
 
     With one seed, a draw of fewer shots is contained in a draw of more.
     """
@@ -79,8 +79,8 @@ def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.nd
 def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Features, dict]:
     """The features of all training images that were drawn, and the rows of each draw, by (shots, seed).
 
-    If the labels are known beforehand, only the images drawn are read. `None` shots are all images. A drawn image that
-    cannot be read is missing from its draw.
+    Where the labels are known beforehand only those images are read; `None` shots are all images. An image drawn that
+    cannot be read is missing in its draw.
     """
 
     def draws(labels: np.ndarray) -> dict:

@@ -1,4 +1,4 @@
-"""Predicts classes and probabilities of image files in a stream, of which it holds a few batches."""
+"""Classes and probabilities of image files, in a stream of which a few batches are held."""
 
 import csv
 import itertools
@@ -54,7 +54,7 @@ def best_classes(
         )
         raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    classes = logits.topk(count).indices  # not by probabilities, which saturate
+    classes = logits.topk(count).indices  # not of the probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
 
 
@@ -75,7 +75,7 @@ def predict(
     """For each image file, in order, its best classes as the model sees them: a generator of records.
 
         dict(image=path, predictions=[dict(label="cat", probability=0.98), ...])    # top_k, or as many as classes
-        dict(image=path, error=why)                                                 # for one that cannot be read
+        dict(image=path, error=why)                                                 # of one that cannot be read
 
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
@@ -137,7 +137,7 @@ def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
 
 
 def _as_text(value: str | int, mark: str) -> str:
-    """A value as a cell, with a mark before it if it begins like a formula and is not a number."""
+    """A value as a cell, with a mark before it where it begins like a formula and is no number."""
     text = str(value)
     return f"{mark}{text}" if FORMULA.match(text) and not NUMBER.fullmatch(text) else text
 

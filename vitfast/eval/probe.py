@@ -1,7 +1,7 @@
 """Frozen features, and two classifiers on them: a weighted k-NN and a linear probe.
 
-x (n, D) are features, y (n,) class numbers 0 .. K-1. Every classifier takes the training pairs and the features of the
-images to classify, and returns the classes (m,) of the latter.
+x (n, D) features, y (n,) class numbers 0 .. K-1. Every classifier takes the training pairs and the features of the
+images to classify, and returns their classes (m,).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..model.baselines import normalized
 from ..run.device import autocast
 
-CHUNK = 1024  # how many images are compared with all training images at a time
+CHUNK = 1024  # images compared with all training images at a time
 
 
 class Features(NamedTuple):
@@ -25,8 +25,8 @@ class Features(NamedTuple):
 
     x: Tensor  # (n, D) fp32, on the CPU
     y: Tensor  # (n,) class numbers
-    index: Tensor  # (n,) which images of the source these are
-    unreadable: int  # how many images are left out
+    index: Tensor  # (n,) which images of the source they are
+    unreadable: int  # how many are left out
 
 
 @torch.inference_mode()
@@ -58,14 +58,14 @@ def features(model: nn.Module, data: Data, source, device: torch.device, dtype: 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function of features (m, D), in float64, that gives the columns of x mean 0 and deviation 1.
 
-    It adds 1e-5 to the deviation.
+    1e-5 is added to the deviation.
     """
     mean, scale = x.double().mean(0), x.double().std(0, correction=0) + 1e-5
     return lambda features: (features.double() - mean) / scale
 
 
 def knn(x: Tensor, y: Tensor, queries: Tensor, classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
-    """The vote of the k training images nearest by cosine, each with weight exp(similarity / temperature).
+    """The vote of the k training images nearest by cosine, each of weight exp(similarity / temperature).
 
     The method is that of Wu et al., 2018, the values of k and temperature are those of DINO, 2021.
     """
@@ -79,7 +79,7 @@ def knn(x: Tensor, y: Tensor, queries: Tensor, classes: int, k: int = 20, temper
 def linear(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 1.0) -> Tensor:
     """Multinomial logistic regression on whitened features: scikit-learn's L-BFGS.
 
-    It minimises the summed loss + l2 / 2 |W|^2. Raises InputError if all training images are of one class.
+    Minimises the summed loss + l2 / 2 |W|^2. Raises InputError where the training images are of one class.
     """
     from sklearn.linear_model import LogisticRegression
 

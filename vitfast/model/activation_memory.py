@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 KEEPS = ("auto", "all", "least")
-DEVICES = ("cuda",)  # the types of devices that tell how much memory is free
+DEVICES = ("cuda",)  # types of devices that say how much memory is free
 USABLE = 0.9  # share of the GPU's free memory for tensors; workspaces and fragments take the rest (assumed)
 
 
 def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, int]:
-    """Bytes by kind that a layer keeps of `rows` tokens with keep "least" or "all"; size: an element's."""
+    """Bytes by kind that a layer keeps of `rows` tokens. size: bytes of an element; keep: "least", "all"."""
     d, f = block.norm1.normalized_shape[0], block.mlp.fc2.in_features
-    before, normed = block.mlp.fc1.out_features, hasattr(block.mlp.norm, "weight")  # of a gated MLP, up and gate
+    before, normed = block.mlp.fc1.out_features, hasattr(block.mlp.norm, "weight")  # up and gate of a gated MLP
     statistics = 2 * (2 - (block.norm1.bias is None)) + 2 * normed  # mean (not of RMSNorm) and 1/std of each row, fp32
     kept = {
         "residual stream": 2 * rows * d * (4 if block.residual_in_fp32 else size),  # the input of each fused block

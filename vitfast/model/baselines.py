@@ -1,4 +1,4 @@
-"""Baselines for the same training loop: the paper's BiT ResNets and timm's models, new or trained."""
+"""Baselines in the same loop: the paper's BiT ResNets, and any model of timm, new or with weights."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ from .config import ARGUMENTS
 from .presets import pair
 from .vit import ViT
 
-# The BiT ResNets of the scaling study: units of each stage, and the width factor.
+# BiT ResNets of the scaling study: units per stage, width factor.
 RESNETS = {
     "R50x1": ((3, 4, 6, 3), 1),
     "R50x2": ((3, 4, 6, 3), 2),
@@ -31,7 +31,7 @@ RESNETS = {
     "R152x2": ((3, 8, 36, 3), 2),
     "R200x3": ((3, 24, 36, 3), 3),
 }
-# A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that timm would give it.
+# A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
 ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
 TIMM = "timm:"
 CROP = ("crop_mode", "crop_pct")
@@ -76,7 +76,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
     model.image_size = img_size
     try:
-        if hasattr(model, "set_input_size"):  # models for images of any size have none
+        if hasattr(model, "set_input_size"):  # those of any size have none
             model.set_input_size(img_size)
     except (AssertionError, RuntimeError, ValueError) as error:
         size = " x ".join(map(str, img_size))
@@ -109,7 +109,7 @@ def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
 
 
 def baseline_of(name: str, source: str | Path) -> str:
-    """The baseline whose weights `source` holds, "" if they are a ViT's.
+    """The baseline whose weights `source` holds, "" for a ViT's.
 
     It is `name` if that names a baseline, else the architecture in config.json if our ViT cannot read it.
     """
@@ -176,14 +176,14 @@ def load_any(name: str, source: str | Path, img_size: int | tuple[int, int] | No
 
 
 def sizes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The sizes of a model's images and of its patches; a baseline's patches count as (1, 1)."""
+    """The size of a model's images, and of its patches; a baseline has none, (1, 1)."""
     if isinstance(model, ViT):
         return model.patch_embed.img_size, model.patch_embed.patch_size
     return model.image_size, (1, 1)
 
 
 def classifiers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The last linear layers of a ViT or a baseline: one, or two in a distilled model."""
+    """The last linear layers of a ViT or a baseline: one, or two of a distilled model."""
     found = model.get_classifier()
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 

@@ -1,4 +1,4 @@
-"""One pre-norm encoder layer of the ViT, run as two operations or as its modules one by one."""
+"""One pre-norm encoder layer of the ViT: two operations, or its modules one by one."""
 
 from collections.abc import Callable
 
@@ -34,8 +34,8 @@ class Block(Layer):
     replaced, norms of q and k), or if positions are relative, that branch runs on its modules, the smaller operations
     and PyTorch instead. `keep`: what the two operations keep for backward, "least" or "all".
 
-    drop_path_mode: "mask" computes the branches of all samples and drops some of them; "subset" computes only the
-    branches of a fixed number of samples.
+    drop_path_mode: "mask" computes the branches of all samples and drops some of them, "subset" computes those of a
+    fixed number of samples alone.
     """
 
     keep, drop_path_mode = "least", "mask"
@@ -49,7 +49,7 @@ class Block(Layer):
     }
 
     def __init__(self, config: ViTConfig, norm: Callable[[int], nn.Module], drop_path: float):
-        """config: the ViT's arguments. norm: makes a norm of a given width. drop_path: this block's rate."""
+        """config: a ViT's arguments. norm: makes a norm of some width. drop_path: this block's rate."""
         super().__init__()
         c, width = config, config.embed_dim
         self.drop_path_rate, self.drop_path_mode = drop_path, c.drop_path_mode

@@ -1,4 +1,4 @@
-"""Checks of single values: what is expected, whether a value meets it, and the value in Python's types."""
+"""Checks of single values: what is expected, whether a value is so, and its form in Python's types."""
 
 import math
 import reprlib
@@ -19,9 +19,9 @@ def shown(value) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """The values that an argument may have; `convert` turns them into Python's own types."""
+    """Those values that an argument may have; `convert` makes them Python's own type."""
 
-    text: str  # what is expected, for messages
+    text: str  # what was expected
     holds: Callable[[object], bool]
     convert: Callable[[object], object] = lambda value: value
 
@@ -40,7 +40,7 @@ def whole(low: int, high: int) -> Check:
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Check:
-    """A check for finite numbers for which `holds` is true; text: what messages call them."""
+    """A check for finite numbers for which `holds` is true; text: their name in messages."""
 
     def finite(value) -> bool:
         try:
@@ -62,7 +62,7 @@ def optional(check: Check) -> Check:
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
-    """A check for lists or tuples of that many values, which become tuples. text: what messages call them."""
+    """A check for lists or tuples of so many values, which become tuples. text: their name in messages."""
 
     def holds(value) -> bool:
         return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(check.holds, value))
@@ -94,7 +94,7 @@ flag = Check("True or False", lambda value: isinstance(value, bool))
 
 
 def enforce(check: Check, value, called: str):
-    """Returns check(value). Raises InputError with the name `called` if the value does not pass."""
+    """check(value); raises InputError with the name `called` where it does not pass."""
     try:
         return check(value)
     except ValueError as error:

@@ -21,7 +21,7 @@ ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, 
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
-FLOAT32 = 3.4028234e38  # the largest float32, rounded down
+FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
 
 SIDE = whole(1, 2**16)
@@ -86,8 +86,8 @@ class ViTConfig:
     mlp_ratio: float = argument(
         4.0, number("a positive number up to 65536", lambda x: 0 < x <= 2**16), "the MLP's hidden width over D"
     )
-    qkv_bias: bool = argument(True, flag, "whether queries, keys and values have biases")
-    proj_bias: bool = argument(True, flag, "whether the other linear layers of a block have biases")
+    qkv_bias: bool = argument(True, flag, "a bias of queries, keys and values")
+    proj_bias: bool = argument(True, flag, "biases of the other linear layers of a block")
     init_values: float | None = argument(None, optional(NOT_NEGATIVE), "LayerScale's start value; None for none")
     class_token: bool = argument(True, flag, "a learned token before the patches")
     pos_embed: str = argument(
@@ -233,7 +233,7 @@ class ViTConfig:
             raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
 
     def _parameters(self) -> int:
-        """How many parameters the model has, without biases, norms and a hybrid's CNN."""
+        """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
         width, depth, pre_logits = self.embed_dim, self.depth, self.representation_size or 0
         (h, w), (p, q) = pair(self.img_size), pair(self.patch_size)
         tables = depth if self.pos_embed_at == "layers" or self.pos_embed == "relative" else 1
@@ -243,7 +243,7 @@ class ViTConfig:
         return width * (rows + depth * per_layer) + (pre_logits or width) * self.num_classes
 
     def as_dict(self) -> dict:
-        """The dictionary for `ViT.config`: all but `keep`, and the names of classes if there are any."""
+        """`ViT.config`: all but `keep`, and the names of classes where there are any."""
         names = {} if self.class_names is None else {"class_names": self.class_names}
         return {name: getattr(self, name) for name in ARGUMENTS} | names
 

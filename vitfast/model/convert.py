@@ -13,7 +13,7 @@ from .presets import pair
 from .vit import ViT
 
 FORMATS = tuple(WRITERS)
-# Arguments that change what the model computes, but that a format may not record.
+# Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = """
     num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
 """.split()
@@ -22,7 +22,7 @@ _ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_poo
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
-    """Writes a ViT in one of FORMATS; returns a line for each thing that the format does not record.
+    """Writes a ViT in one of FORMATS; returns a line for each thing that the format leaves unsaid.
 
     form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or
     .pth), "huggingface" (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors
@@ -49,7 +49,7 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
 def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
     """Reads a checkpoint of any format as `ViT.from_pretrained` does, and writes it as `write` does.
 
-    overrides: arguments of from_pretrained. The dtype stays that of the checkpoint.
+    overrides: arguments of from_pretrained. The dtype is that of the checkpoint.
     """
     path = target(path)
     _check_target(path, form, force)
@@ -82,7 +82,7 @@ def _check_target(path: Path, form: str, force: bool) -> None:
 
 
 def _read_back(model, path: Path, form: str) -> list[str]:
-    """Reads the written file or folder and compares it with the model; returns the notes of `write`."""
+    """Reads what was written and compares; returns the notes of `write`."""
     notes = []
     try:
         state, config = read(path)

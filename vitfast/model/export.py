@@ -1,6 +1,6 @@
 """A ViT as a file that runs without vitfast: ONNX, torch.export, or compiled by AOTInductor.
 
-The file always holds eager PyTorch operations, never the kernels.
+The file holds PyTorch's own operations, never the kernels.
 """
 
 import os
@@ -19,7 +19,7 @@ Runner = Callable[[Tensor], Tensor]
 
 
 def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, force: bool = False) -> float | None:
-    """Writes `model` for inference: images (B, C, H, W) of the model's size -> logits, for any batch size B.
+    """Writes `model` for inference: images (B, C, H, W) of the model's size, for any B -> logits.
 
     form: "onnx" (the exporter's default opset; weights beyond 2 GB lie beside the file in `path.data`), "torch"
     (torch.export, a .pt2 for `torch.export.load`) or "aoti" (a .pt2 for `torch._inductor.aoti_load_package`, compiled

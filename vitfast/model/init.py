@@ -30,7 +30,7 @@ def init_weights(vit: nn.Module, mode: str, needs_reset: bool) -> None:
         if not name.startswith("patch_embed.backbone"):
             _init_module(module, name, mode, needs_reset)
     if needs_reset and isinstance(vit.patch_embed, HybridEmbed):
-        vit.patch_embed.backbone.init_weights(zero_init_last=True)  # a unit's last GroupNorm is 0, as in Google's
+        vit.patch_embed.backbone.init_weights(zero_init_last=True)  # the last GroupNorm of a unit is 0, as Google's
     if isinstance(vit.head, nn.Linear):
         if mode == "jax_nlhb":
             nn.init.constant_(vit.head.bias, -math.log(vit.num_classes))
@@ -54,7 +54,7 @@ def _init_module(module: nn.Module, name: str, mode: str, needs_reset: bool) -> 
         elif module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Conv2d) and mode.startswith("jax"):
-        std = math.sqrt(1 / module.weight[0].numel()) / 0.87962566103423978  # LeCun's, once it is cut at two deviations
+        std = math.sqrt(1 / module.weight[0].numel()) / 0.87962566103423978  # LeCun's, after the cut at two deviations
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -9,7 +9,7 @@ from .config import block_indices
 
 
 class Intermediates:
-    """The methods of a ViT that return the outputs and the attention of its blocks one by one."""
+    """The methods of a ViT that look at its blocks one by one."""
 
     def forward_intermediates(
         self,
@@ -22,7 +22,7 @@ class Intermediates:
         intermediates_only: bool = False,
         output_dict: bool = False,
     ):
-        """The outputs of chosen blocks, as timm's method of the same name returns them.
+        """The outputs of chosen blocks, as timm's method of the same name.
 
         indices: the last n blocks (int), these blocks (negative from the end), or all (None). Maps are (B, D, H/P, W/Q)
         with "NCHW" and (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or

@@ -12,7 +12,7 @@ from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason, modules_of
 
-# The operations check their arguments in Python, so FX (timm's feature extraction) treats each as one leaf.
+# The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in "attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block rms_norm".split():
     torch.fx.wrap(_leaf)
 
@@ -25,9 +25,9 @@ class Layer(nn.Module):
 
     fused_modules: dict[str, ExpectedModules] = {}
 
-    @torch.compiler.assume_constant_result  # no guards on hooks: as with PyTorch's modules, compile after adding them
+    @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
     def fallback_reason(self, operation: str) -> str | None:
-        """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not be."""
+        """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
         expected = self.fused_modules[operation]
         return fallback_reason(expected, modules_of(expected, self))
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         return self.q_norm(q), self.k_norm(k), v
 
     def probabilities(self, x: Tensor, **options) -> Tensor:
-        """The attention matrix (B, H, N, N), in fp32 at least, that `forward` applies with these arguments."""
+        """The attention matrix (B, H, N, N), fp32 at least, of `forward` with these arguments."""
         q, k, _ = self.heads(x)
         return ref.attention_probabilities(q, k, **options)
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         return drops(self.proj_drop)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x plus its whole attention branch in one operation; norm: the weight and bias of the norm."""
+        """x and all of its attention branch in one operation; norm: weight and bias of the norm."""
         weights = (self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias)
         return attention_block(x, *norm, *weights, num_heads=self.num_heads, **options)
 
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 def drops(dropout: nn.Dropout) -> bool:
-    """Whether a dropout is active, or may be active in a graph that FX traces; compiled code guards on it."""
+    """Whether a dropout is active, or may be in what FX traces; compiled code is guarded by it."""
     return dropout.p > 0 and (dropout.training or is_fx_symbolic_tracing())
 
 
@@ -153,7 +153,7 @@ class Mlp(Layer):
         return drops(self.drop1) or drops(self.drop2)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x plus its whole MLP branch in one operation; norm: the weight and bias of the norm."""
+        """x and all of its MLP branch in one operation; norm: weight and bias of the norm."""
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return mlp_block(x, *norm, *weights, activation=self.activation, **options)
 
@@ -214,5 +214,5 @@ class LayerScale(nn.Module):
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's first floating-point parameter; torch's default dtype if it has none."""
+    """The dtype of a module's first floating parameter, torch's default without one."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())

@@ -29,7 +29,7 @@ class PatchEmbed(Layer):
         self.set_input_size(img_size)
 
     def set_input_size(self, img_size) -> None:
-        """Takes a new image size; raises InputError if it is no positive multiple of the patch size."""
+        """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
         (height, width), (p, q) = pair(img_size), self.patch_size
         if height < p or width < q or height % p or width % q:
             wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
@@ -79,7 +79,7 @@ class PatchEmbed(Layer):
 def with_tokens(
     patches: Tensor, prefix: Tensor | None, pos_embed: Tensor | None, offsets: Tensor | None = None
 ) -> Tensor:
-    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, composed as in ops.patch_embed."""
+    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, as ops.patch_embed puts them together."""
     if offsets is None:
         return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
     rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])

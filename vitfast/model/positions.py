@@ -38,7 +38,7 @@ class Positions:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if self._config["pos_embed"] == "relative":  # pickled by a version with one class for both
+        if self._config["pos_embed"] == "relative":  # pickled by a version that had one class for both
             for block in self.blocks:
                 if type(block.attn) is Attention:
                     block.attn.__class__ = RelativeAttention
@@ -49,7 +49,7 @@ class Positions:
         return 0 if self.no_embed_class or self._config["pos_embed"] in AXES else self.num_prefix_tokens
 
     def _make_tables(self) -> None:
-        """Makes the tables of this kind of positions, learned or fixed; init_weights fills them."""
+        """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
         c, (height, width), d = self._config, self.patch_embed.grid_size, self.embed_dim
         kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
         shapes = {}
@@ -67,7 +67,7 @@ class Positions:
 
     @torch.no_grad()
     def _change_tables(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Replaces each table by change(name, table)."""
+        """Puts change(name, table) in the place of each table."""
         for name in self._tables:
             before = getattr(self, name)
             after = change(name, before)
@@ -83,7 +83,7 @@ class Positions:
         return {name: resize_table(name, table, *grids, self._pos_prefix) for name, table in tables.items()}
 
     def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Positions to add at the stem to tokens or patches, to packed prefix tokens, and before each block."""
+        """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
         kind, place, depth = self._config["pos_embed"], self._config["pos_embed_at"], len(self.blocks)
         tables, prefix, first = self._tables_at(images), self.num_prefix_tokens, None
         if not tables or kind == "relative":
@@ -103,7 +103,7 @@ class Positions:
         return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
 
     def _attention_options(self, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
-        """Each block's options of attention: relative or rotary positions, and the layout of packed tokens x."""
+        """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
         if self._config["pos_embed"] == "relative":
             table = self._tables_at(images)["pos_embed_rel"]
             return [dict(relative=table[i]) for i in range(len(self.blocks))]
@@ -171,14 +171,14 @@ def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> T
 
 
 def _without_autocast(x: Tensor):
-    """A context without autocast on x's device, in which products with x keep their dtype."""
+    """A context in which products with x keep their dtype."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def packed_positions(
     kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions (n, N, D) of the patches of many images, and (n, prefix, D) of prefix tokens, or None.
+    """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
 
     tables: those made for `grid`. One product serves all images, however many sizes they have, because `resample` is
     linear in a table and treats columns and rows separately.
@@ -186,7 +186,7 @@ def packed_positions(
     first = next(iter(tables.values()))
     work = torch.promote_types(first.dtype, torch.float32)
     down, across = (axis_weights(*axis, work) for axis in zip(*packed_places(images), grid))
-    with _without_autocast(first):  # as resample computes, in fp32 at least
+    with _without_autocast(first):  # as resample computes
         product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
             x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
@@ -237,7 +237,7 @@ def rope_tables(
 
 
 def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
-    """Fixed positions (1, prefix + h*w, dim) in fp32, with zeros for prefix tokens.
+    """Fixed positions (1, prefix + h*w, dim) in fp32, zeros for prefix tokens.
 
     They are those of "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y] at
     dim/4 frequencies each, from 1 to 1/10,000. dim must be 8 or more and divisible by 4.
@@ -263,7 +263,7 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
         )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
-    if torch.are_deterministic_algorithms_enabled():  # interpolate's backward adds in any order on a GPU
+    if torch.are_deterministic_algorithms_enabled():  # interpolate's derivative adds in any order on a GPU
         places = (torch.arange(n, device=table.device) for n in new)
         down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
         with _without_autocast(table):
@@ -275,7 +275,7 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
 
 
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> those of a `new` one.
+    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
     A grid is (h, w), N = h*w. An offset o stands for the displacements (dy, dx) with o = w*dy + dx, which another grid
     numbers differently: interpolation along o would turn columns into rows. So the table is laid out over all
@@ -300,7 +300,7 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
 def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """The index of each displacement's offset, and how many pairs of patches the displacement separates.
 
-    A grid has (2h-1)(2w-1) displacements; indices start at 0.
+    There are (2h-1)(2w-1) displacements in a grid; indices start at 0.
     """
     dy, dx = (torch.arange(1 - n, n, device=device) for n in grid)
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1

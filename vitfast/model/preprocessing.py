@@ -31,7 +31,7 @@ FIELDS = tuple(field.name for field in fields(Preprocessing))
 
 
 def _field(name: str) -> property:
-    """A property of the model that reads and sets a field of `model.preprocessing`."""
+    """A field of `model.preprocessing`, read and set on the model."""
 
     def put(model: "Preprocessed", value) -> None:
         model.preprocessing = replace(model.preprocessing, **{name: value})
@@ -40,7 +40,7 @@ def _field(name: str) -> property:
 
 
 class Preprocessed:
-    """A ViT that has a `preprocessing`, whose fields are attributes of the model too."""
+    """A ViT with its `preprocessing`, whose fields are the model's own attributes too."""
 
     preprocessing: Preprocessing
     mean, std, crop_mode, crop_pct = map(_field, FIELDS[:4])

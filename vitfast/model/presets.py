@@ -21,10 +21,10 @@ PRESETS = {
     "L/16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
     "L/32": dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16),
     "H/14": dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16),
-    "Nano/8": dict(patch_size=8, embed_dim=64, depth=4, num_heads=4),  # not in the paper: for the demo and the tests
+    "Nano/8": dict(patch_size=8, embed_dim=64, depth=4, num_heads=4),  # ours, for the demo and tests: not in the paper
 }
 
-# A ResNet-50 under the ViT. The number is the total down-sampling, which in a plain ViT is the patch size.
+# A ResNet-50 under the ViT: the number is the total down-sampling, which for a plain ViT is the patch size.
 PRESETS |= {f"R50+{name}": {**PRESETS[name], "backbone": "r50"} for name in ("B/32", "B/16", "L/32", "L/16")}
 
 # Later image models, as their papers and code have them. Images have 224 pixels unless told otherwise.
@@ -61,7 +61,7 @@ PRESETS |= {
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    """n -> (n, n); a pair stays a pair."""
+    """n -> (n, n); a pair stays one."""
     if isinstance(value, int):
         return value, value
     height, width = value
@@ -74,7 +74,7 @@ def preset(name: str) -> dict:
         raise InputError(f"a preset is a name such as 'B/16', got {name!r}")
     if name in PRESETS:
         return dict(PRESETS[name])
-    if name.lower().removeprefix("vit-") == "b/32":  # the paper has two, told apart by the case of the letter
+    if name.lower().removeprefix("vit-") == "b/32":  # two models of the paper, told apart by their case alone
         both = "B/32 for ViT-B, B-half/32 for the half as wide ViT-b of the paper's Figure 4"
         raise InputError(f"unknown preset {name!r}; write {both}")
     raise unknown("preset", name, PRESETS)

@@ -20,16 +20,16 @@ def of_many_sizes(images) -> bool:
     return isinstance(images, (list, tuple, PackedImages)) or (isinstance(images, Tensor) and images.is_nested)
 
 
-@torch.compiler.disable  # each new length of the list would be compiled anew
+@torch.compiler.disable  # a list of tensors would be compiled anew for each of its lengths
 def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
     return pack(list(images.unbind()) if isinstance(images, Tensor) else images, patch)
 
 
 class PackedForward:
-    """The methods of a ViT for images of many sizes; x (tokens, D) holds one image after the other."""
+    """The methods of a ViT for images of many sizes; x (tokens, D) has one image after the other."""
 
     def check_many_sizes(self) -> None:
-        """Raises InputError if this model takes only images of one size."""
+        """Raises InputError where this model takes images of one size alone."""
         kind = self._config["pos_embed"]
         if self._config["backbone"] is not None or kind == "relative":
             what = "a hybrid's CNN" if self._config["backbone"] is not None else f"pos_embed={kind!r}"
@@ -47,7 +47,7 @@ class PackedForward:
         return found if found.device == device else found.to(device, non_blocking=True)
 
     def _subsets(self, images: Tensor | PackedImages) -> list[tuple]:
-        """For each block, the packed samples that its two branches run on; None where the block draws them."""
+        """For each block the packed samples that its two branches run on; None where it draws them."""
         packed, prefix = isinstance(images, PackedImages), self.num_prefix_tokens
         rates = [block.drop_path_rate if packed and block.training else 0.0 for block in self.blocks]
         if not any(rates) or self._config["drop_path_mode"] != "subset":
@@ -55,7 +55,7 @@ class PackedForward:
         return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 
     def _encode_many(self, images: ManyImages) -> "Together":
-        """The tokens of all images after the last norm."""
+        """All tokens after the last norm."""
         given = self._packed(images)
         x, layers = self._encode(given)
         _, options, _ = layers[0]

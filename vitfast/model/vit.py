@@ -55,12 +55,12 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.preprocessing = Preprocessing.of(c)
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
-            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # as timm's; norm_pre would take a bias away
+            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
         else:
             self.patch_embed = HybridEmbed(*stem, c.backbone)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
-        # The last norm comes after pooling if the patches are averaged, unless fc_norm says otherwise.
+        # The norm is after pooling where the patches are averaged, unless told otherwise.
         after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self._config = c.as_dict() | dict(fc_norm=after_pooling)
         self._config.pop("class_names", None)  # they change with the head
@@ -150,14 +150,14 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def _encode(
         self, images: Tensor | PackedImages, change_patches: Callable | None = None
     ) -> tuple[Tensor, list[tuple]]:
-        """Images -> all tokens after the last norm; and the other arguments that each block was given."""
+        """Images -> all tokens after the last norm; and what the blocks were given."""
         x, layers = self._embed(images, change_patches)
         for block, layer in zip(self.blocks, layers):
             x = self._run(block, x, *layer)
         return self._final(x), layers
 
     def _checked(self, images: Tensor) -> Tensor:
-        """Returns the images. Raises TypeError or ValueError for other channels or sizes than this model's."""
+        """The images. Raises TypeError or ValueError unless they have this model's channels and size."""
         return checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
 
     def _final(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
 
     def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
-        """Tokens -> logits (B, num_classes); with `pre_logits=True`, the input of the last linear layer."""
+        """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
         if of_many_sizes(x):
             return self._head_packed(together(x), pre_logits)
         return self._head(self.pool(x), pre_logits)
@@ -228,7 +228,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.class_names = None
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Takes images of another size from now on; the patch size stays, positions are resampled in 2-D."""
+        """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
         grids = old, self.patch_embed.grid_size
@@ -253,21 +253,21 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
-        """Chooses "all" or "least" for keep="auto", to train on `batch` images at a time; returns what is kept.
+        """Chooses what keep="auto" keeps to train on `batch` images at a time; returns "all" or "least".
 
         It depends on the memory that is free on the GPU now: call it before the first step and before torch.compile,
         which compiles the choice in. dtype: that of the matrix products, by default that of the parameters.
         """
         return choose_saved_activations(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
-    # ---- for optimisers and fine-tuning
+    # ---- what optimisers ask
 
     def get_classifier(self) -> nn.Module:
         """The last linear layer."""
         return self.head
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that usually have no weight decay."""
+        """Names of parameters that are usually not decayed."""
         return {"pos_embed", "cls_token", "reg_token", *self._tables}
 
     def group_matcher(self, coarse: bool = False) -> dict:

@@ -1,9 +1,9 @@
 """vitfast's models under timm's names; importing this package registers them with timm.
 
-`timm.create_model("vit_fast_base_patch16_224")` works from then on. timm does not look for other packages' entry
-points, so something has to import this package before timm is asked for a model. For a script that does not, such as
+`timm.create_model("vit_fast_base_patch16_224")` works from then on. timm looks for no Python entry points of other
+packages, so something has to import this package before timm is asked for a model. For a script that does not, such as
 timm's own train.py, `python -m vitfast.timm_models train.py --model vit_fast_base_patch16_224 ...` (or
-`torchrun --nproc-per-node 8 -m vitfast.timm_models train.py ...`) imports it and then runs the script.
+`torchrun --nproc-per-node 8 -m vitfast.timm_models train.py ...`) does it and then runs the script.
 """
 
 try:

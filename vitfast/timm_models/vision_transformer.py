@@ -19,7 +19,7 @@ from ..model.vit import ViT
 
 __all__ = ["TimmViT"]
 
-# The preset and the image size of each model.
+# Preset and image size of each.
 _MODELS = {
     "vit_fast_tiny_patch16_224": ("Ti/16", 224),
     "vit_fast_tiny_patch16_384": ("Ti/16", 384),
@@ -78,7 +78,7 @@ class TimmViT(ViT):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)
-        if global_pool is not None:  # the norm stays where it is; timm's record of the arguments must say so
+        if global_pool is not None:  # the norm stays where it is, and timm's record of the arguments has to say so
             self._model_args = {**getattr(self, "_model_args", {}), "fc_norm": self.config["fc_norm"]}
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -87,7 +87,7 @@ class TimmViT(ViT):
 
 
 def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_overlay=None, out_indices=3, **args):
-    """Calls timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights."""
+    """timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights to take."""
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and not (cfg.has_weights or cfg.state_dict):
         twin = name.replace("fast_", "")

@@ -48,7 +48,7 @@ def draw_filters(components: np.ndarray) -> Figure:
 
 
 def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure:
-    """A grid of grids from (h, w, h, w): for each patch, its position's cosine similarity to all others.
+    """A grid of grids from (h, w, h, w): for each patch its position's cosine similarity to all others.
 
     pixels: if a side of it would have more values, it draws only every second, third, ... row and column of patches.
     """
@@ -73,7 +73,7 @@ def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure
 
 
 def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
-    """Dots for distances (L, H), in pixels, above their layers; a line at that of evenly spread attention."""
+    """Dots for distances (L, H), in pixels, above their layers; a line at that of even attention."""
     layers, heads = distance.shape
     figure = Figure(figsize=(7, 4.5))
     axis = figure.subplots()

@@ -62,10 +62,10 @@ def patch_distances(image: tuple[int, int], grid: tuple[int, int]) -> Tensor:
 def attention_distance(model: ViT, images: Tensor) -> Tensor:
     """Mean attention distance of each head of each layer, (L, H) in pixels. Figure 7, right; Figure 11.
 
-    It is the distance from query to key patch, averaged with the attention as weights, then over all query patches and
-    images. A class token and registers have no position in the image: they are left out as queries and as keys, and the
-    rest of each query's attention is renormalised to 1. (A query whose attention goes to them
-    alone, to the last bit, counts as 0.)
+    That is the distance from query to key patch, averaged with the attention as weights, then over all query patches
+    and images. A class token and registers have no place in the image: they are left out as queries and as keys, and
+    what remains of each query's attention is renormalised to 1. (A query whose attention goes to them alone, to the
+    last bit, counts as 0.)
     """
     grid, prefix = model.patch_embed.dynamic_feat_size(images.shape[-2:]), model.num_prefix_tokens
     total = 0.0
@@ -108,21 +108,21 @@ def reads_class_token(model: ViT) -> bool:
 
 
 def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
-    """All measures: "distance" and "rollout", and if the model has them "filters", "share" and "positions".
+    """All measures: "distance", "rollout", and where the model has them "filters", "share", "positions".
 
-    Filters of one or three channels are pictures; others (a hybrid's, which read a feature map) are left out.
+    Filters of one or three channels are pictures; others (a hybrid's, which read a feature map) are not.
     """
     found = dict(distance=attention_distance(model, images), rollout=attention_rollout(model, images))
     components, share = filter_components(model)
     if len(components) and components.shape[1] in (1, 3):
         found.update(filters=components, share=share)
-    with suppress(InputError):  # the model adds none to its patches
+    with suppress(InputError):  # it adds none to its patches
         found["positions"] = position_similarity(model)
     return found
 
 
 def _batches(model: ViT, images: Tensor) -> Iterator[Tensor]:
-    """The images on the model's device, so many at a time that a layer's attention fits in HELD bytes."""
+    """The images on the model's device, as many at a time as keep a layer's attention in HELD bytes."""
     height, width = model.patch_embed.dynamic_feat_size(images.shape[-2:])
     tokens = model.num_prefix_tokens + height * width
     at_once = max(1, HELD // (4 * model.blocks[0].attn.num_heads * tokens**2))

@@ -21,7 +21,7 @@ def picture(png: bytes, alt: str) -> str:
 
 
 def gallery(pictures: list[tuple[str, str, bool]]) -> str:
-    """Small pictures side by side, each as (`picture`, its caption, whether the caption is marked)."""
+    """Small pictures side by side: (`picture`, its caption, whether the caption is marked)."""
     figures = (
         f"<figure>{image}<figcaption{' class=marked' if marked else ''}>{html.escape(text)}</figcaption></figure>"
         for image, text, marked in pictures
@@ -38,7 +38,7 @@ def table(facts: dict[str, str]) -> str:
 def page(title: str, facts: dict[str, str], sections: dict[str, tuple[str, str]], introduction: str = "") -> str:
     """An HTML document.
 
-    sections: heading -> (note, HTML from `picture`, `gallery`, `table` or the like, or "").
+    sections: heading -> (note, HTML such as `picture`, `gallery` or `table` make, or "").
     """
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',

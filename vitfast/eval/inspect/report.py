@@ -1,4 +1,4 @@
-"""The images that `inspect` reads, and the files it writes: figures, numbers, and a page of both."""
+"""The images that `inspect` reads, and the files that it writes: figures, numbers, and a page of all."""
 
 import io
 import json

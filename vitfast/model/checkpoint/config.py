@@ -1,4 +1,4 @@
-"""Finds a ViT's constructor arguments in a checkpoint: in its tensors' shapes, its JSON, its format."""
+"""Constructor arguments out of a checkpoint: its tensors' shapes, its JSON, its format."""
 
 import math
 import re
@@ -14,9 +14,9 @@ from .files import CheckpointFiles
 from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
-_OURS = ("library", "library_version", "architecture", "class_names")  # fields of our config.json beside ARGUMENTS
-_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions did not write these
-_TIMM = {"architecture", "pretrained_cfg"}  # timm's config.json has one of these
+_OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
+_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix. Two values mean the same if these functions of them are equal.
 _EXACT = """
     in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
@@ -106,7 +106,7 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
 
 
 def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
-    """Raises InputError if there is no position table and nothing says that the model has none."""
+    """Raises InputError where there is no position table, and nobody says that the model has none."""
     if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
         return
     if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
@@ -123,7 +123,7 @@ def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
 
 
 def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
-    """`mean` and `std` as far as the JSON says them; preprocessor_config.json has precedence.
+    """`mean` and `std` as far as the JSON says them; those of preprocessor_config.json win.
 
     Three values for a model of other than three channels are a library's defaults and are left out. Raises InputError
     for any other number of values than 1 or one for each channel.
@@ -141,9 +141,9 @@ def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
 
 
 def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
-    """Raises InputError if the JSON and the tensors disagree.
+    """Raises InputError where the JSON and the tensors disagree.
 
-    hidden: the width of the MLP in the JSON, None if the JSON does not say it.
+    hidden: the width of the MLP, None where the JSON does not say it.
     """
     says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in disagreeing(told, shapes) if k in shapes]
     ours = int(shapes["embed_dim"] * shapes["mlp_ratio"])
@@ -167,7 +167,7 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         patch = [side * reduction(layers) for side in patch]
         hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
     kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
-    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables as wide as D are added
+    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables of the whole width, which are added
         kind = "factorized"
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")

@@ -1,6 +1,6 @@
 """Weights as bytes: finds them (file, folder, hub), reads them, and moves written ones into place.
 
-It never runs a pickle.
+No pickle is ever run.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from ...errors import InputError, both_ends
 from ...run import files
 
 HUB = "hf-hub:"
-CHECKPOINTS, LAST = "checkpoints", "last"  # names in a run folder; see train/resume.py
+CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
-COMPANIONS = ("config.json", "preprocessor_config.json")  # files that are read together with weights of these names
+COMPANIONS = ("config.json", "preprocessor_config.json")  # what is read with weights of these names
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
 # Errors that are not the fault of a path. None: the library does not tell the system's errno.
@@ -36,7 +36,7 @@ _ON_THE_WAY = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.E
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a source: the path of the weights, and the content of the JSON that belongs to them."""
+    """The files of a source: the weights, and the content of the JSON that belongs to them."""
 
     weights: Path
     config: dict = field(default_factory=dict)
@@ -56,12 +56,12 @@ def locate(source: str | Path) -> CheckpointFiles:
         return _in_folder(_download(str(source)), source)
     try:
         return _on_disk(Path(source).expanduser(), source)
-    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, or no such user
+    except (OSError, RuntimeError) as error:  # no right to look there, a name too long, no such user
         raise InputError(f"{source}: cannot be read ({_line(error)})") from None
 
 
 def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
-    """The same as `locate` for a path on disk."""
+    """`locate` without the hub."""
     if path.name == LAST:
         path = last_checkpoint(path.parent) or path
     elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in _IN_ORDER):
@@ -78,7 +78,7 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `last` in a run's folder of checkpoints stands for, None if there is none.
+    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
 
     `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError if the text
     names no such folder.
@@ -97,7 +97,7 @@ def last_checkpoint(checkpoints: Path) -> Path | None:
 def read_tensors(path: Path) -> dict:
     """The content of one weights file: a dictionary of CPU tensors, which a .pth may nest in another one.
 
-    Raises InputError, naming the file, if it is truncated, holds Python objects or has an unknown suffix.
+    Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
     """
     if path.name in INDEXES:
         return _read_shards(path)
@@ -125,7 +125,7 @@ def read_tensors(path: Path) -> dict:
 
 
 def target(path: str | Path) -> Path:
-    """The path of something to write. Raises InputError for a path that has no name."""
+    """The path of something to write. Raises InputError for one without a name."""
     try:
         found = Path(path).expanduser()
         found = found.resolve() if found.name in ("", "..") else found
@@ -137,7 +137,7 @@ def target(path: str | Path) -> Path:
 
 
 def present(path: Path) -> str:
-    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
+    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", "" for none.
 
     Raises InputError if nothing can exist there: below a file, or with a name that no file can have.
     """
@@ -153,7 +153,7 @@ def present(path: Path) -> str:
 
 
 def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder", "dangling link")) -> None:
-    """Raises InputError if `path` exists already and is no empty folder, unless `force` is set.
+    """Raises InputError where `path` is there already (but for an empty folder), unless `force`.
 
     kinds: results of `present`; a thing of another kind is never replaced.
     """
@@ -207,7 +207,7 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
-    """The weights of a folder: the first of the well-known names, else the only weights file in it."""
+    """The weights of a folder: a well-known name first, else the only weights file there is."""
     known = [folder / name for name in _IN_ORDER if (folder / name).is_file()]
     found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
     if found and all(SHARD.fullmatch(path.name) for path in found):
@@ -226,7 +226,7 @@ def _with_json(weights: Path) -> CheckpointFiles:
 
 
 def _json(path: Path) -> dict:
-    """The object in a JSON file, {} if the file does not exist."""
+    """The object in a JSON file, {} where there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -239,7 +239,7 @@ def _json(path: Path) -> dict:
 
 
 def _download(source: str) -> Path:
-    """Downloads a repository's weights and JSON into huggingface_hub's cache; returns their folder."""
+    """Brings a repository's weights and JSON into huggingface_hub's cache; returns their folder there."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -284,7 +284,7 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _read_shards(index: Path) -> dict:
-    """The tensors of all shards that an index lists. Raises InputError if one is missing."""
+    """The tensors of all shards that an index lists. Raises InputError where one is missing."""
     listed, state = _shards(index), {}
     for name in sorted({*listed.values()}):
         if not (shard := index.with_name(name)).is_file():
@@ -302,7 +302,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps the bytes
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps its bytes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -1,4 +1,4 @@
-"""The weight formats that vitfast reads: how each is recognised, its names in ours, its defaults."""
+"""The weight formats that are read: how each is recognised, what its names become, its defaults."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -46,8 +46,8 @@ class Checkpoint:
     """The tensors of a file in timm's names, and what else is known of its model.
 
     facts: constructor arguments that only the source could tell. training: see timm.of_training. sources: the names in
-    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model,
-    empty until they are inferred.
+    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model, once
+    they are inferred.
     """
 
     state: State
@@ -99,7 +99,7 @@ class Checkpoint:
         return ""
 
 
-# Patterns of keys of Vision Transformers that ours cannot be, or not yet.
+# Keys of Vision Transformers that ours is not, or not yet.
 NOT_YET = {
     r"^patch_embed\.backbone\.(?!(stem|stages)\.)": "a hybrid with another CNN than the paper's ResNet",
     r"patch_embeddings\.backbone\.": "a hybrid (a ResNet under the ViT) of Hugging Face",
@@ -118,7 +118,7 @@ _GAMMA = r"\.gamma_([12])$"
 TIMM_RENAMES: Renames = (  # for names that are timm's but for these
     (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
     (r"^(dist_token|storage_tokens)$", "reg_token"),
-    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and the following: Facebook's and EVA's own files
+    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and what follows: Facebook's and EVA's own files
     (r"\.mlp\.w1\.", ".mlp.fc1_g."),
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
@@ -142,7 +142,7 @@ HUGGING_FACE_RENAMES: Renames = (
 
 TORCHVISION_RENAMES: Renames = (
     *to_ours(TORCHVISION),
-    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # in older files
+    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # of older files
 )
 
 
@@ -207,10 +207,10 @@ FORMATS = (
         "timm",
         r"^blocks\.\d+\.attn\.(qkv|q_proj)\.weight$",
         TIMM_RENAMES,
-        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # computed tables
+        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # all computed
         _ERF | HALF,
         (*_NUMBERS, "global_pool"),
-        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has separate q, k and v
+        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
     ),
 )
 
@@ -224,9 +224,9 @@ RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"
 
 
 def unwrap(content: dict) -> State:
-    """The tensors in the content of a file, taken out of `{"state_dict": ...}` and the like.
+    """The tensors in what a file holds, out of `{"state_dict": ...}` and the like.
 
-    Prefixes that wrappers of modules add to all names are removed.
+    The prefixes that wrappers of modules add to all names are gone.
     """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
@@ -255,7 +255,7 @@ def detect(state: State) -> Format:
 def to_timm_names(content: dict) -> Checkpoint:
     """Converts the content of a file in any format to timm's names.
 
-    Raises InputError as `detect` does, and if tensors of a ViT are missing or cannot be weights.
+    Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
     """
     source = unwrap(content)
     form = detect(source)
@@ -294,11 +294,11 @@ def to_timm_names(content: dict) -> Checkpoint:
     notes = [facts.pop("note")] if "note" in facts else []
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
     training = timm.of_training(content) if form.name == "timm" else {}
-    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone, so that tensors can be freed
+    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone: tensors may be freed
 
 
 def _check_prefixes(state: State, form: str) -> None:
-    """Raises InputError if some names still have the prefix of a wrapper and others do not."""
+    """Raises InputError where some names have lost the prefix of a wrapper and others have not."""
     for prefix in PREFIXES:
         if behind := [key for key in state if key.startswith(prefix)]:
             some = f"a {form} file with {len(behind)} of {len(state)} names behind {prefix!r}"
@@ -307,20 +307,20 @@ def _check_prefixes(state: State, form: str) -> None:
 
 
 def listing(expected, found) -> str:
-    """A text such as "missing a, b, c and 2 more; unexpected d", with at most three names of each kind."""
+    """ "missing a, b, c and 2 more; unexpected d", three names of each."""
 
     missing, unexpected = [n for n in expected if n not in found], [n for n in found if n not in expected]
     return f"missing {_first(missing)}; unexpected {_first(unexpected)}"
 
 
 def _first(names: list[str]) -> str:
-    """The first three of these names, and how many more there are."""
+    """Three of these names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 
 
 def differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """The names and shapes that keep a state dict from loading, "" if it fits."""
+    """The names and shapes that keep a state dict from loading, "" where it fits."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
     shapes = [
         f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"

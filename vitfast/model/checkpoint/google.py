@@ -1,4 +1,4 @@
-"""Reads and writes Google's npz files, those of the paper's code and those of big_vision."""
+"""Google's npz files, of the paper's code and big_vision, read and written."""
 
 import re
 
@@ -28,7 +28,7 @@ WRITTEN: Renames = (
 LAYOUTS = (
     # (P, Q, C, D), (D, C, P, Q)
     (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1), lambda w, h: w.permute(2, 3, 1, 0)),
-    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten, None),  # (C,); old files have (1, 1, 1, C)
+    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten, None),  # (C,), in old files (1, 1, 1, C)
     # (D, H, Dh), (H*Dh, D)
     (r"/(query|key|value)/kernel$", lambda w: w.flatten(1).T, lambda w, h: w.T.unflatten(1, (h, -1))),
     (r"/(query|key|value)/bias$", torch.flatten, lambda w, h: w.unflatten(0, (h, -1))),  # (H, Dh), (H*Dh,)
@@ -39,7 +39,7 @@ PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
 
 def prepare(source: State) -> tuple[State, dict]:
-    """Takes the image model out, unstacks stacked layers, and brings every array into PyTorch's layout."""
+    """Takes the image model out, unstacks stacked layers, turns every array to PyTorch's layout."""
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in source), "")
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
     if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
@@ -59,7 +59,7 @@ def prepare(source: State) -> tuple[State, dict]:
         facts["no_embed_class"] = False
     elif "pos_embedding" in state:
         facts["no_embed_class"] = True
-    else:  # big_vision computes these positions, for patches alone, and stores none
+    else:  # big_vision computes these, for patches alone, and stores nothing
         facts |= dict(pos_embed="sincos2d", no_embed_class="cls" in state)
     for pattern, turn, _ in LAYOUTS:
         state.update({k: turn(v) for k, v in state.items() if re.search(pattern, k)})
@@ -72,7 +72,7 @@ def _unit(found: re.Match) -> str:
 
 
 def written(state: State, config: dict) -> State:
-    """Our tensors as arrays of the paper's code, or of big_vision if positions are for patches alone."""
+    """Our tensors as arrays of the paper's code, or big_vision's where positions are for patches alone."""
     made = rename(split(state, ".attn.qkv.", QKV), WRITTEN)
     if config["no_embed_class"] or not config["class_token"]:
         made = rename(made, to_theirs(BIG_VISION))

@@ -1,4 +1,4 @@
-"""Reads transformers' JSON of models that compute what our ViT does, and writes a ViT as its files."""
+"""transformers' JSON of the models that compute what our ViT does; and a ViT in its files."""
 
 import math
 
@@ -56,7 +56,7 @@ OTHERS = """
     interpolate_antialias interpolate_offset
 """.split()
 OTHERS += OF_TEXT
-# The fields of any configuration, and those of a ViT's, as read_fields takes them.
+# Fields of any configuration, and those of a ViT's, as read_fields takes them.
 GENERAL = dict.fromkeys(OTHERS) | {
     "pruned_heads": ({},),
     "is_decoder": (False,),
@@ -87,7 +87,7 @@ FIELDS = GENERAL | {
 def told(config: dict) -> tuple[dict, list[str]]:
     """The constructor arguments in config.json, with the `form` of its tensors; and notes.
 
-    Raises InputError for a model_type or architecture that is not this ViT, and for a model that computes otherwise.
+    Raises InputError for a model_type or architecture that is not this ViT, and for what computes something else.
     """
     kind, names, where = config["model_type"], config.get("architectures"), CONFIG
     if not isinstance(kind, str) or kind not in MODELS:
@@ -124,7 +124,7 @@ def told(config: dict) -> tuple[dict, list[str]]:
 
 
 def statistics(pixels: dict) -> dict:
-    """mean and std on the 0..1 scale; None if preprocessor_config.json has none."""
+    """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
     file = "preprocessor_config.json"
     mean, std = (read(pixels, f"image_{name}", arguments.ARGUMENTS[name], file) for name in ("mean", "std"))
     if read(pixels, "do_normalize", flag, file) is False:
@@ -139,13 +139,13 @@ def statistics(pixels: dict) -> dict:
     return dict(mean=divided(mean), std=divided(std))
 
 
-_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut by default
+_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """`crop_mode` and `crop_pct` from preprocessor_config.json, {} if it has none; and notes."""
+    """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
     file = "preprocessor_config.json"
-    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # older: the latter
+    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
     resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
     if resizes is False or "size" not in pixels:
         return {}, []
@@ -195,7 +195,7 @@ def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
     return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 
 
-# ---- writing
+# ---- written
 
 # Fields of config.json that all families have.
 SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()

@@ -1,4 +1,4 @@
-"""Reads fields of other libraries' JSON by name and type, or refuses them by name."""
+"""Fields of other libraries' JSON: read by name and type, or refused by name."""
 
 from collections.abc import Iterable
 
@@ -34,7 +34,7 @@ def section(config: dict, name: str, where: str = CONFIG) -> dict:
 
 
 def read(config: dict, field: str, check: Check, where: str = CONFIG):
-    """The value of a field, which must pass the check; None if it is absent or null."""
+    """The value of a field, which must pass the check; None where it is absent or null."""
     value = config.get(field)
     return None if value is None else enforce(check, value, f"{where}: {field}")
 
@@ -69,7 +69,7 @@ def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, l
 
 
 def class_names(config: dict, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in the JSON of timm or Hugging Face; and a note if they do not fit.
+    """The names of `count` classes in the JSON of timm or Hugging Face; a note where they do not fit.
 
     The JSON has a list, or an object with class numbers as keys. The names are None if there are none, if they do not
     fit, and if Hugging Face made them up in id2label (LABEL_0, LABEL_1, ...).

@@ -26,7 +26,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
 
     path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
     Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP), torchvision, Meta's DINOv2 and
-    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beside timm's names there can be
+    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beyond timm's names there can be
     `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
     InputError, in one line, if weights are missing, broken, or not a ViT of these formats.
     """
@@ -52,7 +52,7 @@ def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
 def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
     """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
 
-    Overrides are constructor arguments that the tensors do not fix. Another `img_size` resamples the positions, another
+    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another
     `num_classes` puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's
     default dtype or, with `keep_dtype`, in the dtype of the tensors if they share one. Raises InputError if an override
     or a tensor does not fit.

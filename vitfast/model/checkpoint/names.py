@@ -1,4 +1,4 @@
-"""The names of other formats and ours, in pairs that both reading and writing use.
+"""The names of other formats and ours, as pairs that serve reading and writing.
 
 A pair is two pieces of names, theirs and ours. A piece must match a whole name, except that anything may precede one
 that begins with "." or "/" and follow one that ends with ".", "/" or "_". All pairs are applied in order.
@@ -16,8 +16,8 @@ State = dict[str, Tensor]
 Pairs = tuple[tuple[str, str], ...]
 Renames = tuple[tuple[str, str], ...]  # patterns and replacements, all applied, in this order
 
-# transformers 4's names, which its `save_pretrained` still writes, without the model's prefix (`vit.`). q, k and v are
-# separate.
+# transformers 4's names, which `save_pretrained` still writes, without the prefix of the model (`vit.`). q, k and v are
+# apart.
 HUGGING_FACE: Pairs = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.position_embeddings", "pos_embed"),
@@ -51,7 +51,7 @@ TORCHVISION: Pairs = (
     ("heads.head.", "head."),
 )
 
-# transformers' image tower of CLIP and SigLIP, without prefix. q, k and v are separate; files join the MAP head's.
+# The image tower of CLIP and SigLIP in transformers, without prefix; q, k and v apart, the MAP head's in one on disk.
 HUGGING_FACE_TOWER: Pairs = (
     ("visual_projection.", "head."),  # before the MAP head, which they call `head` too
     ("embeddings.class_embedding", "cls_token"),
@@ -91,7 +91,7 @@ HUGGING_FACE_DINOV3: Pairs = (
     (".mlp.down_proj.", ".mlp.fc2."),
 )
 
-UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # in a DINOv3 without a gate
+UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # of a DINOv3 without gate
 
 # CLIP in OpenAI's own code and open_clip.
 OPENAI: Pairs = (
@@ -110,7 +110,7 @@ OPENAI: Pairs = (
     ("visual.proj.", "head."),
 )
 
-# The paper's own code, and our names with "/" for ".". q, k and v are separate.
+# The paper's own code, against our names with "/" for "."; q, k and v apart.
 GOOGLE: Pairs = (
     ("embedding/", "patch_embed/proj/"),
     ("cls", "cls_token"),
@@ -150,7 +150,7 @@ def _pattern(piece: str) -> str:
 
 
 def rename(state: State, renames: Renames) -> State:
-    """The state dict with all of `renames` applied to every name. Raises InputError if two names coincide."""
+    """The state dict with every name changed by all of `renames`. Raises InputError where two become one."""
     renamed, sources = {}, {}
     for source, value in state.items():
         key = source
@@ -163,12 +163,12 @@ def rename(state: State, renames: Renames) -> State:
 
 
 def same_tensor(first: str, second: str) -> InputError:
-    """An InputError which says that two names stand for the same tensor of the ViT."""
+    """An InputError for two names of one and the same tensor of the ViT."""
     return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")
 
 
 QKV = (".attn.q.", ".attn.k.", ".attn.v.")  # rows of .attn.qkv., in this order
-GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: the gate and the values that it gates
+GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: gate and what it gates
 
 
 def join(state: State, whole: str, parts: Sequence[str]) -> State:

@@ -47,7 +47,7 @@ FAMILIES = {
     r"eva_giant_patch14_clip_\d+": dict(rope=None),
     r"eva02_(tiny|small|base|large)_patch14_\d+": _CAT | _AVERAGE | _SILU | dict(pos_embed="learn"),
 }
-# The number of heads, by the first of these patterns that is found in a name.
+# How many heads they have, by the first piece that is found in a name.
 HEADS = {
     "^test_vit2?$": 2,
     "_tiny_|^test_vit4$": 3,
@@ -102,13 +102,13 @@ _WITHOUT_SAY = """
     _name_or_path return_dict output_hidden_states output_attentions
 """.split()
 BESIDE = dict.fromkeys([*_WITHOUT_SAY, *OF_TEXT]) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
-ARGS = "the checkpoint's field args"  # it stands in for config.json, see of_training
+ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
 
 
 def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """The constructor arguments in the config.json of a timm repository, and notes.
 
-    where: CONFIG or ARGS, for error messages. Raises InputError for a model that computes something else than our ViT.
+    where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else.
     """
     pooling, named = ("global_pool", "model_args") if where == CONFIG else ("gp", "model_kwargs")
     pretrained = section(config, "pretrained_cfg")
@@ -154,13 +154,13 @@ def by_name(name, named: str = "model_args") -> dict:
 
 
 def ratio_of(hidden: int, dim: int) -> float:
-    """The mlp_ratio for which int(dim * ratio) == hidden in spite of rounding."""
+    """The mlp_ratio with int(dim * ratio) == hidden, whatever the rounding."""
     ratio = hidden / dim
     return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def of_training(content: dict) -> dict:
-    """The model that a checkpoint of timm's training script names, as a config.json says it, or {}."""
+    """The model that a checkpoint of timm's training script names, as a config.json would; else {}."""
     name, args = content.get("arch"), content.get("args")
     if not isinstance(name, str) or name == "visiontransformer":  # the class's name, if the script gave no arguments
         return {}

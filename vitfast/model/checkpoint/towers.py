@@ -1,4 +1,4 @@
-"""Prepares tensors of Hugging Face's, Meta's and OpenAI's DINOv3, SigLIP and CLIP for our names."""
+"""DINOv3, SigLIP and CLIP of Hugging Face, Meta and OpenAI: tensors made ready for our names."""
 
 import math
 import re
@@ -19,14 +19,14 @@ ROUNDED = 2**-8  # the relative error of a number that was rounded to bfloat16
 
 
 def zero_key_bias(source: State) -> State:
-    """Gives the keys a bias of zeros in a model in which only queries and values have one."""
+    """Gives keys a bias of zeros in a model whose queries and values alone have one."""
     queries = {key: value for key, value in source.items() if re.search(r"\.q(_proj\.|_)bias$", key)}
     zeros = {re.sub(r"\.q(_(proj\.)?bias)$", r".k\1", key): torch.zeros_like(value) for key, value in queries.items()}
     return source if zeros.keys() & source.keys() else source | zeros
 
 
 def prepare_tower(source: State) -> tuple[State, dict]:
-    """Prepares the image tower of Hugging Face's CLIP or SigLIP, alone or out of the whole model."""
+    """The image tower of Hugging Face's CLIP or SigLIP, by itself or in the whole model."""
     state, facts = {key.removeprefix("vision_model."): value for key, value in source.items()}, {}
     state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
     patch = state.get("embeddings.patch_embedding.weight")
@@ -40,7 +40,7 @@ def prepare_tower(source: State) -> tuple[State, dict]:
     if "classifier.weight" in state:
         if "embeddings.class_embedding" in state:
             raise InputError("a classifier on CLIP's patches before their last norm is not supported yet")
-        facts |= dict(global_pool="avg", fc_norm=False)  # the classifier does not read the MAP head
+        facts |= dict(global_pool="avg", fc_norm=False)  # it leaves the MAP head aside
         state = {f"vision_model.{key}" if key.startswith("head.") else key: value for key, value in state.items()}
     return _with_bias(state, "visual_projection.weight"), facts
 
@@ -59,7 +59,7 @@ def _with_bias(state: State, key: str) -> State:
 
 
 def prepare_openai(source: State) -> tuple[State, dict]:
-    """Prepares the image tower of OpenAI's or open_clip's CLIP, alone or out of the whole model."""
+    """The image tower of CLIP in OpenAI's or open_clip's names, by itself or in the whole model."""
     if not any(key.startswith("visual.") for key in source):
         source = {f"visual.{key}": value for key, value in source.items()}
     if any(key.startswith("visual.attn_pool.") for key in source):
@@ -71,7 +71,7 @@ def prepare_openai(source: State) -> tuple[State, dict]:
 
 
 def prepare_dinov3(source: State) -> tuple[State, dict]:
-    """Prepares Hugging Face's DINOv3."""
+    """Hugging Face's DINOv3."""
     state = {key.removeprefix("model."): value for key, value in zero_key_bias(source).items()}
     if not any(".mlp.gate_proj." in key for key in state):
         state = rename(state, to_ours([UNGATED]))
@@ -79,7 +79,7 @@ def prepare_dinov3(source: State) -> tuple[State, dict]:
 
 
 def prepare_meta(source: State) -> tuple[State, dict]:
-    """Prepares Meta's own files of DINOv3: applies masks to biases, reads the base of the rotary periods."""
+    """Meta's own files of DINOv3: biases masked, rotary positions as periods."""
     state, facts = dict(source), {}
     for key in [key for key in source if key.endswith(".bias_mask")]:
         bias, mask = key.removesuffix("_mask"), state.pop(key)
@@ -97,7 +97,7 @@ def prepare_meta(source: State) -> tuple[State, dict]:
 
 
 def _rope(periods: torch.Tensor, width: int) -> dict:
-    """The arguments for rotary positions with periods base^(4i / Dh), and a note if they are rounded."""
+    """Arguments of rotary positions with periods base^(4i / Dh), and a note where they are rounded."""
     count = len(periods)
     exponent = torch.arange(count, dtype=torch.float64) / count
     base = 100.0

@@ -1,4 +1,4 @@
-"""The formats that vitfast writes: what each cannot hold, its names, layouts and files."""
+"""The formats that are written: what each has no place for, its names, layouts and files."""
 
 import json
 import logging
@@ -34,8 +34,8 @@ TIMM_NAMES = {
     (32, 1024, 24): "vit_large_patch32_224",
     (14, 1280, 32): "vit_huge_patch14_224",
 }
-# Arguments of ViT that timm's VisionTransformer has too. `model_args` lists them all, so that any of timm's names can
-# stand for any shape.
+# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can
+# carry any shape.
 TIMM_ARGS = (
     "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
     "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
@@ -47,7 +47,7 @@ PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
 
 
 def tensors(model) -> State:
-    """The contiguous state dict on the CPU; no two tensors share memory, which safetensors forbids."""
+    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -58,7 +58,7 @@ def tensors(model) -> State:
 
 
 def file_suffix(path: Path) -> str:
-    """The suffix of a weights file; "" for any other name, which is a folder's ("vit-b16.v2")."""
+    """The suffix of a weights file, "" for any other name, which is that of a folder ("vit-b16.v2")."""
     return path.suffix if path.suffix in READERS else ""
 
 
@@ -88,7 +88,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _check_readable(model, state: State, config: dict) -> None:
-    """Raises InputError for a model that `from_pretrained` could not make from its configuration."""
+    """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
     try:
         with torch.device("meta"):
             twin = type(model)(**config)
@@ -126,7 +126,7 @@ def save(model, folder: str | Path) -> None:
 
 
 def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """The files of a repository like timm's, for timm.create_model("local-dir:...")."""
+    """A repository as timm's are, for timm.create_model("local-dir:...")."""
     size = pair(config["img_size"])
     model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
     pretrained = dict(
@@ -161,7 +161,7 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 
 
 def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """The files of a repository for `from_pretrained` of transformers' class."""
+    """A repository for the from_pretrained of transformers' class."""
     state, content = hugging_face.converted(state, config, class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
@@ -187,7 +187,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
 
 
 def write_as(model: nn.Module, form: str, path: Path) -> None:
-    """Writes a model as a file or folder of the format `form`, one of WRITERS."""
+    """Writes a model's file or folder in one of WRITERS."""
     if form == "vitfast":
         return save(model, path)
     state, content = WRITERS[form][1](tensors(model), arguments.checked(model.config), model.class_names)
@@ -200,7 +200,7 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
-    """Everything that a format cannot hold, and whether a model with this configuration has it."""
+    """All that a format has no place for, and whether a model with this configuration has it."""
     c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # blocks as in the paper, but for norms
     (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
     table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
