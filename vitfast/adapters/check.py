@@ -67,8 +67,8 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
 def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
     """The blocks of one description of a class, and the length of the tuple that its layer returns.
 
-    The length is 0 if the layer returns no tuple. Raises ValueError if the description does not hold. of_users: all that the
-    description names must exist, unlike in a library's other versions, and it must name every buffer.
+    The length is 0 if the layer returns no tuple. Raises ValueError if the description does not hold. of_users: all
+    that the description names must exist, unlike in a library's other versions, and it must name every buffer.
     """
     with _plain():
         example = description.make(cls).float().eval()
