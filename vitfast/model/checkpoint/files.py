@@ -47,8 +47,7 @@ def locate(source: str | Path) -> CheckpointFiles:
     """The files of a weights file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
 
     A file with a name that folders use (`model.safetensors`, `pytorch_model.bin`) is read with the config.json beside
-    it; any other file is read alone. For a run folder, they are the files of its last checkpoint. Raises InputError if
-    there are none.
+    it; any other file is read alone. A run folder stands for its last checkpoint. Raises InputError if there are none.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
         raise InputError(f"no weights given: give a file, a folder or {HUB}owner/name, not {source!r}")

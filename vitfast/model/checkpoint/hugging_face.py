@@ -38,7 +38,7 @@ BESIDE = "text_config vision_config text_config_dict vision_config_dict projecti
 _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
-AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # of DINOv3's rotary positions, in training
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # how training changes rotary positions
 # Fields that are read below, that the tensors tell, or that do not change tokens and logits. These are fields of a
 # pooler, a decoder and mask tokens, which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the
 # start of training; of any model; and of Facebook's own code (interpolate_*), which transformers never reads.
@@ -131,7 +131,7 @@ def statistics(pixels: dict) -> dict:
         mean, std = 0.0, 1.0
     rescale = read(pixels, "do_rescale", flag, file) is not False
     factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
-    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # what 255 becomes
+    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # what 255 is rescaled to
 
     def divided(value):
         return tuple(map(divided, value)) if isinstance(value, tuple) else value and value / scale
