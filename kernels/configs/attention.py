@@ -58,7 +58,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_forward(WGMMA, MASKED, (8, 2, 32, 32), (8, 2, 128, 64), (8, 2, 128, 32)),
         *_forward(TCGEN05, MASKED, (8, 1, 64, 32), (8, 2, 128, 64), (8, 2, 64, 64)),
         # Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once.
-        Rule(config(8, 1, "single_pass", BLOCK_M=64), ASYNC, shape="*[mn][126]*[rf]"),
+        Rule(config(4, 1, "single_pass", BLOCK_M=64), WGMMA, shape="d[1-6]?[mn][126]*[rf]"),
+        Rule(config(8, 1, "single_pass", BLOCK_M=64), WGMMA, shape="*[mn][126]*[rf]"),
+        Rule(config(8, 1, "single_pass", BLOCK_M=64), TCGEN05, shape="d[1-6]?[mn][126]*[rf] *[mn][126]*r"),
         *_forward(WGMMA, ROTARY, (8, 3, 128, 64), (8, 2, 128, 64), (8, 2, 128, 64)),
         *_forward(TCGEN05, ROTARY, (8, 3, 128, 64), (8, 2, 64, 64), (8, 2, 128, 64)),
         # Most packed samples are short: blocks of 64 rows.
