@@ -134,7 +134,7 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch, options):
 # ---- rollout
 
 
-@pytest.mark.parametrize("options", [{}, dict(reg_tokens=1, global_pool="avg"), POOLED], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(global_pool="avg"), dict(global_pool="map"), POOLED], ids=str)
 def test_rollout_of_any_model(options):
     """Against matrix products in float64."""
     model, x = sharp(**options), images(2)

@@ -103,8 +103,8 @@ def attention_rollout(model: ViT, images: Tensor) -> Tensor:
 
 
 def reads_class_token(model: ViT) -> bool:
-    """Whether the rollout is that of the class token: the model has one and does not average patches."""
-    return model.has_class_token and model.global_pool != "avg"
+    """Whether the rollout is that of the class token: the model has one, and its head does not pool the patches."""
+    return model.has_class_token and model.global_pool not in ("avg", "map")
 
 
 def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
