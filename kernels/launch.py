@@ -14,9 +14,9 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-# Triton reads the variable when a kernel is decorated: what it was then is what the kernels are.
+# Triton reads the variable when it decorates a kernel, so its value at import decides whether kernels are interpreted.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
-bfloat16_mended = False  # in the interpreter: vitfast/tools/interpreter.py sets it
+bfloat16_mended = False  # whether the interpreter computes bfloat16 rightly; vitfast/tools/interpreter.py sets it
 
 
 @dataclass
@@ -40,7 +40,7 @@ def launches_made() -> int:
 def _called(code: CodeType, names: dict) -> Iterator[object]:
     """The kernels and helpers that a function's code names, comprehensions included."""
     for name in code.co_names:
-        if hasattr(type(names.get(name)), "cache_key"):  # of the object it would be computed
+        if hasattr(type(names.get(name)), "cache_key"):  # asking the object itself would compute the key
             yield names[name]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -48,15 +48,15 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own is made for kernels, and takes 2 us of a launcher's time."""
+    """a / b, rounded up. Triton's own cdiv is made for kernels and would cost a launcher 2 us."""
     return -(-a // b)
 
 
 def settle(kernel) -> None:
-    """Has Triton hash what a kernel calls, and so on down, before it hashes the kernel itself.
+    """Has Triton hash the functions that a kernel calls, recursively, before it hashes the kernel itself.
 
     Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed
-    before. Without this a kernel's name in Triton's cache would depend on what else the process has run, and one
+    before. Without this, a kernel's name in Triton's cache would depend on what else the process has run, and a kernel
     compiled ahead would not be found.
     """
     if kernel.hash is None:
@@ -67,7 +67,7 @@ def settle(kernel) -> None:
 
 
 def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among arguments, in tuples too."""
+    """The tensors among the arguments, those in tuples included."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -79,7 +79,7 @@ def missing_for_launchers() -> str | None:
     """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
     import triton
 
-    if triton.knobs.build.impl is not None:  # the user's own way
+    if triton.knobs.build.impl is not None:  # the user builds launchers in another way
         return None
     named = os.environ.get("CC")
     if named is not None and not shutil.which(named):
@@ -105,7 +105,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     _made += 1
     if not INTERPRETED:
         settle(kernel)
-    arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
+    arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
     device = next(_tensors(arguments.values())).device
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -123,7 +123,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects the launches inside instead of making them: with meta tensors, what a GPU would get."""
+    """Collects the launches inside instead of making them; meta tensors do, so no GPU is needed."""
     global _recorder
     before, _recorder = _recorder, []
     try:

@@ -1,7 +1,7 @@
 """Rows of matrices: loads and stores, column sums, and g = drop_path[b] * layer_scale * dout.
 
-A row of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and nothing is
-padded to 1024.
+A block of rows of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and is
+not padded to 1024.
 
 Column sums (bias gradients, dweight, ...) need no atomics: each of a fixed number of programs adds up its rows in
 registers and writes one fp32 row of a workspace (programs, D); `column_sums_kernel` adds these in a fixed order.
@@ -22,7 +22,7 @@ from .launch import cdiv, launch
 
 @triton.jit
 def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where chunk i of some rows lies within (M, D); only the last chunk can pass D."""
+    """The mask of chunk i of some rows of (M, D); only the last chunk can reach past D."""
     if (i + 1) * BLOCK_D <= D:
         return rows < M
     else:
@@ -33,10 +33,10 @@ def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside.
 
-    Stride 0 gives a vector (D,) to every row: in this layout each warp loads what it needs by itself, where a
+    Stride 0 gives a vector (D,) to every row. In this layout each warp loads what it needs by itself, whereas a
     (1, BLOCK_D) load would be exchanged through shared memory.
     """
-    # So that the compiler sees strides such as 1000 divide by ALIGN = 8 (tl.multiple_of crashes it where BLOCK_M is 1).
+    # This shows the compiler that ALIGN = 8 divides strides such as 1000; tl.multiple_of crashes it where BLOCK_M is 1.
     start = ptr + rows.to(tl.int64) * (stride // ALIGN * ALIGN)
     chunks = ()
     for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
@@ -47,7 +47,7 @@ def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_
 
 @triton.jit
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes chunk i of rows of a contiguous (M, D) matrix."""
+    """Writes `value` to chunk i of some rows of a contiguous (M, D) matrix."""
     offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask = row_mask(rows, M, i, D, BLOCK_D)
     tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=mask)
@@ -122,14 +122,14 @@ def column_sums_kernel(
 
 @functools.cache
 def chunk_width(width: int) -> int:
-    """BLOCK_D: 3 to 5 cover the width, a quarter to spare at most (768 = 3 x 256, 1280 = 5 x 256)."""
+    """BLOCK_D >= 16: 3 to 5 cover a row, a quarter to spare at most (768 = 3 x 256, 1280 = 5 x 256)."""
     power = 1 << (width - 1).bit_length()
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
 
 
 @functools.cache
 def layer_norm_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
-    """ "3x256", chunks x BLOCK_D; "3x256as": adds a residual and sums for a layer scale."""
+    """The shape class "3x256", chunks x BLOCK_D, with "a" for a residual and "s" for a layer scale's sum."""
     return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
 
@@ -139,7 +139,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
-    """Persistent programs along the rows: `per_sm` a multiprocessor for all strips, at most `blocks`."""
+    """Persistent programs along the rows: `per_sm` per multiprocessor for all strips, `blocks` at most."""
     return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
 
 
@@ -148,7 +148,7 @@ def contiguous_or_none(t: Tensor | None) -> Tensor | None:
 
 
 def row_factors(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
-    """(B,) -> (M, 1): the factor of every row, for providers that are no kernels of ours."""
+    """(B,) -> (M, 1): the factor of every row, for providers other than our kernels."""
     return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
 
 
@@ -157,16 +157,16 @@ def row_stride(t: Tensor | None) -> int:
 
 
 def row_alignment(*matrices: Tensor | None) -> int:
-    """Elements that rows start at multiples of: strides of 1000 divide by 8, which Triton does not see."""
+    """The divisor, up to 16, of all row strides: 8 for 1000, which Triton does not see by itself."""
     return math.gcd(16, *(row_stride(t) for t in matrices))
 
 
 def column_sums(
     x: Tensor, workspaces: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None
 ) -> list[Tensor | None]:
-    """Up to four workspaces (programs, D), each added up into (D,); None stays None.
+    """Adds up to four workspaces (programs, D) over the programs, each into (D,); None stays None.
 
-    dtypes: of the sums, fp32 unless given. x: what tiles are looked up for.
+    dtypes: those of the sums, fp32 unless given. x: the tensor whose device and dtype choose the configuration.
     """
     dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes
     outs = [None if ws is None else ws.new_empty(ws.shape[1], dtype=dtype) for ws, dtype in zip(workspaces, dtypes)]
@@ -188,7 +188,7 @@ def scale_rows(
     want_sum: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), its column sum (D,) in fp32."""
+    """(g = drop_path[b] * layer_scale * dout (M, D) in out_dtype, its column sum (D,) in fp32)."""
     M, D = dout.shape
     flags = dict(tiles.lookup("scale_rows", dout, f"d{D}").meta)
     strips = cdiv(D, flags["BLOCK_D"])

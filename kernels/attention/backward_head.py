@@ -1,26 +1,26 @@
 """Attention backward, one program for each head: blocks of keys outside, blocks of queries inside.
 
-For sequences of a few blocks (N up to 320), in 16 bits; every product by wgmma where there is one (sm_90). Four warps
-and 64 x 64 blocks leave room for three programs on a multiprocessor:
+It serves sequences of a few blocks (N up to 320) in 16 bits; on sm_90 every product is a wgmma. Four warps and 64 x 64
+blocks leave room for three programs on a multiprocessor. For each head, a program takes three steps:
 
-1. Over blocks of queries: -lse / scale and -delta = -rowsum(o do) go to an fp32 scratch; they are where the
-   accumulators of S and dP start, so that P = exp(scale S) and dS = P dP need no subtraction. Where 16 or fewer keys
-   follow the last whole block (197 = 3 x 64 + 5, 257 = 4 x 64 + 1), they are done here, queries x keys: dV^T = dO^T P,
-   dK^T = Q^T dS, dQ = dS K.
-2. Over blocks of keys, and within over blocks of queries, keys x queries: P^T and dS^T feed dV and dK from registers
-   as they come; dQ^T = K^T dS^T is added up from block to block in an fp32 scratch: what keys have in common cancels
-   in the sum over all of them alone, and 16 bits would lose the rest.
-3. dQ is written from the scratch. One program has the head: no atomics.
+1. It loops over blocks of queries and writes -lse / scale and -delta = -rowsum(o do) to an fp32 scratch. The
+   accumulators of S and dP start from these, so that P = exp(scale S) and dS = P dP need no subtraction. Where 16 or
+   fewer keys follow the last whole block (197 = 3 x 64 + 5, 257 = 4 x 64 + 1), this step also does those keys, with
+   queries as rows and keys as columns: dV^T = dO^T P, dK^T = Q^T dS, dQ = dS K.
+2. It loops over blocks of keys, and inside over blocks of queries, with keys as rows and queries as columns. P^T and
+   dS^T feed dV and dK straight from registers. dQ^T = K^T dS^T is added up over the blocks in an fp32 scratch, because
+   a component that all keys share cancels only in the sum over all of them, and 16 bits would lose the rest.
+3. It writes dQ from the scratch. One program owns the whole head, so no atomics are needed.
 
 A program goes from head to head, so that its scratch stays in L2 (396 programs x 52 KB at N = 197) and need not reach
 memory.
 
-disable_licm: addresses are made anew in each loop rather than before it, which saves the registers that a third program
-needs.
+With disable_licm, addresses are computed in each loop rather than before it, which saves the registers that a third
+program needs.
 
-Rows of softmax sum to one: the sum of dV over the keys is that of dO over the queries. Those of dS sum to zero: so does
-dK. Only dQ is summed up. The layout is FlashAttention-3's (Shah et al., 2024) for a sequence that one program holds, dQ
-as in FlashAttention-2 (Dao, 2023).
+The rows of P sum to one, so the sum of dV over the keys is that of dO over the queries. The rows of dS sum to zero, so
+the sum of dK is zero. Only dQ has to be summed. The layout is FlashAttention-3's (Shah et al., 2024) for a sequence
+that one program holds; dQ is added up as in FlashAttention-2 (Dao, 2023).
 """
 
 import triton
@@ -44,7 +44,7 @@ from .common import (
 
 @triton.jit
 def load_block(head, box, rest, b, h, rows, first, N, HEAD: tl.constexpr):
-    """Rows of a head as its chunks, zeros past N; by pointers where there are no descriptors."""
+    """Loads rows of a head as its chunks, zeros past N; through pointers where `box` is None."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
     if box is None:
@@ -59,7 +59,7 @@ def load_block(head, box, rest, b, h, rows, first, N, HEAD: tl.constexpr):
 
 @triton.jit
 def store_block(head, box, rest, b, h, x, rows, first, N, HEAD: tl.constexpr):
-    """Writes some rows of a head, x its chunks, as load_block reads them."""
+    """Writes x, the chunks of some rows of a head, to where load_block reads them."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
     if box is None:
@@ -74,7 +74,7 @@ def store_block(head, box, rest, b, h, x, rows, first, N, HEAD: tl.constexpr):
 def times(p, dp, dtype: tl.constexpr, EXACT: tl.constexpr):
     """P dP in 16 bits, computed in fp32 where EXACT.
 
-    Else from the rounded P in fp16, since dP may be past its largest number; from both rounded in bf16.
+    Otherwise fp16 rounds P alone, since dP may exceed fp16's largest number, and bf16 rounds both before the product.
     """
     if EXACT:
         return (p * dp).to(dtype)
@@ -86,16 +86,16 @@ def times(p, dp, dtype: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def add_dq(acc, ds, k, rows, N, scale, before, FIRST: tl.constexpr, HEAD: tl.constexpr):
-    """Adds scale dS K for one chunk of the head to acc, or overwrites acc where not `before`.
+    """Adds scale dS K for one chunk of the head to acc, or overwrites acc unless `before`.
 
-    ds (keys, queries). wgmma has 64 rows: they are the head's columns where there are that many, else the queries.
+    ds is (keys, queries). A wgmma has 64 rows: the chunk's columns where 64 divides their number, else the queries.
     """
     SIZE: tl.constexpr = k.shape[1]
     if SIZE % 64 == 0:
         dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=HEAD.precision)) * scale
     else:
         dq = tl.dot(tl.trans(ds), k, input_precision=HEAD.precision) * scale
-    # under `if`: a load that is always made would be pipelined, with registers for its addresses
+    # This is under `if` because an unconditional load would be pipelined, and its addresses would take registers.
     if before:
         dq += load_head_chunk(acc, rows, N, FIRST, SIZE, True, HEAD)
     store_head_chunk(acc, dq, rows, N, FIRST, HEAD)
@@ -128,8 +128,8 @@ def before_key_blocks(
 ):
     """Step 1: the statistics of every query, the gradients of the last LAST_N keys, their share of dQ.
 
-    grads: dQ's scratch, heads of dK and dV. The last keys see a head padded to 64 or 128 columns: no product is too
-    narrow for wgmma.
+    grads: dQ's scratch and the heads of dK and dV. For the last keys the head is padded to 64 or 128 columns, so that
+    no product is too narrow for wgmma.
     """
     D0: tl.constexpr = HEAD.first
     WIDE: tl.constexpr = 64 if HEAD.first + HEAD.second <= 64 else 128
@@ -168,8 +168,8 @@ def _attention_bwd_head_kernel(
     stat_ptr,  # (programs, 2, padded: whole blocks of queries), written and read here: -lse / scale and -delta
     dq_acc_ptr,  # (programs, N, Dh), written and read here
     sums_ptr,  # (B, 3, H, Dh)
-    qkv_box,  # descriptor of (B, 3 H, N, Dh), its blocks BLOCK_M rows of the first chunk of a head; None: by pointers
-    qkv_rest,  # of the second chunk, where there is one
+    qkv_box,  # descriptor of (B, 3 H, N, Dh) in blocks of BLOCK_M rows of a head's first chunk; None: pointers are used
+    qkv_rest,  # the same for the second chunk, where there is one
     do_box,  # of (B, H, N, Dh)
     do_rest,
     dqkv_box,  # of (B, 3 H, N, Dh)
@@ -187,9 +187,9 @@ def _attention_bwd_head_kernel(
     LAST_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk, dv of the heads of a program, in BLOCK_N keys by BLOCK_M queries.
+    """dq, dk and dv of the heads of a program, in blocks of BLOCK_N keys by BLOCK_M queries.
 
-    LAST_N: keys done apart; 0 where BLOCK_N divides N or the last block is masked.
+    LAST_N: how many keys step 1 does; 0 where BLOCK_N divides N or where the last block of keys is masked instead.
     """
     D0: tl.constexpr = HEAD.first
     DTYPE: tl.constexpr = inputs[0][0].dtype.element_ty
@@ -204,7 +204,7 @@ def _attention_bwd_head_kernel(
         read, written = (q_head, k_head, v_head, o_head, do_head), (dq_acc, dk_head, dv_head)
         lse_row = lse_ptr + bh.to(tl.int64) * N
         before_key_blocks(read, written, lse_row, stat, N, scale, BLOCK_M, BLOCK_N, LAST_N, HEAD)
-        # the statistics, and what dq has so far, were written by other threads of this program
+        # the statistics and the last keys' share of dq were written by other threads of this program
         tl.debug_barrier()
 
         for first in tl.range(0, N // BLOCK_N * BLOCK_N if LAST_N > 0 else N, BLOCK_N, num_stages=1, disable_licm=True):
@@ -227,7 +227,7 @@ def _attention_bwd_head_kernel(
                 dp = dot_nt(v_block, do_block, HEAD, ndelta)
                 ds = times(p, dp, DTYPE, EXACT)
                 dk_block = accumulate(dk_block, ds, q_block, HEAD)
-                # what the block before left, or the last keys
+                # whether the scratch already holds a sum: of earlier blocks of keys, or of the last keys
                 before = N > 0 if LAST_N > 0 else first > 0
                 add_dq(dq_acc, ds, k_block[0], rows, N, scale, before, 0, HEAD)
                 if len(k_block) > 1:
@@ -235,7 +235,7 @@ def _attention_bwd_head_kernel(
             dk_block = [chunk * scale for chunk in dk_block]
             store_block(dk_head, dqkv_box, dqkv_rest, b, H + h, dk_block, keys, first, N, HEAD)
             store_block(dv_head, dqkv_box, dqkv_rest, b, 2 * H + h, dv_block, keys, first, N, HEAD)
-            # the scratch was written by other threads than will read it
+            # the threads that read the scratch next are not those that wrote it
             tl.debug_barrier()
 
         dq_sums, do_sums = zero_head_rows(16, HEAD), zero_head_rows(16, HEAD)

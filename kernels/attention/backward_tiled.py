@@ -1,9 +1,9 @@
-"""Attention backward in blocks: dQ of some queries, dK and dV of some keys, against all others.
+"""Attention backward in blocks: dQ of a block of queries, dK and dV of a block of keys.
 
-The first also leaves delta = rowsum(o do). Two kernels, a program for each block; or, where a head is short enough to
-stay in the cache, both phases in one program for each head. Seven matrix products where backward_head.py has five,
-but nothing is kept from one block to the next. Blocks as in forward_tiled.py: a short masked one, then whole ones
-without masks.
+The part for dQ also writes delta = rowsum(o do), which the other reads. The two parts are two kernels with a program
+for each block; or, where a head is short enough to stay in the cache, two phases of one program for each head. They
+compute seven matrix products where backward_head.py has five, but carry nothing from one block to the next. The inner
+loop has blocks as in forward_tiled.py: first a short masked one, then whole ones without masks.
 """
 
 import triton
@@ -70,9 +70,9 @@ def _dq_step(
 def queries_bwd(
     heads,  # of q, k, v, o, do
     dq_head,
-    rope,  # of the head, or None, as the next
-    bias,
-    keys,  # how many count
+    rope,  # this head's, or None
+    bias,  # this head's, or None
+    keys,  # how many keys count
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
@@ -86,7 +86,7 @@ def queries_bwd(
     LAST_N: tl.constexpr,
     VARIES: tl.constexpr,
 ):
-    """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
+    """Writes dQ and delta of BLOCK_M queries from `first` on, looping over blocks of keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
     ROTATES: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
@@ -132,7 +132,7 @@ def _dkdv_step(
 ):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
 
-    Everything is transposed, so that P^T and dS^T are left operands as they come.
+    Everything is transposed, so that P^T and dS^T are left operands as the products give them.
     """
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
@@ -150,9 +150,9 @@ def _dkdv_step(
 def keys_bwd(
     heads,  # of q, k, v, do
     grad_heads,  # of dk, dv
-    rope,  # of the head, or None, as the next
-    bias,
-    keys,  # how many count
+    rope,  # this head's, or None
+    bias,  # this head's, or None
+    keys,  # how many keys count
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
@@ -166,7 +166,7 @@ def keys_bwd(
     LAST_M: tl.constexpr,
     VARIES: tl.constexpr,
 ):
-    """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
+    """Writes and returns dK and dV of BLOCK_N keys from `first` on, looping over blocks of queries."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
     k = load_rotated_rows(k_head, rope, cols, keys, True, QK)
@@ -177,11 +177,11 @@ def keys_bwd(
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
-    # keys that do not count have had their share of every query, in rows of their own
+    # Keys that do not count have gathered gradients like the others, in their own rows; they are zeroed here.
     dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
     dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
     if rope is not None:
-        # or the tables of these rows would stay in registers since they were read for k; dQ's store of delta does this
+        # Without it the tables read for k would stay in registers until here. For dQ the store of delta prevents that.
         tl.debug_barrier()
     dk = store_unrotated_rows(grad_heads[0], dk, rope, cols, N, UNROTATE, QK)
     store_head_rows(grad_heads[1], dv, cols, N, HEAD)
@@ -202,9 +202,9 @@ def _attention_bwd_dq_kernel(
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N), written here
     sums_ptr,  # (B * blocks, H, Dh)
-    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
-    table_ptr,  # or None, and tokens: likewise
-    tokens,
+    terms,  # rope, bias, key lengths, each may be None: as forward_tiled.py takes them
+    table_ptr,  # as forward_tiled.py takes it, or None
+    tokens,  # of all packed samples
     N,
     H,
     scale,
@@ -221,7 +221,7 @@ def _attention_bwd_dq_kernel(
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
-        if n == 0:  # a program that is left over
+        if n == 0:  # this program has no tile
             if SUMS:
                 store_sums(sums_ptr, zero_head_rows(16, QK), tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
             return
@@ -244,9 +244,9 @@ def _attention_bwd_dkdv_kernel(
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N)
     sums_ptr,  # (B * blocks, 2, H, Dh)
-    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
-    table_ptr,  # or None, and tokens: likewise
-    tokens,
+    terms,  # rope, bias, key lengths, each may be None: as forward_tiled.py takes them
+    table_ptr,  # as forward_tiled.py takes it, or None
+    tokens,  # of all packed samples
     N,
     H,
     scale,
@@ -262,7 +262,7 @@ def _attention_bwd_dkdv_kernel(
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
-        if n == 0:  # a program that is left over
+        if n == 0:  # this program has no tile
             if SUMS:
                 zeros = (zero_head_rows(16, QK), zero_head_rows(16, HEAD))
                 store_key_sums(sums_ptr, zeros, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
@@ -287,7 +287,7 @@ def _attention_bwd_phases_kernel(
     delta_ptr,  # (B, H, N), written and read here
     q_sums_ptr,  # (B * blocks of queries, H, Dh)
     kv_sums_ptr,  # (B * blocks of keys, 2, H, Dh)
-    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
+    terms,  # rope, bias, key lengths, each may be None: as forward_tiled.py takes them
     N,
     H,
     scale,
@@ -302,9 +302,9 @@ def _attention_bwd_phases_kernel(
     BLOCK_N2: tl.constexpr,
     LAST_M2: tl.constexpr,
 ):
-    """One head: dQ of BLOCK_M1 queries after the other, against BLOCK_N1 keys at a time; then dK and dV.
+    """The gradients of one head, in two phases: dQ of every query, then dK and dV of every key.
 
-    Those of BLOCK_N2 keys after the other, against BLOCK_M2 queries at a time.
+    The first takes BLOCK_M1 queries against BLOCK_N1 keys at a time, the second BLOCK_N2 keys against BLOCK_M2 queries.
     """
     VARIES: tl.constexpr = terms[2] is not None
     bh = tl.program_id(0)

@@ -1,16 +1,16 @@
 """Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16.
 
-The chunks of a head that is turned by rotary positions are the two halves of its pairs (terms.py).
+In a head that rotary positions turn, the two chunks are the two columns of its pairs (terms.py).
 
-Packed q, k, v and o, of samples of many sizes, are (tokens, H, Dh), to the kernels (1, tokens, H, Dh); sample s owns
-the tokens offsets[s] to offsets[s + 1], attends to itself alone, and no padding lies between two samples. The programs
-of a kernel are the tiles of BLOCK rows of every sample, times the heads. Their number is known on the device only;
-tokens // BLOCK + samples is never less, and the programs that are left over return at once. A table tells each program
-its sample and its block there: samples with more blocks, whose programs also take longer, come first, so that none of
-them is left at the end with most of the GPU idle. The table is made on the device by _tiles_kernel, without a sort or a
-scan: a sample counts the tiles of all samples before it.
+Packed q, k, v and o, of samples of many sizes, are (tokens, H, Dh), which the kernels see as (1, tokens, H, Dh). Sample
+s owns the tokens offsets[s] to offsets[s + 1] and attends to itself alone; no padding lies between two samples. Every
+sample is cut into tiles of BLOCK rows, and a kernel has a program for each tile and head. The number of tiles is known
+on the device only; tokens // BLOCK + samples is never less, and the programs without a tile return at once. A table
+tells each program its sample and its block there. Samples with more blocks, whose programs also take longer, come
+first, so that none of them is left at the end with most of the GPU idle. _tiles_kernel makes the table on the device,
+without a sort or a scan: for each sample it counts the tiles of all samples that come before it.
 
-The kernels list their arguments, and find their head, in the same lines each: Triton takes arguments by name.
+The kernels repeat the same lines to list their arguments and find their head: Triton takes arguments by name.
 """
 
 from typing import NamedTuple
@@ -29,27 +29,27 @@ LN2 = tl.constexpr(0.6931471805599453)
 class Head(NamedTuple):
     """The head that a kernel is compiled for.
 
-    Its fields are plain numbers in Triton 3.6: what goes on to another function is named a constexpr first.
+    In Triton 3.6 its fields read as plain numbers: one passed on to another function is first named as a constexpr.
     """
 
     dim: int
     first: int  # columns of its first chunk
-    second: int  # of its second one, or 0
-    align: int  # elements that each of its rows starts at a multiple of
+    second: int  # columns of its second chunk, or 0
+    align: int  # each of its rows starts at a multiple of this many elements
     needs_int64: bool  # whether its last row may be 2^31 elements past its first
-    precision: str  # of products in fp32
+    precision: str  # the input precision of fp32 products
     rope_layout: str = ""  # the layout of the pairs that rotary positions turn: see terms.py
     shared_pair_angle: bool = False  # whether one number turns both columns of a pair
 
 
 @triton.jit
 def head_of(x, b, h, HEAD: tl.constexpr, first=0, PACKED: tl.constexpr = False):
-    """A head of x = (pointer, strides of B, N, H), (B, N, H, Dh): its row `first`, the stride of rows.
+    """(pointer to row `first`, stride of rows) of a head of x = (pointer, strides of B, N, H).
 
-    The hint keeps 16-byte loads where head sizes divide by 8 but not by 16.
+    x is (B, N, H, Dh). The hint tl.multiple_of keeps 16-byte loads where 8 but not 16 divides Dh.
     """
     ALIGN: tl.constexpr = HEAD.align
-    if PACKED:  # not of 0: the hint would stand on an addition that is folded away
+    if PACKED:  # not with first = 0: the compiler would fold the addition that carries the hint away
         start = first.to(tl.int64) * x[1][1] + h.to(tl.int64) * x[1][2]
         return x[0] + tl.multiple_of(start, ALIGN), x[1][1]
     else:
@@ -58,7 +58,7 @@ def head_of(x, b, h, HEAD: tl.constexpr, first=0, PACKED: tl.constexpr = False):
 
 @triton.jit
 def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
-    """Columns FIRST..FIRST + SIZE of some rows of a head."""
+    """Pointers to columns FIRST..FIRST + SIZE of some rows of a head."""
     ALIGN: tl.constexpr = HEAD.align
     offs_n = rows.to(tl.int64) * head[1] if HEAD.needs_int64 else rows * head[1]
     return head[0] + (tl.multiple_of(offs_n, ALIGN)[:, None] + (FIRST + tl.arange(0, SIZE))[None, :])
@@ -66,7 +66,7 @@ def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.con
 
 @triton.jit
 def chunk_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr):
-    """Where in_rows is true and a column FIRST.. lies before END."""
+    """The mask of columns FIRST..FIRST + SIZE: true where in_rows is and the column lies before END."""
     if FIRST + SIZE > END:
         return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]
     else:
@@ -84,9 +84,9 @@ def load_head_chunk(
     HEAD: tl.constexpr,
     END: tl.constexpr = 0,
 ):
-    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N.
+    """Loads columns FIRST..FIRST + SIZE of rows of a head, zeros outside; MASK_ROWS: rows may pass N.
 
-    END: the column that it ends before, 0 for the head's own end.
+    END: the first column that is outside; 0 stands for the head's own end.
     """
     LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
     ptrs = chunk_ptrs(head, rows, FIRST, SIZE, HEAD)
@@ -112,7 +112,7 @@ def load_head_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr, END: tl.constexpr = 0):
-    """Writes columns FIRST.. of rows below N. END: as in load_head_chunk."""
+    """Writes x to columns FIRST.. of the rows below N. END is as in load_head_chunk."""
     SIZE: tl.constexpr = x.shape[1]
     LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
     mask = chunk_mask(rows < N, FIRST, SIZE, LIMIT)
@@ -121,7 +121,7 @@ def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr, 
 
 @triton.jit
 def store_head_rows(head, x, rows, N, HEAD: tl.constexpr):
-    """Writes some rows of a head, x its chunks."""
+    """Writes x, the chunks of some rows of a head."""
     D0: tl.constexpr = HEAD.first
     store_head_chunk(head, x[0], rows, N, 0, HEAD)
     if len(x) > 1:
@@ -164,8 +164,8 @@ def add_head_rows(a, b):
 def dot_nt(a, b, HEAD: tl.constexpr, acc=None):
     """acc + a b^T over the chunks of the head: (rows of a, rows of b), fp32.
 
-    acc is made for this product and must not be carried by a loop: of two products into one accumulator that a loop
-    carries, Triton makes wrong sums on sm_100 (triton-lang/triton#10821).
+    acc must be made for this product and not be carried by a loop: Triton adds wrongly on sm_100 where two products go
+    into one accumulator that a loop carries (triton-lang/triton#10821).
     """
     acc = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=HEAD.precision)
     if len(a) > 1:
@@ -186,11 +186,11 @@ def accumulate(acc, w, x, HEAD: tl.constexpr):
 
 @triton.jit
 def exp_difference(s, m, scale):
-    """exp(scale (s - m)), m a column.
+    """exp(scale (s - m)), where m is a column.
 
-    The difference comes first: of logits in the thousands s and m agree to the last bits, which a product of each with
-    scale log2(e) would round away, and the weight of a lone key is 1. What that costs, against one multiply-add, issues
-    while exp2, an eighth as fast, runs.
+    The difference comes first. Logits in the thousands agree with m but for their last bits, which multiplying each by
+    scale log2(e) would round away, and the weight of a lone key must be 1. The one instruction more than a
+    multiply-add is issued while exp2, an eighth as fast, still runs.
     """
     return tl.exp2((s - m) * (scale * LOG2E))
 
@@ -206,7 +206,7 @@ def row_dot(a, b):
 
 @triton.jit
 def bounds(offsets_ptr, samples, tokens):
-    """First token and number of tokens of samples, within the tokens there are whatever the offsets say."""
+    """First token and number of tokens of samples, clamped to the tokens there are."""
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples).to(tl.int32), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples + 1).to(tl.int32), first), tokens)
     return first, end - first
@@ -214,10 +214,10 @@ def bounds(offsets_ptr, samples, tokens):
 
 @triton.jit
 def program_coords(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
-    """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
+    """A program's (b, h, block in its sample, the sample's first token and its tokens, start of its lse).
 
-    table_ptr: what `tile_table` makes for all `tokens`, or None for tensors (B, N, H, Dh) of one size. A program that
-    is left over has a sample without tokens.
+    table_ptr: the `tile_table` of all `tokens`, or None for tensors (B, N, H, Dh) whose samples have one size. For a
+    program without a tile, the sample has 0 tokens.
     """
     pid = tl.program_id(0)
     if table_ptr is None:
@@ -232,7 +232,7 @@ def program_coords(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_index(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """The number of a program's tile, found when it is needed: it would hold a register all along."""
+    """The number of a program's tile; callers compute it late, since it would hold a register until then."""
     if PACKED:
         return tl.program_id(0) // H
     else:
@@ -241,7 +241,7 @@ def tile_index(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _store_tiles(table_ptr, slots, mask, first, n, index):
-    """Rows of the table."""
+    """Writes rows of the table."""
     ptrs = table_ptr + 3 * slots
     tl.store(ptrs, first, mask=mask)
     tl.store(ptrs + 1, n, mask=mask)
@@ -258,7 +258,7 @@ def _tiles_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The tiles of one sample: after those of all with more blocks, and of earlier ones with as many."""
+    """Writes one sample's tiles, after those of samples with more blocks, or as many and a lower number."""
     sample = tl.program_id(0)
     first, n = bounds(offsets_ptr, sample, tokens)
     blocks = tl.cdiv(n, BLOCK)
@@ -273,16 +273,16 @@ def _tiles_kernel(
     for start in range(0, blocks, CHUNK):
         index = start + tl.arange(0, CHUNK)
         _store_tiles(table_ptr, before + index, (index < blocks) & (before + index < tiles), first, n, index)
-    if sample == samples - 1:  # who fills what is left over
+    if sample == samples - 1:  # this program also fills the rows without a tile
         for start in range(total, tiles, CHUNK):
             left = start + tl.arange(0, CHUNK)
             _store_tiles(table_ptr, left, left < tiles, 0, 0, 0)
 
 
 def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
-    """(tiles, 3) int32: the first token of a tile's sample, how many it has, the tile's number there.
+    """(tiles, 3) int32, a row per tile: its sample's first token and number of tokens, its number there.
 
-    Of a tile that is left over the sample has no tokens.
+    Rows that no tile needs are all zeros: a sample without tokens.
     """
     samples = len(offsets) - 1
     tiles = tokens // block + samples

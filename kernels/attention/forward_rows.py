@@ -1,7 +1,7 @@
 """Attention forward, provider "single_pass": every key and value of a head in one program.
 
-For up to 256 tokens. One softmax over whole rows of logits, without rescaling. The keys are blocks of falling powers
-of two (197 -> 128 + 64 + 16), so that little is padded; blocks of queries follow one another.
+It takes up to 256 tokens, with one softmax over whole rows of logits and no rescaling. The keys are cut into blocks of
+falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a program loops over blocks of queries.
 """
 
 import triton
@@ -28,7 +28,7 @@ def load_keys(head, rope, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl
 
 @triton.jit(do_not_specialize=["query_blocks"])
 def _attention_fwd_short_kernel(
-    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
+    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh); so are the next three
     k,
     v,
     o,
@@ -54,8 +54,8 @@ def _attention_fwd_short_kernel(
     rope = rope_of(rope, b, h) if rope is not None else None
     k_blocks = load_keys(head_of(k, b, h, HEAD), rope, N, KEYS0, KEYS1, KEYS2, QK)
     v_blocks = load_keys(head_of(v, b, h, HEAD), None, N, KEYS0, KEYS1, KEYS2, HEAD)
-    # disable_licm: addresses are made anew for every block of queries, which leaves the registers for a third program
-    # on a multiprocessor
+    # disable_licm: addresses are computed again for every block of queries, which leaves the registers for a third
+    # program on a multiprocessor
     for i in tl.range(0, query_blocks, num_stages=1, disable_licm=True):
         rows = (pid % groups * query_blocks + i) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)

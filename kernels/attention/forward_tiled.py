@@ -1,9 +1,9 @@
 """Attention forward in blocks of keys with an online softmax.
 
-For sequences or head sizes that one program cannot hold. A sequence is one short masked block and whole blocks
-without masks: 577 = 16 + 9 x 64, 257 = 16 + 4 x 64 (the tokens of a square grid and a class token). The short one
-comes first: after a pipelined loop it would make ptxas wait for every wgmma of the kernel, one by one (its note
-C7515).
+It serves sequences or head sizes that one program cannot hold. The keys are one short masked block and whole blocks
+without masks: 577 = 16 + 9 x 64, 257 = 16 + 4 x 64 (the tokens of a square grid and a class token, padded to 16). The
+short block comes first: after a pipelined loop it would make ptxas wait for every wgmma of the kernel, one by one
+(ptxas note C7515).
 """
 
 import triton
@@ -31,11 +31,11 @@ def _fwd_step(
     q,
     k_head,
     v_head,
-    rope,  # of this head, or None, as the next
-    bias,
+    rope,  # this head's, or None
+    bias,  # this head's, or None
     rows,
     start,
-    keys,  # how many count
+    keys,  # how many keys count
     N,
     scale,
     KEYS: tl.constexpr,
@@ -44,14 +44,14 @@ def _fwd_step(
     QK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m: the largest logit so far. HIDES: it may be -inf."""
+    """One block of keys of the online softmax; m: the largest logit so far, which HIDES lets be -inf."""
     cols = start + tl.arange(0, KEYS)
     k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
     s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
-    # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
+    # where every key so far is hidden, nothing is subtracted: -inf - -inf would be NaN
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
     p = exp_difference(s, shift[:, None], logit_scale(bias, scale))
     decay = exp_difference(m, shift, logit_scale(bias, scale))
@@ -62,13 +62,13 @@ def _fwd_step(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _attention_fwd_tiled_kernel(
-    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
+    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh); so are the next three
     k,
     v,
     o,
     lse_ptr,  # (B, H, N)
     terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
-    # key lengths (B,); each or None
+    # key lengths (B,); each may be None
     table_ptr,  # of the tiles of packed samples (common.py), or None
     tokens,  # of all packed samples
     N,
@@ -80,14 +80,14 @@ def _attention_fwd_tiled_kernel(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
 ):
-    """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
+    """BLOCK_M queries of one head against blocks of BLOCK_N keys, and one of LAST_N (0: none is needed)."""
     ROTATES: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
-        if n == 0:  # a program that is left over
+        if n == 0:  # this program has no tile
             return
     heads = head_of(k, b, h, HEAD, first, PACKED), head_of(v, b, h, HEAD, first, PACKED)
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None

@@ -1,18 +1,18 @@
 """Softmax attention and its backward: o = softmax(scale q k^T) v and lse = log sum exp(scale q k^T).
 
-q, k, v, o are (B, N, H, Dh). Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in memory), made
-for vision sequences, short and odd (50, 197, 257, 577, 1370):
+q, k, v, o are (B, N, H, Dh). The kernels are flash attention (Dao et al., 2022), with the softmax in base 2 and the
+logits never in memory, made for the short, odd sequences of vision (50, 197, 257, 577, 1370):
 
 - forward, "single_pass" (forward_rows.py): every key and value of a head in one program, one softmax over whole rows
   without rescaling, several blocks of queries one after the other;
 - forward, "tiled" (forward_tiled.py): online softmax over blocks of keys;
 - backward, "per_head" (backward_head.py): one program for a head, 5 matrix products;
-- backward, "tiled" (backward_tiled.py): one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and
-  dV; or "phases": both in one program for a head, one after the other. 7 matrix products.
+- backward, "tiled" (backward_tiled.py): one kernel for dQ (which also writes delta = rowsum(o do)), one for dK and
+  dV; or "phases": both in one program for a head, one after the other. Either way there are 7 matrix products.
 
-No atomics: dQ's fp32 sums, where keys are the outer loop, lie in a scratch of the one program that adds to them. A head
-is one or two power-of-two chunks (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in
-configs/attention.py.
+No atomics are needed: where keys are the outer loop, dQ's fp32 sums lie in a scratch that one program alone adds to. A
+head is one or two power-of-two chunks (80 = 64 + 16), so that it is not padded to the next power of two where that
+wastes much. Which path runs is data, in configs/attention.py.
 """
 
 import functools
@@ -35,8 +35,8 @@ from .options import PLAIN, AttentionOptions
 from .terms import _bias_bwd_kernel, _rope_bwd_kernel
 
 HEAD_SIZES = tuple(range(16, 129, 8))
-# (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132
-# multiprocessors, twice.
+# From this many (batch, head) pairs on, one program takes every query of its head: that fills ~132 multiprocessors,
+# with two programs each, twice.
 MANY_HEADS = 512
 
 
@@ -72,17 +72,17 @@ def last_block(n: int, block: int) -> int:
 
 @functools.cache
 def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
-    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and AttentionOptions.suffix.
+    """ "d80n256": the padded head size, tokens up to 64, 128, 256, 320 or "long"; AttentionOptions.suffix.
 
-    "d80m256" of heads that are padded: masks take registers. Of packed samples "d80np": another number of tokens
-    compiles nothing anew.
+    Padded heads have "m" for "n", as in "d80m256", since masks take registers. Packed samples have "d80np", without the
+    tokens: another number of tokens compiles nothing anew.
     """
     padded = sum(head_chunks(head_dim))
     longest = "" if suffix.endswith("p") else next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
     return f"d{padded}{'n' if head_dim == padded else 'm'}{longest}{suffix}"
 
 
-# Providers that lack rotary positions; a bias and lengths of keys; packed samples.
+# Providers that lack rotary positions; that lack a bias and key lengths; that lack packed samples.
 _NO_ROPE = ("per_head", *tiles.ATTENTION_LIBRARIES)
 _NO_MASK = ("single_pass", *_NO_ROPE)
 _NO_OFFSETS = ("phases", *_NO_MASK)
@@ -96,9 +96,9 @@ def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN) -> tiles.Kern
 
 
 def _with_steps(table: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """A table with a last stride of 1, and its strides of B, H and rows.
+    """The table, copied where its last stride is not 1, and its strides of B, H and rows.
 
-    (rows, columns), (H, ...) or (B or 1, H or 1, ...): the strides of axes that it lacks, or has once, are 0.
+    It is (rows, columns), (H, ...) or (B or 1, H or 1, ...). B or H has stride 0 where it is missing or of size 1.
     """
     table = table if table.stride(-1) == 1 else table.contiguous()
     shape, strides = ((1,) * (4 - table.dim()) + t for t in (tuple(table.shape), table.stride()))
@@ -124,8 +124,8 @@ def _terms(options: AttentionOptions, HEAD: Head) -> dict:
 def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN) -> tuple[dict, list[tuple]]:
     """Sizes, scale and head, which every kernel takes; and (B, N, H, Dh) tensors with their strides.
 
-    Heads that all start at multiples of 8 elements are said to: Triton would see multiples of 16 only, and load heads
-    of 72 or 88 one element at a time. Of packed samples the sizes that differ from batch to batch are left out.
+    HEAD says where all heads start at multiples of 8 elements: Triton itself sees multiples of 16 only, and would load
+    heads of 72 or 88 one element at a time. Packed samples have 0 for N and B's stride, which differ between batches.
     """
     _, N, H, D = tensors[0].shape
     packed = options.offsets is not None
@@ -141,14 +141,14 @@ def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN
 
 
 def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
-    """`last_block` of the keys; a whole one where their number differs from sample to sample."""
+    """`last_block` of the keys; `block` where their number differs from sample to sample."""
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
+    """(o (B, N, H, Dh), lse (B, H, N) in fp32) for q, k, v (B, N, H, Dh) of unit last stride; scale > 0."""
     B, N, H, _ = q.shape
     config = _lookup("attention_fwd", q, options)
     if config.provider in tiles.ATTENTION_LIBRARIES:
@@ -183,10 +183,10 @@ def attention_bwd(
     unrotate: bool = True,
     packed: bool = True,
 ) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Packed dqkv (B, N, 3, H, Dh), else dq, dk and dv, contiguous; and the QKV bias's gradient.
+    """(gradients of q, k and v, contiguous; the QKV bias's gradient, (3 H Dh,) in fp32, or None).
 
-    The latter, (3 H Dh,) in fp32, where wanted. unrotate: False leaves dq and dk, and their sums in the bias's
-    gradient, in the rotated frame, for `rope_bwd`.
+    packed: the former are one tensor dqkv (B, N, 3, H, Dh), else a tuple (dq, dk, dv). unrotate: False leaves dq and
+    dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
     config = _lookup("attention_bwd", q, options)
@@ -201,7 +201,7 @@ def attention_bwd(
 
 
 def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Turns dq and dk (B, N, H, Dh) back in place; -> gradients shaped like cos and sin, in fp32."""
+    """Unrotates dq and dk (B, N, H, Dh) in place; returns fp32 gradients of the shapes of cos and sin."""
     B, N, H, _ = q.shape
     config, cos = _lookup("rope_bwd", q), options.cos
     common, pairs = _arguments(1.0, q, k, dq, dk)
@@ -236,7 +236,7 @@ def bias_bwd(
 
 
 def _sums(q: Tensor, wanted: bool, *slots: int) -> Tensor:
-    """(*slots, H, Dh) in fp32, to be written: the sums that each program makes; empty where not wanted."""
+    """An fp32 workspace (*slots, H, Dh) for the sums of each program; empty (0,) unless wanted."""
     return torch.empty((*slots, *q.shape[2:]) if wanted else (0,), dtype=torch.float32, device=q.device)
 
 
@@ -256,8 +256,8 @@ def attention_bwd_dq(
 ) -> tuple[Tensor, Tensor | None]:
     """First half of the tiled backward: dq and, where wanted, its sums over B and N, (H Dh,) in fp32.
 
-    Where given it writes into `dq` (B, N, H, Dh) and into `delta` (B, H, N) in fp32, which attention_bwd_dkdv reads:
-    the row sums of o * do.
+    It writes into `dq` (B, N, H, Dh) and `delta` (B, H, N) in fp32 where they are given. delta, the row sums of o * do,
+    is read by attention_bwd_dkdv.
     """
     B, N, H, _ = q.shape
     dq = q.new_empty(q.shape) if dq is None else dq
@@ -289,7 +289,7 @@ def attention_bwd_dkdv(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Second half of the tiled backward: dk, dv and, where wanted, their sums, (2 H Dh,) in fp32.
 
-    delta (B, H, N): as attention_bwd_dq leaves it. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
+    delta (B, H, N) is what attention_bwd_dq writes. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
     """
     B, N, H, _ = q.shape
     dk, dv = (q.new_empty(q.shape) if grad is None else grad for grad in (dk, dv))
@@ -305,7 +305,7 @@ def attention_bwd_dkdv(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v (B, N, H, Dh) are slices of one (B, N, 3, H, Dh) tensor, each after the other."""
+    """Whether q, k and v (B, N, H, Dh) are the slices, in order, of one (B, N, 3, H, Dh) tensor."""
     strides, start = q.stride(), q.storage_offset()
     step = q.shape[2] * strides[2]
     if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):
@@ -318,11 +318,11 @@ _BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", 
 
 
 def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str, TensorDescriptor | None]:
-    """Descriptors, for the copy engine, of all that backward_head.py reads and writes in blocks.
+    """Tensor descriptors (for TMA) of all that backward_head.py reads and writes in blocks.
 
-    (B, heads, N, Dh) in blocks of rows of a head's first and second chunk. All None, and the kernel goes by pointers,
-    where rows of a head do not start at multiples of 16 bytes, where q, k and v are not one tensor, or where blocks of
-    queries and keys differ.
+    Each describes (B, heads, N, Dh) in blocks of rows of a head's first or second chunk. All are None, and the kernel
+    uses pointers, where rows of a head do not start at multiples of 16 bytes, where q, k and v (or their gradients) are
+    not slices of one tensor, where there are no elements, or where blocks of queries and keys differ in size.
     """
     (B, N, H, D), rows, step = q.shape, config["BLOCK_M"], 16 // q.element_size()
     if rows != config["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
@@ -342,7 +342,7 @@ def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str
 
 
 def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options, unrotate) -> Tensor | None:
-    """Our kernels: fills dq, dk, dv (equal strides); -> their sums, (3 H Dh,) in fp32, where wanted."""
+    """Fills dq, dk, dv (equal strides) by our kernels; returns their sums, (3 H Dh,) in fp32, if wanted."""
     if config.provider == "tiled":
         delta = torch.empty_like(lse)
         _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums, options, unrotate)

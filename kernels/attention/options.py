@@ -10,18 +10,18 @@ Constant = Annotated[Tensor, "constant"]  # without a gradient
 class AttentionOptions(NamedTuple):
     """The options of attention over (B, N, H, Dh); the tensors come first, as the operations take them."""
 
-    # (N - num_prefix, R), (H, ...) or (B or 1, H or 1, ...); R: Dh, or Dh / 2, one for a pair
+    # (N - num_prefix, R), (H, ...) or (B or 1, H or 1, ...); R: Dh, or Dh / 2 where a pair of columns has one number
     cos: Tensor | None = None
     sin: Tensor | None = None
     bias: Tensor | None = None  # (H, N, N) or (B or 1, H, N, N)
     key_lengths: Constant | None = None  # (B,)
-    offsets: Constant | None = None  # (S + 1,), of packed samples: then B is 1, and num_prefix 0
+    offsets: Constant | None = None  # (S + 1,), for packed samples, where B is 1 and num_prefix 0
     interleaved: bool = False
     num_prefix: int = 0
     longest: int = 0  # tokens of the longest packed sample, or more
 
     def suffix(self, head_dim: int) -> str:
-        """The end of the shape class: "r" rope, "f" its tables Dh wide, "b" a bias, "k" key lengths, "p" packed."""
+        """The end of the shape class: "r" rope, "f" rope (Dh wide), "b" bias, "k" key lengths, "p" packed."""
         rope = "" if self.cos is None else "f" if self.cos.shape[-1] == head_dim else "r"
         keys = "p" if self.offsets is not None else "k" * (self.key_lengths is not None)
         return rope + "b" * (self.bias is not None) + keys

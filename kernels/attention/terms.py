@@ -1,24 +1,24 @@
 """Terms of the logits of attention: rotary positions, a bias, hidden keys; and their gradients.
 
-Rotary positions (Su et al., 2021): q and k are turned as they are loaded, gradients back.
+Rotary positions (Su et al., 2021): q and k are rotated as they are loaded, and their gradients are rotated back.
 
-A pair (a, b) of columns of a token after the first num_prefix becomes (a cos_a - b sin_a, b cos_b + a sin_b); its
+For tokens after the first num_prefix, a pair (a, b) of columns becomes (a cos_a - b sin_a, b cos_b + a sin_b), and its
 gradient (da, db) comes back as (da cos_a + db sin_b, db cos_b - da sin_a). A head's two chunks are the first and the
-second column of its pairs: its halves ("half"), or its even and odd columns ("interleaved"), which one load brings
-together. The sums over a head do not mind the order of its columns, so the products stay as they are.
+second columns of its pairs: its halves ("half"), or its even and odd columns ("interleaved"), which come in one load.
+The products sum over a head's columns in any order, so they are the same for all of these.
 
-Nothing that is turned is written to memory: the tables cos and sin are read beside q and k, from L2. The gradient of
-tables that are learned takes the gradients of q and k before they are turned back: backward_tiled.py then leaves
-them so, and _rope_bwd_kernel turns them back in place, in one pass more over q, k, dq and dk.
+Rotated q and k are never written to memory: the tables cos and sin are read beside q and k, from L2. The gradient of
+learned tables needs the gradients of q and k before they are rotated back. backward_tiled.py then leaves them
+rotated, and _rope_bwd_kernel rotates them back in place, in one more pass over q, k, dq and dk.
 
 A bias is added to the logits, and keys are hidden:
 
     o = softmax(scale q k^T + bias) v over the keys before key_lengths[b]
 
-A query that sees no key (all of its bias -inf, or no keys left) gives zeros: its lse is +inf, so that no weight comes
-back. The gradient of a bias that the samples share is the sum of P (dP - delta) over them. _bias_bwd_kernel makes both
-products again for each sample, a block of the bias at a time, and adds up in registers: no atomics, and nothing of
-(B, H, N, N) in memory where the bias is not.
+A query that sees no key (all of its bias is -inf, or no keys are left) gives zeros; its lse is +inf, so that all of its
+probabilities in backward are zero. The gradient of a bias that samples share is the sum of P (dP - delta) over them.
+_bias_bwd_kernel recomputes both products for each sample, a block of the bias at a time, and adds up in registers: it
+needs no atomics, and nothing of (B, H, N, N) in memory unless the bias itself has that shape.
 """
 
 import triton
@@ -39,7 +39,7 @@ def rope_of(rope, b, h, first=0, PACKED: tl.constexpr = False):
 
 @triton.jit
 def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
-    """A table's numbers for both columns of pairs, in fp32; `still` for tokens that stay."""
+    """A table's numbers for both columns of pairs, in fp32; `still` for tokens that are not rotated."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     rotates = (rows >= rope[3]) & (rows < N)
@@ -68,7 +68,7 @@ def factors(rope, rows, N, HEAD: tl.constexpr):
 
 @triton.jit
 def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of a head as the first and the second columns of its pairs."""
+    """Loads rows of a head as the first and the second columns of its pairs."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     if HEAD.rope_layout == "half":
@@ -81,11 +81,11 @@ def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def load_rotated_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of a head of q or k, turned where there is rope, as its chunks.
+    """Loads rows of a head of q or k as its chunks, rotated where there is rope.
 
-    tl.where by the numbers of rows, though the tables leave those rows as they are: past a chain of loads and what is
-    element-wise Triton moves a change of layout up to the loads, and would turn rows once for every product that takes
-    them, with their tables in fp32. Numbers of rows are no loads.
+    tl.where depends on the row numbers, though the tables leave the other rows as they are anyway. Through a chain of
+    loads and element-wise operations alone, Triton would move a change of layout up to the loads, and rotate the rows
+    once for every product that takes them, with the tables in fp32. Row numbers are no loads, which prevents this.
     """
     if rope is None:
         return load_head_rows(head, rows, N, MASK_ROWS, HEAD)
@@ -100,7 +100,7 @@ def load_rotated_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.con
 
 @triton.jit
 def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
-    """Writes what load_pairs reads; returns it as the chunks that store_sums takes."""
+    """Writes pairs to where load_pairs reads them; returns them as the chunks that store_sums takes."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     if HEAD.rope_layout == "half":
@@ -115,7 +115,7 @@ def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
 
 @triton.jit
 def store_unrotated_rows(head, x, rope, rows, N, UNROTATE: tl.constexpr, HEAD: tl.constexpr):
-    """Writes some rows of dq or dk, x their chunks, unrotated where UNROTATE; returns what it writes."""
+    """Writes x, the chunks of some rows of dq or dk, unrotated where UNROTATE; returns what it writes."""
     if rope is None:
         store_head_rows(head, x, rows, N, HEAD)
         return x
@@ -131,19 +131,19 @@ def store_unrotated_rows(head, x, rope, rows, N, UNROTATE: tl.constexpr, HEAD: t
 @triton.jit(do_not_specialize=["B", "samples"])
 def _rope_bwd_kernel(
     inputs,  # q, k (B, N, H, Dh), each its pointer and its strides of B, N, H
-    grads,  # dq, dk, likewise; turned back here, in place
+    grads,  # dq, dk, likewise; unrotated here, in place
     rope,  # cos, sin, strides of B, H, rows, num_prefix
-    dcos_ptr,  # (groups, H, N - num_prefix, Dh, or Dh / 2 where a pair has one number), fp32
+    dcos_ptr,  # (groups, H, N - num_prefix, Dh, or Dh / 2 with one number for both columns of a pair), fp32
     dsin_ptr,
     B,
-    samples,  # of a group
+    samples,  # how many a group has
     N,
     H,
     HEAD: tl.constexpr,
     TABLE: tl.constexpr,  # HEAD with the alignment of the rows of dcos and dsin
     BLOCK_M: tl.constexpr,
 ):
-    """The share of some samples in the gradients of BLOCK_M rows of one head's tables."""
+    """Unrotates dq and dk of one head; sums the gradients of BLOCK_M rows of its tables over a group."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     WIDTH: tl.constexpr = HALF if HEAD.shared_pair_angle else HEAD.dim
@@ -165,7 +165,7 @@ def _rope_bwd_kernel(
             dcos_b += d_b * x_b
             dsin_a -= d_a * x_b
             dsin_b += d_b * x_a
-            # what is written here was read by other threads
+            # other threads have read what is overwritten here
             tl.debug_barrier()
             store_pairs(grad_head, d_a * cos_a + d_b * sin_b, d_b * cos_b - d_a * sin_a, rows, N, HEAD)
     last = N - rope[3]
@@ -188,7 +188,7 @@ def bias_of(bias, b, h):
 
 @triton.jit
 def keys_of(lengths_ptr, b, N):
-    """How many keys of a sample count."""
+    """How many keys of a sample count, from 0 to N."""
     if lengths_ptr is None:
         return N
     else:
@@ -197,7 +197,7 @@ def keys_of(lengths_ptr, b, N):
 
 @triton.jit
 def whole_blocks(count, BLOCK: tl.constexpr, VARIES: tl.constexpr):
-    """How many of `count` rows lie in blocks without masks. VARIES: the last block has one, always."""
+    """How many of `count` rows lie in unmasked blocks. VARIES: the last block is masked even if full."""
     if VARIES:
         return tl.maximum(count - 1, 0) // BLOCK * BLOCK
     else:
@@ -206,7 +206,7 @@ def whole_blocks(count, BLOCK: tl.constexpr, VARIES: tl.constexpr):
 
 @triton.jit
 def add_bias(s, bias, rows, cols, N, scale, TRANSPOSED: tl.constexpr):
-    """scale s + bias, of (queries, keys) or transposed; without a bias s, which `unit` scales."""
+    """scale s + bias, (queries, keys) or transposed; without a bias s itself, which logit_scale scales."""
     if bias is None:
         return s
     else:
@@ -220,7 +220,7 @@ def add_bias(s, bias, rows, cols, N, scale, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def logit_scale(bias, scale):
-    """The scale of what add_bias returns."""
+    """The factor that makes logits of what add_bias returns: `scale` without a bias, else 1."""
     if bias is None:
         return scale
     else:
@@ -229,10 +229,10 @@ def logit_scale(bias, scale):
 
 @triton.jit
 def softmax_weights(s, lse, bias, scale):
-    """exp(unit s - lse) of what add_bias returns, lse a column or a row.
+    """exp(logit_scale s - lse), where add_bias returned s and lse is a column or a row.
 
-    The difference comes before base 2, as in exp_difference; with a bias it is 0 where a mask has the least number
-    there is for all keys of a query.
+    The difference is taken before the change to base 2, as in exp_difference. So it is 0 with a bias that masks all
+    keys of a query by the lowest finite number.
     """
     if bias is None:
         return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
@@ -246,7 +246,7 @@ def _bias_bwd_kernel(
     lse_ptr,  # (B, H, N)
     dbias_ptr,  # (B / samples, H, N, N)
     terms,  # rope, bias, key lengths: as forward_tiled.py takes them
-    samples,  # that share a bias
+    samples,  # how many share a bias
     N,
     H,
     scale,
@@ -255,7 +255,7 @@ def _bias_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M x BLOCK_N of one head's gradient, over the samples that share it."""
+    """BLOCK_M x BLOCK_N of the gradient of one head's bias, summed over the samples that share it."""
     blocks_n = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(N, BLOCK_M) * blocks_n
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks

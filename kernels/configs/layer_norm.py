@@ -14,9 +14,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(4, 1, BLOCK_M=16)),
     ),
     # Backward: two warps share 768 or 1024 numbers of a row, so that the accumulators of three column sums leave room
-    # for PER_SM programs. On their way through shared memory, of dy, z and dz: (STAGES - 1) * BLOCK_M * D * 6 bytes *
-    # PER_SM = 81, 108 and 90 KiB of a multiprocessor at D = 768, 1024 and 1280, where 72, 72 and 60 were; a stage less
-    # where shared memory has 99 KiB. Every program writes a row of each workspace: many small ones would write more.
+    # for PER_SM programs. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6 bytes * PER_SM = 81, 108
+    # and 90 KiB of a multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide rows get a stage less.
+    # Every program writes a row of each workspace, so many small programs would write more.
     "layer_norm_bwd": (
         Rule(config(8, 1, BLOCK_M=1, STAGES=1, PER_SM=1), bits="32", shape="?x2048*"),
         Rule(config(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x2048*"),

@@ -1,4 +1,4 @@
-"""Tiles of matrix products and of what is fused around them."""
+"""Tiles of matrix products, and of the element-wise work around them."""
 
 import dataclasses
 
@@ -8,19 +8,19 @@ from .tiles import KernelConfig, Rule, config
 def _product(
     warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", maxnreg: int = 0
 ) -> KernelConfig:
-    """A product in blocks of m rows, n columns and k."""
+    """The configuration of a product in blocks of m rows and n columns, k numbers of the sums at a time."""
     blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
     return config(warps, stages, provider, maxnreg, **blocks, GROUP_M=8, SUBTILES=subtiles)
 
 
-# A product in pieces: two programs fit a multiprocessor, and nothing spills.
+# The epilogue takes the product in SUBTILES pieces, so that two programs fit a multiprocessor and nothing spills.
 _PRODUCT = (
     Rule(_product(8, 3, 128, 128, 64, 4), sm=(90, 100), bits="16"),
     Rule(_product(4, 4, 128, 128, 32, 4), bits="16"),
     Rule(_product(4, 3, 64, 64, 32, 2)),
 )
 _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
-# Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
+# These read three quarters as much from L2, but only one program fits a multiprocessor, so nothing hides its epilogue.
 _WIDE = tuple(
     Rule(_product(8, 4, 128, 256, 64, 4, provider), sm=(90, 100), bits="16", variant="wide")
     for provider in ("triton", "tma")
@@ -32,12 +32,12 @@ _DGELU, _DGELU_TMA = (
     (Rule(_product(8, 3, 128, 128, 64, 4, provider, maxnreg=128), sm=(90,), bits="16", shape=_WIDTHS), *rules)
     for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
 )
-# Two products at once: the blocks and sums of _PRODUCT with half the columns for each. Backward reads and writes two of
-# everything: narrower, or in smaller pieces.
+# Two products at once have blocks like _PRODUCT's, with half the columns for each. Backward reads and writes two of
+# everything, so its blocks are narrower or cut into smaller pieces.
 _GATED = (
     Rule(_product(8, 3, 128, 64, 64, 2), sm=(90, 100), bits="16", shape=_WIDTHS),
     Rule(_product(4, 3, 64, 64, 32, 2), bits="16"),
-    # In fp32 each of the two spills with one of Triton 3.6 and 3.9 where the other stands.
+    # In fp32 each of the two would spill on the other's GPUs, with Triton 3.6 or with 3.9.
     Rule(_product(4, 3, 64, 32, 32, 1), sm=(120,)),
     Rule(_product(4, 3, 64, 32, 32, 2)),
 )
@@ -50,15 +50,15 @@ _CUBLAS = (Rule(config(provider="cublas")),)
 
 
 def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The first of some rules for a product, for sm_90 and newer, with "tma", which needs no masks."""
+    """The first of `rules` with provider "tma", for every shape, since descriptors need no masks."""
     return (dataclasses.replace(rules[0], config=dataclasses.replace(rules[0].config, provider="tma"), shape="*"),)
 
 
 def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
-    """Weight gradients for sm_90 and newer, through pointers and descriptors.
+    """Rules for weight gradients on sm_90 and sm_100, through pointers and through descriptors.
 
-    SPLIT_K: the blocks of the output times it fill whole waves of two programs on each of 132 multiprocessors (36, 108
-    and 144 blocks x 7; 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
+    SPLIT_K times the blocks of the output fill whole waves of two programs on each of 132 multiprocessors (36, 108 and
+    144 blocks x 7; 64 and 192 x 4), or of one program where blocks are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
     """
     blocks = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=block_k, GROUP_N=8, SUBTILES=4)
     return tuple(
@@ -69,12 +69,12 @@ def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    # Products, shape class "KxN" (product.py): cuBLAS where no epilogue saves a pass (kernels.md).
+    # Products have shape class "KxN" (product.py). cuBLAS does those in which no epilogue saves a pass over memory.
     "linear_fwd": _CUBLAS,
     "input_grad": _CUBLAS,
     "linear_gelu_fwd": _PRODUCT,
     "linear_residual_fwd": _PRODUCT,
-    # A wider tile takes all of 255 registers there, and spills with one of Triton 3.6 and 3.9.
+    # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
         *_DGELU,

@@ -3,7 +3,7 @@
 from .tiles import Rule, config
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    # Shape classes: "u8-even-large", see patches.patch_class. PROGRAMS: how many the split of the rows aims at.
+    # Shape classes: "u8-even-large", see patches.patch_class. PROGRAMS: the number that splitting the rows aims at.
     "patch_embed_fwd": (
         Rule(config(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
         Rule(config(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=16), bits="32", shape="u8-*"),

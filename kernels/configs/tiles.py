@@ -1,8 +1,8 @@
-"""Looks up the launch configuration of an operation: the first rule that matches, in the file of its family.
+"""Looks up the launch configuration of an operation: the first matching rule in its family's file.
 
-Rules are data, chosen by measurement or, where there is none yet, by offline compilation: no spills, shared memory
-within the limit. CANDIDATES are other configurations that can do an operation, the first for each provider and variant:
-the tuner tries them, and nothing runs them unasked.
+Rules are data, chosen by measurement or, where none has been made yet, by offline compilation (no spills, shared memory
+within the limit). CANDIDATES are rules for other configurations that can do an operation; for each provider and variant
+the first that matches counts. The tuner tries them, and nothing runs them unasked.
 
 A user's own table (`vitfast tune`) comes before the rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 GENERATIONS = (80, 89, 90, 100, 120)
-# Shared memory a program may use, bytes.
+# Bytes of shared memory that a program may use, by GPU generation.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -32,9 +32,9 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 class KernelConfig:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
-    The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch; LIBRARIES are the
-    others. maxnreg: registers a thread may have, so that more programs fit a multiprocessor (of 4 warps: 168 for three,
-    128 for four); 0 leaves it to the compiler.
+    The provider is a kernel of ours or a library: "cublas" leaves a matrix product to torch; LIBRARIES are the others.
+    maxnreg: registers that a thread may have, so that more programs fit a multiprocessor (with 4 warps each, 168 for
+    three programs and 128 for four); 0 leaves it to the compiler.
     """
 
     num_warps: int = 4
@@ -60,16 +60,16 @@ class KernelConfig:
 def config(
     num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int
 ) -> KernelConfig:
-    """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
+    """Makes a KernelConfig from keywords: `config(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
     return KernelConfig(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A tile and where it applies: GPU generations, bits of the dtype and shape classes.
+    """A configuration and where it applies: GPU generations, bits of the dtype and shape classes.
 
-    bits: "32", "16", or "*" for both; shape: patterns (fnmatch) with spaces between, of which one must match. variant:
-    of CANDIDATES, tells several tiles of one provider apart.
+    bits: "32", "16", or "*" for both. shape: fnmatch patterns separated by spaces, of which one must match. variant:
+    tells several configurations of one provider apart in CANDIDATES.
     """
 
     config: KernelConfig
@@ -80,17 +80,17 @@ class Rule:
 
 
 ATTENTION_LIBRARIES = ("flash", "cudnn", "efficient", "flash_attn_3", "flash_attn_4")
-# Providers that launch no kernel of ours and cannot be compiled offline -> the file of libraries/ that says whether one
-# can run, "" for PyTorch's own operations.
+# Providers that launch no kernel of ours and cannot be compiled offline -> the file of libraries/ that tells whether
+# the provider can run; "" for PyTorch's own operations, which always can.
 LIBRARIES = {"torch": "", "cublaslt": "cublaslt", **dict.fromkeys(ATTENTION_LIBRARIES, "attention")}
 
 
 def library(name: str) -> ModuleType:
-    """A file of libraries/, imported when a tile first names it."""
+    """A file of libraries/, imported when a configuration first names it."""
     return importlib.import_module(f"..libraries.{name}", __package__)
 
 
-# Family -> its operations. The family's file is imported when one of them is first looked up.
+# Family -> its operations. The family's file is imported when one of its operations is first looked up.
 FAMILIES = {
     "layer_norm": "layer_norm_fwd layer_norm_bwd scale_rows column_sums",
     "attention": "attention_fwd attention_bwd attention_bwd_dq attention_bwd_dkdv attention_bwd_bias rope_bwd",
@@ -101,7 +101,7 @@ FAMILIES = {
 
 
 class _Rules(dict):
-    """Operation -> its rules; the file of its family is read when one of them is first asked for."""
+    """Operation -> its rules; a family's file is imported when one of its operations is first asked for."""
 
     def __init__(self, table: str):
         super().__init__({op: family for family, operations in FAMILIES.items() for op in operations.split()})
@@ -125,7 +125,7 @@ RULES, CANDIDATES = _Rules("RULES"), _Rules("CANDIDATES")
 
 
 def _wrong_number(value: KernelConfig) -> str:
-    """The first number of a tile that no kernel runs with, as "SPLIT_K = 0", or ""."""
+    """The first number of a configuration that no kernel runs with, as "SPLIT_K = 0", or ""."""
     numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
     for name, number in numbers.items():
         least = 0 if name in ("EXACT", "maxnreg") else 1
@@ -137,7 +137,7 @@ def _wrong_number(value: KernelConfig) -> str:
 
 
 def _fault(op: str, value: KernelConfig, blocks: bool = True) -> str:
-    """Why no launcher of `op` takes a tile, or "": its provider, a number, or (`blocks`) their names."""
+    """Why no launcher of `op` takes a configuration: its provider, a number or (`blocks`) names; or ""."""
     known: dict[str, list[set[str]]] = {}
     for rule in (*RULES.get(op), *CANDIDATES.get(op)):
         known.setdefault(rule.config.provider, []).append({name for name, _ in rule.config.blocks})
@@ -153,7 +153,7 @@ def _fault(op: str, value: KernelConfig, blocks: bool = True) -> str:
 
 
 class _Scope(NamedTuple):
-    """What `using` says of the lookups inside it."""
+    """The settings of `using` for the lookups inside it."""
 
     sm: int | None = None
     overrides: dict[tuple[str, str | None], KernelConfig] = {}  # by operation, and shape class or None
@@ -167,11 +167,11 @@ _scope = _Scope()
 def using(
     op: str = "", config: KernelConfig | None = None, shape: str | None = None, *, sm: int | None = None
 ) -> Iterator[dict[tuple[str, str, str], KernelConfig]]:
-    """Changes the lookups inside; yields what they take: (operation, bits, shape class) -> KernelConfig.
+    """Changes the lookups inside; yields what they find: (operation, bits, shape class) -> KernelConfig.
 
-    op, config: the launches of `op` take this configuration, of one shape class where `shape` is given. sm: lookups are
-    for this GPU generation whatever the device, as in offline compilation. Raises ValueError for an operation or a
-    provider that does not exist.
+    op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
+    lookups are for this GPU generation whatever the device, as in offline compilation. Raises ValueError for an
+    operation or a provider that does not exist, and for a number that no kernel runs with.
     """
     global _scope
     if op and (fault := _fault(op, config, blocks=False)):
@@ -187,7 +187,7 @@ def using(
 
 
 def capability(device: torch.device) -> int:
-    """90 for compute capability 9.0: what Triton compiles for."""
+    """The compute capability that Triton compiles for, as 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -199,7 +199,7 @@ def _generation(index: int) -> int:
 
 
 def generation(device: torch.device) -> int:
-    """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
+    """The newest of GENERATIONS that the device runs, 0 if it is older; without a GPU it is 90."""
     if _scope.sm is not None:
         return _scope.sm
     if device.type != "cuda":
@@ -208,7 +208,7 @@ def generation(device: torch.device) -> int:
 
 
 def user_table_path() -> Path:
-    """Where the user's own table lies."""
+    """The path of the user's own table."""
     return Path(
         os.environ.get("VITFAST_TILES")
         or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vitfast" / "tiles.json"
@@ -217,7 +217,7 @@ def user_table_path() -> Path:
 
 @functools.cache
 def _user_table() -> dict[tuple[str, str, str, str], KernelConfig]:
-    """(op, GPU name, bits, shape class) -> Tile as the tuner wrote them, less those no launcher takes."""
+    """(op, GPU name, bits, shape class) -> the tuner's KernelConfig, less those that no launcher takes."""
     path = user_table_path()
     if not path.is_file():
         return {}
@@ -231,7 +231,7 @@ def _user_table() -> dict[tuple[str, str, str, str], KernelConfig]:
 
 @functools.cache
 def _left_out(path: Path, key: tuple[str, str, str, str], value: KernelConfig) -> bool:
-    """Whether no launcher takes an entry of the user's table, of another version; warns of it, once."""
+    """Whether no launcher takes an entry of the user's table (written by another version); warns once."""
     op, gpu, bits, shape = key
     if fault := _fault(op, value):
         text = f"the row of {op} at {shape}, {bits} bits, {gpu}, is left out: run vitfast tune again, or remove it"
@@ -240,18 +240,18 @@ def _left_out(path: Path, key: tuple[str, str, str, str], value: KernelConfig) -
 
 
 def reload_user_table() -> None:
-    """Reads the user's own table again where it has changed."""
+    """Makes the next lookup read the user's own table again."""
     _user_table.cache_clear()
 
 
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
-    """The configuration of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
+    """The configuration of `op` for x's device and dtype at a shape class such as "d64" or "768x3072".
 
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
-    rule that can is taken. For an override of `using` that is an error, so that nothing is timed or tested under
-    another's name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a
-    layer scale. They are skipped even where one is the override, because one override may cover calls that need the
-    missing feature and calls that do not; what `using` yields tells which ran.
+    rule that can is taken. An override of `using` that cannot run raises RuntimeError, so that nothing is timed or
+    tested under another's name. without: providers that lack something this call needs beyond its shape class, as
+    cublaslt lacks a layer scale. They are skipped even where one is the override, because one override may cover calls
+    that need the missing feature and calls that do not; what `using` yields tells which ran.
     """
     overrides = _scope.overrides
     forced = (overrides.get((op, shape)) or overrides.get((op, None))) if overrides else None
@@ -268,7 +268,7 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
 
 def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library cannot do the operation on x; None where it can, and for kernels of ours."""
+    """Why a library cannot do the operation on x; None where it can, and for our own kernels."""
     if provider not in LIBRARIES:
         return None
     if _scope.sm is not None or x.device.type == "meta":
@@ -300,13 +300,13 @@ def _find(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
     return shipped(op, x, shape)
 
 
-# (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at
-# every call.
+# (operation, generation, bits, shape class) -> the rules that were searched and what was found. It is a cache, since a
+# launcher asks at every call.
 _shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], KernelConfig]] = {}
 
 
 def shipped(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
-    """The tile of the rules, whatever the user's own table says."""
+    """The configuration by the rules, whatever the user's own table says."""
     key = op, generation(x.device), _bits(x), shape
     known = _shipped.get(key)
     if known is not None and known[0] is RULES[op]:
@@ -319,7 +319,7 @@ def shipped(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
 
 
 def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
-    """The first tile of each other provider and variant that could do what `lookup` leaves to one."""
+    """The other configurations that could do the operation: the first of each provider and variant."""
     found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
     for rule in _matching(CANDIDATES.get(op), x, shape):
         found.setdefault((rule.config.provider, rule.variant), rule.config)
@@ -342,6 +342,6 @@ def to_record(op: str, gpu: str, bits: str, shape: str, value: KernelConfig) -> 
 
 
 def from_record(record: dict) -> KernelConfig:
-    """The tile of an entry of the user's table."""
+    """The configuration in an entry of the user's table."""
     limit = record.get("maxnreg", 0)  # older tables lack it
     return config(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])

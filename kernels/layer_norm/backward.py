@@ -7,8 +7,8 @@ With xhat = (z - mean) * rstd and g = dy * weight:
     dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), dz_sum = sum_M(dz)
 
 RMSNorm has neither mean nor mean_D(g). Every program adds up its rows' column sums in registers and writes them once to
-an fp32 workspace that `column_sums` adds in a fixed order: the fused backward of Apex and of Triton's tutorial, without
-their locks and atomics. The next rows are on their way through shared memory (STAGES) while these are computed.
+an fp32 workspace, which `column_sums` adds in a fixed order. It is the fused backward of Apex and of Triton's tutorial,
+without their locks and atomics. While some rows are computed, the next are loaded into shared memory (STAGES).
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def _add(total, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _standardised(z, mean, rstd):
-    """xhat; mean None: RMSNorm's."""
+    """xhat = (z - mean) * rstd, or z * rstd (RMSNorm) where mean is None."""
     return z.to(tl.float32) * rstd if mean is None else (z.to(tl.float32) - mean) * rstd
 
 
@@ -176,7 +176,7 @@ def layer_norm_bwd_kernel(
 
 
 class Grads(NamedTuple):
-    """Gradients of `layer_norm_bwd`, and y; None where not asked for."""
+    """The results of `layer_norm_bwd`: gradients and y, each None unless it was asked for."""
 
     dres: Tensor | None
     dx: Tensor | None
@@ -206,11 +206,11 @@ def layer_norm_bwd(
     want_dz_sum: bool = False,
     want_y: bool = False,
 ) -> Grads:
-    """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
+    """The backward in one pass over dy, z (and dz, branch), all (M, D) with last stride 1.
 
-    dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias
-    and dlayer_scale in the dtype of their parameter; dz_sum, the column sum of dz where that is given, in fp32; y =
-    LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
+    dres has z's dtype. dx has dy's dtype, and is None without layer_scale and drop_path, where it would equal dres.
+    dweight, dbias and dlayer_scale have the dtype of their parameter. dz_sum, the column sum of dz, is in fp32. y =
+    LN(z) has dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
     """
     M, D = z.shape
     config = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))

@@ -1,8 +1,8 @@
 """Attention by libraries: PyTorch's flash, cuDNN and efficient, packages flash-attn-3 and -4.
 
-They are called directly, forward and backward, without autograd, in the conventions of attention.py: q, k, v, o, do are
-(B, N, H, Dh), o contiguous, lse (B, H, N) in fp32 and the natural logarithm, which all of these libraries use. So one
-provider's backward takes what another's forward left. No dropout, no mask; nothing returned aliases an input.
+They are called directly, without autograd, by the conventions of attention/launchers.py: q, k, v, o and do are
+(B, N, H, Dh), o is contiguous, lse (B, H, N) is in fp32 and the natural logarithm, which all of these libraries use. So
+one provider's backward takes what another's forward left. There is no dropout or mask, and no result aliases an input.
 
 Sources: aten/src/ATen/native/transformers/cuda and cudnn/MHA.cpp of PyTorch; flash-attn-3's
 hopper/flash_attn_interface.py and flash-attn-4's flash_attn/cute/interface.py, both of Dao-AILab/flash-attention.
@@ -21,7 +21,7 @@ from torch.backends import cuda as backends
 
 aten = torch.ops.aten
 
-# PyTorch's own -> its rule for what each can run: GPU, dtype, sizes, and whether the user switched it off.
+# PyTorch's own -> PyTorch's test of whether it can run: by GPU, dtype, sizes and whether the user switched it off.
 PYTORCH: dict[str, Callable[[backends.SDPAParams], bool]] = {
     "flash": backends.can_use_flash_attention,
     "cudnn": backends.can_use_cudnn_attention,
@@ -35,7 +35,7 @@ class Package(NamedTuple):
     module: str
     forward: str
     backward: str
-    lse: str  # the name of that argument
+    lse: str  # the name of backward's argument lse
     options: dict[str, bool]  # of forward
     forward_major: tuple[int, ...]
     backward_major: tuple[int, ...]
@@ -95,7 +95,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def unsupported_reason(x: Tensor, provider: str, backward: bool) -> str | None:
-    """Why this library cannot run on q = x (B, N, H, Dh), or None; other ranks: device and dtype alone."""
+    """Why this library cannot run on q = x, or None; shapes count only where x is (B, N, H, Dh)."""
     if provider in PACKAGES and (reason := _load(provider)[1]):
         return reason
     if x.device.type != "cuda" and (provider != "flash" or x.device.type != "cpu"):
@@ -130,7 +130,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _forward_pytorch(provider: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(o, lse), each as PyTorch has it."""
+    """(o (B, H, N, Dh), lse), each in the layout that PyTorch returns."""
     qkv = _heads_first(q, k, v)
     if provider == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, False, False, scale=scale)[:2]
@@ -152,7 +152,7 @@ def forward(provider: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
         else:
             options = PACKAGES[provider].options
             o, lse, *_ = _function(provider, "forward")(q=q, k=k, v=v, softmax_scale=scale, **options)
-    # efficient pads N to multiples of 32, cuDNN has one more axis of size 1
+    # efficient pads the N of lse to multiples of 32, and cuDNN's lse may have one more axis of size 1
     return o.contiguous(), lse[:, :, :N].reshape(B, H, N).contiguous()
 
 
@@ -167,7 +167,7 @@ def _backward_pytorch(provider, q, k, v, o, lse, do, scale) -> tuple[Tensor, Ten
     """dq, dk, dv (B, H, N, Dh)."""
     B, N, H, _ = q.shape
     do, *qkvo = _heads_first(do, q, k, v, o)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset: read under dropout alone
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # also given as the offset; only dropout reads them
     if provider == "cudnn":
         lse = lse.view(B, H, N, 1) if _cudnn_lse_axes(q.device) == 4 else lse
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -190,9 +190,9 @@ def _backward_pytorch(provider, q, k, v, o, lse, do, scale) -> tuple[Tensor, Ten
 def backward(
     provider: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, packed: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """-> contiguous dqkv (B, N, 3, H, Dh) where `packed`, else contiguous dq, dk, dv (B, N, H, Dh).
+    """Returns contiguous dqkv (B, N, 3, H, Dh) where `packed`, else contiguous dq, dk, dv (B, N, H, Dh).
 
-    o and lse are contiguous, as forward returns them. PyTorch's backwards cannot write into dqkv: theirs are copied.
+    o and lse are contiguous, as forward returns them. PyTorch's backwards cannot write into dqkv, so theirs are copied.
     """
     B, N, H, D = q.shape
     q, k, v, o, do = map(_aligned, (q, k, v, o, do.contiguous()))

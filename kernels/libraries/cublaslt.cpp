@@ -1,24 +1,24 @@
 // out = res + x W^T + b by cuBLASLt in one pass: D = A B + C + bias with C and D apart, which torch does not offer.
 //
-// A C interface for cublaslt.py, which checks the arguments, keeps what `choose` finds and brings handle, workspace and
-// stream: nothing is kept here, so any thread may call. Both functions return nullptr, or what went wrong.
+// This is a C interface for cublaslt.py, which keeps what `choose` finds and brings handle, workspace and stream.
+// Nothing is kept here, so any thread may call. Both functions return nullptr, or a message about what went wrong.
 //
 // cuBLASLt is column-major: x (M, K) in rows is x^T (K, M) in columns. So it is asked for out^T (N, M) = W x^T + res^T,
-// with W (N, K) transposed from what it takes for (K, N); b (N,) then goes down the columns as its bias epilogue does.
+// with W (N, K) transposed from what it takes for (K, N). Its bias epilogue then adds b (N,) down the columns.
 
 #include <exception>
 #include <stdexcept>
 #include <string>
 
-// cublasLt.h names two types of the fp16 and bf16 headers, which need CUDA's C++ library: not every torch brings it.
+// cublasLt.h names two types of the fp16 and bf16 headers; these need CUDA's C++ library, which not every torch brings.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 struct __half;
 struct __nv_bfloat16;
 #include <cublasLt.h>
 
-// In the order of Problem in cublaslt.py. Strides from row to row, in elements; types of cudaDataType; alignments in
-// bytes.
+// The fields are in the order of Problem in cublaslt.py: strides from row to row in elements, types of cudaDataType,
+// alignments in bytes.
 struct Problem {
   int64_t rows, columns, depth;  // M, N, K
   int64_t stride_x, stride_w, stride_res, stride_out;
@@ -76,7 +76,7 @@ struct Preference {
   Preference(const Problem& p, uint64_t workspace) {
     check("cublasLtMatmulPreferenceInit", cublasLtMatmulPreferenceInit(&opaque));
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
-    // K in slices only where they are added up in fp32, by a second pass: the other schemes round them to 16 bit first.
+    // K may be cut into slices only if a second pass adds them up in fp32: other schemes round them to 16 bit first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(p.align_w));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(p.align_x));
@@ -109,7 +109,7 @@ const char* said(F&& run) {
 extern "C" const char* vitfast_choose(cublasLtHandle_t handle, const Problem* problem, uint64_t workspace,
                                       Choice* choice) {
   return said([&] {
-    // Never read: only the alignment of the address counts.
+    // The bias is not read here; only the alignment of its address counts.
     Matmul m(*problem, reinterpret_cast<const void*>(problem->align_bias));
     Preference preference(*problem, workspace);
     cublasLtMatmulHeuristicResult_t best{};

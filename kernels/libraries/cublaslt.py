@@ -1,8 +1,8 @@
 """cuBLASLt for proj and fc2: out = res + x W^T + b in one pass.
 
-That is D = A B + C + bias with C and D apart; torch reaches cuBLASLt for x W^T + b alone. This goes through
-cublaslt.cpp, which is compiled when it is first asked for, from the headers and the library of the wheel that torch
-came with: no CUDA toolkit. It has a C interface, for ctypes.
+That is D = A B + C + bias with C and D apart, where torch reaches cuBLASLt for x W^T + b alone. This module calls
+cublaslt.cpp through ctypes. It is compiled when it is first needed, against the headers and the library in the wheels
+that torch came with, so no CUDA toolkit has to be installed.
 """
 
 import ctypes
@@ -51,20 +51,20 @@ class Problem(NamedTuple):
 
 
 def find_cublaslt() -> tuple[Path, list[Path]]:
-    """torch's libcublasLt and the folders of its headers. Raises RuntimeError where there is none."""
+    """(torch's libcublasLt, the folders of its headers). Raises RuntimeError where there is none."""
     name = f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations] if spec else []
     for library in (found for folder in folders for found in folder.glob(f"*/lib/{name}")):
         wheel = library.parents[1]
-        # CUDA 12's wheels have a folder each; crt/host_defines.h is in none of them, but Triton has it.
+        # CUDA 12's wheels have a folder each. None of them has crt/host_defines.h, but Triton has it.
         headers = [wheel / "include", wheel.parent / "cuda_runtime" / "include"]
         return library, [*headers, Path(triton.__file__).parent / "backends" / "nvidia" / "include"]
     raise RuntimeError(f"no {name} in the nvidia wheels beside torch {torch.__version__}")
 
 
 def compile_command(sources: list[Path], target: Path) -> list[str]:
-    """How C++ that calls cuBLASLt becomes a library.
+    """The command that compiles C++ which calls cuBLASLt into a library `target`.
 
     Raises RuntimeError where there is no compiler or no cuBLASLt.
     """
@@ -78,11 +78,11 @@ def compile_command(sources: list[Path], target: Path) -> list[str]:
 
 
 def build() -> Path:
-    """cublaslt.cpp compiled, among torch's own extensions; compiled now if it is not there.
+    """The path of cublaslt.cpp compiled, among torch's extensions; compiles it unless it is there.
 
-    A file for each text, torch, libcublasLt and kind of processor: machines may share a home folder. Whoever finds the
-    file finds all of it; of processes that start together each builds it, and the last one's stays. Raises RuntimeError
-    or OSError.
+    Since machines may share a home folder, there is a file for each source text, torch, libcublasLt and kind of
+    processor. The file appears whole or not at all; processes that start together each build it, and the last one's
+    file stays. Raises RuntimeError or OSError where it cannot be built.
     """
     made_for = f"{torch.__version__} {find_cublaslt()[0]} {platform.machine()}"
     kind = hashlib.sha256(SOURCE.read_bytes() + made_for.encode()).hexdigest()[:16]
@@ -106,7 +106,7 @@ def build() -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The functions of cublaslt.cpp, compiled."""
+    """The compiled library of cublaslt.cpp at `path`, with the types of its functions set."""
     library = ctypes.CDLL(str(path))
     pointer = ctypes.c_void_p
     library.vitfast_choose.argtypes = [pointer, pointer, ctypes.c_uint64, pointer]
@@ -125,7 +125,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def unsupported_reason(x: Tensor, provider: str = "cublaslt", backward: bool = False) -> str | None:
-    """Why cuBLASLt cannot run on x, or None; builds the extension where nothing else speaks against it."""
+    """Why cuBLASLt cannot run on x, or None; builds the extension if x itself is no obstacle."""
     if x.device.type != "cuda":
         return f"needs an NVIDIA GPU, the tensors are on {x.device}"
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -134,7 +134,7 @@ def unsupported_reason(x: Tensor, provider: str = "cublaslt", backward: bool = F
 
 
 def _handle_and_stream() -> tuple[int, int]:
-    """torch's own cuBLAS handle, which cuBLASLt takes too, and the stream; of the current device."""
+    """(torch's cuBLAS handle, which cuBLASLt takes too, the current stream) of the current device."""
     return torch.cuda.current_blas_handle(), torch.cuda.current_stream().cuda_stream
 
 
@@ -144,20 +144,20 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _alignment(t: Tensor | None) -> int:
-    """Of its address, in bytes, as far as algorithms ask for it: up to 256; 0 for None."""
+    """The alignment of t's address in bytes, at most 256, beyond which no algorithm asks; 0 for None."""
     return 0 if t is None else min(256, t.data_ptr() & -t.data_ptr())
 
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(handle: int, problem: Problem) -> tuple[ctypes.Array, ctypes.Array]:
-    """Problem and algorithm for cublaslt.cpp; the algorithm's first word: bytes of workspace."""
+    """(problem, algorithm) as cublaslt.cpp takes them; the latter's first word: bytes of workspace."""
     given, choice = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
     _succeed(_library()[0].vitfast_choose(handle, given, WORKSPACE, choice), problem)
     return given, choice
 
 
 def _succeed(message: bytes | None, problem: Problem) -> None:
-    """Raises RuntimeError with what the extension says."""
+    """Raises RuntimeError with the extension's message, if there is one."""
     if message:
         raise RuntimeError(f"linear_residual (cublaslt): {message.decode()}; {problem}")
 
@@ -165,15 +165,15 @@ def _succeed(message: bytes | None, problem: Problem) -> None:
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None -> (M, N).
 
-    These in fp16 or bfloat16, residual (M, N) and the result in that or fp32. The workspace comes from torch's
-    allocator, so that CUDA graphs own theirs. The arguments are checked by vitfast.ops. Raises RuntimeError with the
-    status where cuBLASLt fails.
+    These are in fp16 or bfloat16; residual (M, N) and the result are in the same dtype or in fp32. The workspace comes
+    from torch's allocator, so that each CUDA graph owns its own. vitfast.ops checks the arguments. Raises RuntimeError
+    with the status where cuBLASLt fails.
     """
     out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     if not out.numel():
         return out
     x, weight, residual = _rows(x), _rows(weight), _rows(residual)
-    bias = None if bias is None else bias.to(residual.dtype).contiguous()  # cuBLASLt has it in out's dtype
+    bias = None if bias is None else bias.to(residual.dtype).contiguous()  # cuBLASLt takes it in out's dtype
     with torch.cuda.device_of(x):
         handle, stream = _handle_and_stream()
         library, reason = _library()

@@ -1,7 +1,7 @@
 """LayerNorm and the residual add before it, and RMSNorm, by PyTorch's own kernels, provider "torch".
 
-PyTorch's LayerNorm takes one dtype for everything: where the dtypes differ it runs in fp32. On the CPU it would return
-the statistics of 16-bit rows in 16 bits: fp32 there too.
+PyTorch's LayerNorm takes one dtype for everything, so where the dtypes differ it is run in fp32. It is also run in fp32
+on the CPU, where it would return the statistics of 16-bit rows in 16 bits.
 """
 
 import torch
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _dtype_of(x: Tensor, *others: torch.dtype | None) -> torch.dtype:
-    """The one dtype that all have, else fp32."""
+    """The one dtype that all have, on a GPU; fp32 otherwise."""
     alike = all(dtype in (None, x.dtype) for dtype in others)
     return x.dtype if alike and x.device.type == "cuda" else torch.float32
 
@@ -64,7 +64,7 @@ def backward(
         dtype = _dtype_of(z, dy.dtype, _dtype(weight), _dtype(bias))
         inputs, parameters = _as(dtype, dy, z), _as(dtype, weight, bias)
         if mean is None:
-            backward = aten._fused_rms_norm_backward.default  # on the CPU there is its decomposition alone
+            backward = aten._fused_rms_norm_backward.default  # the CPU has its decomposition only
             backward = backward if z.device.type == "cuda" else decomposition_table[backward]
             grads = *backward(*inputs, [width], rstd[:, None], parameters[0], wanted[:2]), None
         else:

@@ -1,12 +1,12 @@
 """The activations of the MLPs and their slopes, in kernels and by PyTorch.
 
-"gelu": p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper tail, computed
-as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf (sm_90, Triton
-3.9), and digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py): fp32 gelu's relative error is
-2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below -9, where |gelu|
-is 1e-18 and less, no digit is left.
-The others are p times a gate, the logistic function: of 2 sqrt(2/pi) (p + 0.044715 p^3) "gelu_tanh", of 1.702 p
-"quick_gelu" (both Hendrycks & Gimpel, 2016), of p "silu".
+"gelu" is p Phi(p) = max(p, 0) - |p| Q(|p|), where Phi is the normal distribution function and Q = 1 - Phi its upper
+tail, computed as two to the power of a polynomial of |p|. This takes two fifths fewer instructions in fc1's kernel than
+erf does (sm_90, Triton 3.9), and keeps digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py):
+the relative error of fp32 gelu is 2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1
+from -6 on). Below -9, where |gelu| is 1e-18 and less, no digit is left.
+The others are p times a gate, the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3) for "gelu_tanh", of 1.702 p for
+"quick_gelu" (both Hendrycks & Gimpel, 2016) and of p for "silu".
 """
 
 import torch
@@ -50,7 +50,7 @@ def tanh_gate(p):
 
 @triton.jit
 def logistic_gate(p, ACT: tl.constexpr):
-    """1 / (1 + exp(-c p)), c = 1.702 of quick_gelu, 1 of silu."""
+    """1 / (1 + exp(-c p)), where c is 1.702 for quick_gelu and 1 for silu."""
     if ACT == "quick_gelu":
         return 1.0 / (1.0 + tl.exp2(-2.4554669595930156 * p))  # 1.702 log2(e)
     else:
@@ -79,7 +79,7 @@ def activate(p, ACT: tl.constexpr):
 def activate_and_slope(p, ACT: tl.constexpr):
     """(activation of p, its derivative)."""
     if ACT == "gelu":
-        # Phi(p) + p density(p); of -|p| it is Q - |p| density, of |p| 1 minus that.
+        # The slope is Phi(p) + p density(p): Q - |p| density at -|p|, and 1 minus that at |p|.
         z = magnitude(p)
         q = upper_tail(z)
         density = tl.exp2(-0.7213475204444817 * z * z - 1.3257480647361593)  # log2(e) / 2, log2(2 pi) / 2

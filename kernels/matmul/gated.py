@@ -2,14 +2,14 @@
 
     gated_linear    up = x Wu^T + bu, gate = x Wg^T + bg, h = act(gate) * up        x (M, K), both weights (N, K)
     dgated_matmul   dh = g W, dup = dh * act(gate), dgate = dh * up * act'(gate)    g (M, D), W (D, F), up, gate (M, F)
-    gated_bwd       dup and dgate from dh (M, F), where a norm stands between       element-wise
+    gated_bwd       dup and dgate from dh (M, F), if a norm comes before the last layer     element-wise
 
-act is any activation of activations.py; it acts on `up` and `gate` as they are rounded for storing.
+act is any activation of activations.py; it acts on `gate`, and the product takes `up`, as they are rounded for storing.
 Forward reads x once for both products: each program has an accumulator for the columns of `up` and one for the same
-columns of `gate`, and its epilogue writes h, and `up` and `gate` in training only. The two weights are read where they
-lie, halves of one tensor or not. Backward is mlp.py's: the product of g and the last layer's weight, whose epilogue
-reads up and gate, and writes dup, dgate, h once more (for the last layer's weight gradient, so that forward need not
-keep it) and, into a workspace, the column sums that the two biases need.
+columns of `gate`. Its epilogue writes h and, in training only, `up` and `gate`. The two weights are read where they
+lie, halves of one tensor or not. Backward is like mlp.py's: the epilogue of the product of g and the last layer's
+weight reads up and gate. It writes dup, dgate, h again (for the last layer's weight gradient, so that forward need not
+keep it) and, into a workspace, the column sums for the gradients of the two biases.
 """
 
 import torch
@@ -125,7 +125,7 @@ def gated_linear_kernel(
 def store_dgated(
     dh, in_ptrs, out_ptrs, sum_ptrs, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT: tl.constexpr
 ):
-    """Epilogue of dgated_matmul, whose pointers these are."""
+    """Epilogue of dgated_matmul, with the pointers of its kernel; dh is a piece of the product."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     dtype = out_ptrs[0].dtype.element_ty
@@ -155,7 +155,7 @@ def dgated_matmul_kernel(
     N,
     K,
     strides,  # of g along M, K and of W along K, N
-    in_strides,  # of their rows
+    in_strides,  # of the rows of up and gate
     stride_om,
     ACT: tl.constexpr,
     LOADS: tl.constexpr,
@@ -184,7 +184,7 @@ def gated_bwd_kernel(
     M,
     N,
     stride_hm,
-    in_strides,  # of their rows
+    in_strides,  # of the rows of up and gate
     stride_om,
     ACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -207,7 +207,7 @@ def gated_linear(
     activation: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, up, gate), each (M, N) in x's dtype: x (M, K), weights (N, K); up, gate empty unless `save`."""
+    """(h, up, gate), (M, N) in x's dtype, for x (M, K), weights (N, K); up, gate are (0,) unless `save`."""
     (m, k), n, empty = x.shape, up_weight.shape[0], x.new_empty(0)
     config = tiles.lookup("gated_linear_fwd", x, product_class(k, n))
     if config.provider == "cublas":
@@ -219,7 +219,7 @@ def gated_linear(
     (a, up_w, loads), (_, gate_w, same) = (
         operands(x, weight, config.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
     )
-    if loads != same:  # the copy engine can take blocks of one alone
+    if loads != same:  # only one of the weights can be read through a descriptor
         a, up_w, gate_w, loads = x, up_weight, gate_weight, "even" if even else "masked"
     h, *saved = (torch.empty((m, n), dtype=x.dtype, device=x.device) for _ in range(3 if save else 1))
     up, gate = saved or (None, None)
@@ -247,12 +247,12 @@ def gated_linear(
     return h, *(saved or (empty, empty))
 
 
-# (dup, dgate, h, column sums of dup and of dgate in fp32): h is None where not wanted, and so are both sums.
+# (dup, dgate, h, column sums of dup and of dgate in fp32); h is None unless wanted, and so are both sums.
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict:
-    """The pointers of what a launch writes, uninitialised; None for what is not wanted."""
+    """The pointer arguments of a launch's outputs, uninitialised; None for outputs that are not wanted."""
     m, n = up.shape
     out = up.new_empty(m, n), up.new_empty(m, n), up.new_empty(m, n) if want_h else None
     sums = tuple(up.new_empty(row_blocks, n, dtype=torch.float32) if want_sums else None for _ in range(2))
@@ -260,7 +260,7 @@ def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict
 
 
 def _gradients(pointers: dict) -> Gradients:
-    """The results of a launch: its workspaces are added up in a fixed order."""
+    """The results of a launch, for which its workspaces are added up in a fixed order."""
     sums = pointers["sum_ptrs"]
     return *pointers["out_ptrs"], *column_sums(sums[0], sums)
 
@@ -268,7 +268,7 @@ def _gradients(pointers: dict) -> Gradients:
 def dgated_matmul(
     g: Tensor, weight: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = True
 ) -> Gradients:
-    """(dup, dgate, h, column sums), see above.
+    """(dup, dgate, h, two column sums): the gradients of a gated MLP's two layers, as at the top.
 
     g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype.
     """
@@ -293,7 +293,7 @@ def dgated_matmul(
 def gated_bwd(
     dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = False
 ) -> Gradients:
-    """As dgated_matmul, from dh (M, F)."""
+    """The gradients of dgated_matmul from dh (M, F), the gradient of h."""
     m, n = up.shape
     config = tiles.lookup("gated_bwd", up, f"d{n}")
     if config.provider == "torch":

@@ -1,8 +1,8 @@
-"""Linear layers: the product of product.py and what its epilogue adds.
+"""Linear layers: the product of product.py with a bias, factors and a residual in its epilogue.
 
 linear            out = x W^T + b                                        x (M, K), W (N, K), b (N,) -> (M, N)
 linear_residual   out = res + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b)
-input_grad        dx = g W (+ what another layer of x has)               g (M, N), W (N, K) -> (M, K)
+input_grad        dx = g W (+ the gradient by another layer of x)        g (M, N), W (N, K) -> (M, K)
 """
 
 import torch
@@ -70,7 +70,7 @@ def _launch_linear(
     drop_path: Tensor | None = None,
     rows_per_sample: int = 1,
 ) -> Tensor:
-    """The whole epilogue on x (M, K) times weight, (K, N) of kind "nn" or (N, K) of kind "nt"."""
+    """Launches x (M, K) times weight, (K, N) for kind "nn" or (N, K) for "nt", with the epilogue."""
     grid, shared = row_product(x, weight, config, kind)
     out = torch.empty((shared["M"], shared["N"]), dtype=(x if residual is None else residual).dtype, device=x.device)
     launch(
@@ -98,7 +98,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
+    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K) is added, and may be overwritten."""
     config = tiles.lookup("input_grad", g, product_class(*weight.shape))
     if config.provider == "cublas":
         return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)
@@ -116,8 +116,8 @@ def linear_residual(
 ) -> Tensor:
     """residual + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b): x (M, K) -> (M, N).
 
-    weight (N, K), residual (M, N), layer_scale (N,), drop_path (M / rows_per_sample,), or None. In fp32 up to the
-    result, which has residual's dtype (fp32, or x's).
+    weight (N, K), residual (M, N), layer_scale (N,) or None, drop_path (M / rows_per_sample,) or None. The kernel
+    computes in fp32 and rounds once, to residual's dtype (fp32, or x's).
     """
     factors = layer_scale is not None or drop_path is not None
     shape = product_class(x.shape[1], weight.shape[0])

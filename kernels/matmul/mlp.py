@@ -4,11 +4,11 @@
     dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
     gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise
 
-gelu stands for any activation of activations.py, by its name there. It acts on `pre` as it is rounded for storing, so
-that training, evaluation and backward agree.
-dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it.
-Bias gradients are column sums that every block of rows writes to an fp32 workspace, added up in a fixed order by a
-second, small kernel. No atomics.
+gelu stands for any activation of activations.py, given by its name there. It acts on `pre` as it is rounded for
+storing, so that training, evaluation and backward agree.
+dgelu_matmul writes again the activation that the second layer's weight gradient needs, so forward need not keep it.
+Bias gradients are column sums. Every block of rows writes its own to an fp32 workspace, and a second, small kernel adds
+them up in a fixed order, without atomics.
 """
 
 import torch
@@ -26,7 +26,7 @@ from .product import load_columns, output_block, product_class, row_product
 
 @triton.jit
 def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr):
-    """Epilogue of linear_gelu."""
+    """Epilogue of linear_gelu: adds the bias and writes pre (in training) and gelu(pre)."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     if bias_ptr is not None:
@@ -82,7 +82,7 @@ def store_dgelu(
     stride_om,
     ACT: tl.constexpr,
 ):
-    """Epilogue of dgelu_matmul."""
+    """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
@@ -152,7 +152,7 @@ def gelu_bwd_kernel(
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
-    """(gelu(pre), pre), (M, N) in x's dtype: x (M, K), weight (N, K); pre is an empty (0,) unless `save`."""
+    """(gelu(pre), pre), (M, N) in x's dtype, for x (M, K), weight (N, K); pre is (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
     config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n))
     if config.provider == "cublas":
@@ -172,7 +172,7 @@ def dgelu_matmul(
     """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
 
     g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; dbias (F,) in
-    fp32. act and dbias are None where not wanted.
+    fp32. act and dbias are None unless wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
     config = tiles.lookup("dgelu_matmul", g, product_class(k, n))
@@ -197,7 +197,7 @@ def _dgelu_outputs(
 def gelu_bwd(
     dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As dgelu_matmul, from the product dy (M, N)."""
+    """The results of dgelu_matmul from the product dy = g W2 (M, F)."""
     m, n = pre.shape
     config = tiles.lookup("gelu_bwd", pre, f"d{n}")
     if config.provider == "torch":

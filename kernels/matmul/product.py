@@ -1,13 +1,13 @@
 """The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
 
 Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
-read through pointers, or (provider "tma", sm_90 and newer) through tensor descriptors: one thread asks the copy engine
-for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue takes the sums in SUBTILES
-pieces of their columns, one after the other, with a fraction of the registers: in quarters, 128 x 128 leaves room for
-two programs per multiprocessor on sm_90, one's epilogue under the other's main loop.
+read through pointers or, with provider "tma" on sm_90 and newer, through tensor descriptors: one thread asks the copy
+engine for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue takes the sums in
+SUBTILES pieces of columns, one after the other, which takes a fraction of the registers. In quarters, 128 x 128 leaves
+room for two programs per multiprocessor on sm_90, so that one's epilogue runs during the other's main loop.
 
-Every kernel lists a tile's constexprs once more: Triton takes them by name. The shape class of a product is "KxN": the
-length it sums over and the columns it writes.
+Every kernel repeats the list of a configuration's constexprs, since Triton takes them by name. The shape class of a
+product is "KxN": the length it sums over and the columns it writes.
 """
 
 import triton
@@ -21,10 +21,10 @@ from ..launch import cdiv, fp32_precision
 
 @triton.jit
 def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's block of the output: its index along M, first row and column."""
+    """This program's block of the output: (its index along M, its first row, its first column)."""
     pid = tl.program_id(0)
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    # column by column within GROUP_M rows of blocks
+    # programs go column by column within GROUP_M rows of blocks
     first = pid // (GROUP_M * blocks_n) * GROUP_M
     height = min(blocks_m - first, GROUP_M)
     within = pid % (GROUP_M * blocks_n)
@@ -37,9 +37,9 @@ def product(
     a,  # (M, all K): a pointer or a descriptor
     b,  # (all K, N): a pointer or a descriptor
     first,  # row, column and k that this program begins at
-    sizes,  # M, N and K, how many k it sums over
+    sizes,  # M, N, and the number of k that it sums over
     strides,  # of a along M, K and of b along K, N
-    LOADS: tl.constexpr,  # as `operands` says
+    LOADS: tl.constexpr,  # as `operands` returns it
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -103,7 +103,7 @@ def split_columns(acc, SUBTILES: tl.constexpr):
 
 @triton.jit
 def output_block(
-    a,  # as in `product`, and the next three
+    a,  # this and the next three are as in `product`
     b,
     sizes,
     strides,
@@ -115,7 +115,7 @@ def output_block(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
+    """This program's block of A B: (index along M, its rows, its first column, its sums in pieces)."""
     index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
@@ -124,7 +124,7 @@ def output_block(
 
 @triton.jit
 def load_columns(ptr, offs_n, N):
-    """(N,) in fp32 -> (1, columns)."""
+    """Loads some columns of a vector (N,) as (1, columns) in fp32, zeros outside."""
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
 
 
@@ -134,23 +134,23 @@ def product_class(k: int, n: int) -> str:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether the copy engine can take blocks of a matrix: its rows must start at multiples of 16 bytes."""
+    """Whether a descriptor (TMA) can read blocks of a matrix: rows must start at multiples of 16 bytes."""
     return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """x in blocks of (rows, columns) for the copy engine; None where it cannot take them."""
+    """The descriptor of x in blocks of (rows, columns); None unless x is `describable`."""
     if not describable(x):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; descriptors for "tma" where strides allow them.
+    """(a, b, LOADS) for `product`; a and b become descriptors for "tma" where both are `describable`.
 
-    blocks: rows, columns and k. kind "nn": a (M, K) times b (K, N); "nt": times b (N, K) transposed; "tn": a (K, M)
-    transposed times b (K, N). LOADS: the kind, of descriptors; of pointers "even" where K divides by BLOCK_K, else
-    "masked".
+    blocks: the sizes of a block in rows, columns and k. kind: "nn" is a (M, K) times b (K, N); "nt" times b (N, K)
+    transposed; "tn" is a (K, M) transposed times b (K, N). LOADS: for descriptors, the kind; for pointers, "even" where
+    BLOCK_K divides K (`even`), else "masked".
     """
     if provider == "tma":
         m, n, k = blocks
@@ -162,7 +162,7 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
 
 
 def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
+    """(grid, common arguments) of a kernel that writes a (M, K) times b, of kind "nn" or "nt"."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
     blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)

@@ -1,13 +1,13 @@
 """Weight gradients of linear layers: the product that sums over all rows of the batch.
 
     dW = g^T x                                                     g (M, N), x (M, K) -> (N, K)
-    with a layer scale s on the output, out = s * (x W^T + b) and g = d out without s, G = g^T x:
+    with a layer scale s, out = s * (x W^T + b), g the gradient of out (not yet times s) and G = g^T x:
     dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept
-    (b * colsum(g) is added by the caller, who has the column sum)
+    (the caller, who has the column sum, adds b * colsum(g))
 
-An output of 768 x 3072 is 72 to 144 blocks, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share
-a block, each sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a
-fixed order. No atomics.
+An output of 768 x 3072 is 72 to 144 blocks, too few for 132 multiprocessors and M = 50,000 rows. So SPLIT_K programs
+share a block: each sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in
+a fixed order, without atomics.
 
 The shape class is "KxN" of the layer, as in product.py.
 """
@@ -44,7 +44,7 @@ def weight_grad_kernel(
     SPLIT_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time."""
+    """One slice of BLOCK_N x BLOCK_K of the output, summed over BLOCK_M rows at a time."""
     _, first_n, first_k = block_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
@@ -65,10 +65,10 @@ def weight_grad_kernel(
 @triton.jit
 def weight_grad_sum_kernel(
     part_ptr,  # (SPLITS, N, K)
-    w_ptr,  # (N, K); None where no dls is wanted
+    w_ptr,  # (N, K); None where dls is not wanted
     ls_ptr,  # (N,) or None
     out_ptr,  # (N, K)
-    dls_ptr,  # (N,), where w_ptr is
+    dls_ptr,  # (N,); None where w_ptr is
     N,
     K,
     stride_ps,
@@ -100,7 +100,7 @@ def weight_grad_sum_kernel(
 
 
 def _slices(g: Tensor, x: Tensor, config: tiles.KernelConfig, dtype: torch.dtype) -> Tensor:
-    """(S, N, K) slices that add up to g^T x: in fp32, or one of our kernel in `dtype`."""
+    """(S, N, K) slices that add up to g^T x, in fp32; a single slice of our kernel is in `dtype`."""
     if config.provider == "cublas":  # only CUDA has the product of 16-bit matrices with an fp32 result
         plain = g.dtype == torch.float32 or g.device.type == "cpu"
         return (torch.mm(g.float().t(), x.float()) if plain else torch.mm(g.t(), x, out_dtype=torch.float32))[None]
@@ -134,7 +134,7 @@ def sum_products(
 ) -> tuple[Tensor, Tensor | None]:
     """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32.
 
-    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight.
+    dW (N, K) is in `dtype`; dlayer_scale (N,) is in fp32, or None without a weight.
     """
     splits, n, k = part.shape
     config = tiles.lookup("weight_grad_sum", part, product_class(k, n))
@@ -179,7 +179,7 @@ def weight_grad_scaled(
 ) -> tuple[Tensor, Tensor]:
     """(dW, dlayer_scale) of layer_scale * x W^T.
 
-    g (M, N): the gradient of that product's output *before* the scale; x (M, K), weight (N, K). dW (N, K) in
+    g (M, N): the gradient of that output, *not* multiplied by the scale; x (M, K), weight (N, K). dW (N, K) is in
     `out_dtype` (g's unless given), dlayer_scale (N,) in fp32; a bias adds b * colsum(g) to the latter.
     """
     config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))

@@ -1,8 +1,8 @@
-"""Backward of the patch embedding; no atomics, so the same bits every time.
+"""Backward of the patch embedding; without atomics, so it gives the same bits every time.
 
-dW = dy^T patches, gathered from the image once more and split over the rows: each split writes its fp32 partial, a
-second kernel adds them in order. The batch sum of dy, one pass, is the gradient of positions and prefix tokens, and
-its column sum that of the bias. dimages = dy W, scattered back: every pixel belongs to one patch.
+dW = dy^T patches. The patches are gathered from the image again, and the rows are split: each split writes an fp32
+partial sum, and a second kernel adds these in order. The sum of dy over the batch, made in one pass, is the gradient of
+positions and prefix tokens; its column sum is the bias's. dimages = dy W, where every pixel belongs to one patch.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
 @triton.jit(do_not_specialize=["batch"])
 def patch_embed_batch_sum_kernel(
     dy_ptr,  # (B, T+N, D)
-    sum_ptr,  # (N, D) fp32 or None: the patches' rows, for the bias
+    sum_ptr,  # (N, D) fp32 or None: the sums of the patches' rows, for the bias
     dprefix_ptr,  # (T, D) or None
     dpos_ptr,  # (T+N, D) or (N, D) or None
     batch,
@@ -50,7 +50,7 @@ def patch_embed_batch_sum_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One token, BLOCK_D columns: the sum of dy over the batch, to each gradient that wants it."""
+    """Writes the sum of dy over the batch, for one token and BLOCK_D columns, to each wanted gradient."""
     token = tl.program_id(0)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -79,7 +79,7 @@ def patch_embed_dweight_kernel(
     rows,
     rows_per_split,
     prefix,
-    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
+    packed,  # (rows (N,), starts (S,)) for images of many sizes, or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -89,7 +89,7 @@ def patch_embed_dweight_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_D x BLOCK_K of sum_rows dy^T patches over one split of the rows, the patches gathered again."""
+    """BLOCK_D x BLOCK_K of dy^T patches, summed over one split of the rows; gathers the patches again."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(1)
@@ -125,7 +125,7 @@ def patch_embed_dweight_sum_kernel(
     D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sums the splits in their order; of raw images, a times the sum plus c times the bias's gradient."""
+    """Sums the splits in order; for raw images, takes a times the sum plus c times the bias's gradient."""
     K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -148,7 +148,7 @@ def patch_embed_dimages_kernel(
     dimage_ptr,  # (B, C, Hi, Wi)
     rows,
     prefix,
-    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
+    packed,  # (rows (N,), starts (S,)) for images of many sizes, or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -158,7 +158,7 @@ def patch_embed_dimages_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M tokens x BLOCK_K pixels of dy W; every pixel belongs to one patch, so plain stores."""
+    """BLOCK_M patches x BLOCK_K pixels of dy W, stored plainly, as every pixel belongs to one patch."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0) // blocks_k * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -186,7 +186,7 @@ def _patch_rows(dy: Tensor, prefix: int, packed: Packed | None) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of `patch_embed_fwd`, or the dtypes of those that are wanted; None where one is not."""
+    """Gradients of `patch_embed_fwd`, or the dtypes of the wanted ones; None for those not wanted."""
 
     images: Tensor | torch.dtype | None
     weight: Tensor | torch.dtype | None
@@ -205,7 +205,7 @@ def _dweight(
     std: Sequence[float],
     packed: Packed | None,
 ) -> Tensor:
-    """(D, C, P, Q); dbias is given for raw images and None for floats."""
+    """The weight's gradient (D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix, packed)
     width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
     config = tiles.lookup("patch_embed_dweight", dy, patch_class(images, geometry, width))
@@ -237,7 +237,7 @@ def _dweight(
 
 
 def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, packed: Packed | None) -> Tensor:
-    """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
+    """The images' gradient (B, C, Hi, Wi), contiguous whatever the layout of the images."""
     batch, chans, height, columns = images.shape
     p, q = weight.shape[2:]
     shape = patch_class(images, geometry_of(images, (p, q), prefix, packed), weight.shape[0])
@@ -275,7 +275,7 @@ def patch_embed_bwd(
 ) -> Gradients:
     """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`.
 
-    They have the dtypes of `wanted`. `images` may be None where neither its gradient nor the weight's is wanted; mean
+    They have the dtypes of `wanted`. `images` may be None where neither its gradient nor the weight's is wanted. mean
     and std are read for uint8 images only.
     """
     dy = dy.contiguous()
@@ -295,7 +295,7 @@ def patch_embed_bwd(
 
 
 def _packed_sums(dy, prefix, packed, want_bias: bool, wanted: Gradients) -> tuple[Tensor | None, ...]:
-    """As `_sums`, of images of many sizes: every patch has a position of its own."""
+    """The gradients of `_sums` for images of many sizes, where every patch has a position of its own."""
     dbias = dcls = dpos = None
     if want_bias or wanted.pos_embed:
         patches = _patch_rows(dy, prefix, packed)

@@ -47,7 +47,7 @@ def patch_embed_fold_kernel(
     AXES: tl.constexpr,  # a patches.Axes
     BLOCK_K: tl.constexpr,
 ):
-    """W a and bias + sum_k W c, a (SCALES) and c (SHIFTS) by channel; the K axis in the image's order."""
+    """Writes W a (K in the image's order) and bias + sum_k W c; a (SCALES), c (SHIFTS) are by channel."""
     K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK_K,), tl.float32)
@@ -66,7 +66,7 @@ def patch_embed_fold_kernel(
 
 @triton.jit
 def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
-    """Writes the tokens of some patches, with their bias and positions."""
+    """Writes the tokens of some patches, to which it adds bias and positions."""
     mask = mask_m[:, None] & (offs_d < D)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
@@ -87,7 +87,7 @@ def patch_embed_fwd_kernel(
     rows,
     prefix,
     pos_start,
-    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
+    packed,  # (rows (N,), starts (S,)) for images of many sizes, or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -97,7 +97,7 @@ def patch_embed_fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M patches, shared in L2 by neighbours, x BLOCK_D columns; the last programs: prefix tokens."""
+    """BLOCK_M patches, which neighbours share in L2, x BLOCK_D columns; the last programs do the prefix."""
     K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
@@ -109,8 +109,8 @@ def patch_embed_fwd_kernel(
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = row < rows
         image, patch, corner = locate(row, layout, strides, AXES)
-        # uint8 becomes a float in registers. As the first operand wgmma would take it from there, and Triton before 3.9
-        # overwrites such registers too early (triton-lang/triton#9433); the second lies in shared memory.
+        # uint8 becomes a float in registers. A wgmma reads its first operand from there, and Triton before 3.9
+        # overwrites such registers too early (triton-lang/triton#9433). The second operand lies in shared memory.
         SECOND: tl.constexpr = image_ptr.dtype.element_ty == tl.uint8
         acc = tl.zeros((BLOCK_D, BLOCK_M) if SECOND else (BLOCK_M, BLOCK_D), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -129,7 +129,7 @@ def patch_embed_fwd_kernel(
                 acc = tl.dot(x, w, acc, input_precision=PRECISION)
         if SECOND:
             acc = tl.trans(acc)
-        # In two halves: positions and accumulator together are more than the registers hold.
+        # This goes in two halves, because positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
         out_row = token_row(row, image, prefix, packed, mask_m)
@@ -164,8 +164,8 @@ def patch_embed_fwd(
 ) -> Tensor:
     """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are for uint8 images only.
 
-    packed: see patches.geometry_of; images are then patches (N, C, P, Q), pos_embed is (N, D), and (N + S T, D) comes
-    out.
+    packed: see patches.geometry_of. The images are then patches (N, C, P, Q), pos_embed is (N, D) and the result is
+    (N + S T, D).
     """
     (width, _, p, q), prefix = weight.shape, 0 if cls_token is None else cls_token.shape[1]
     batch = len(images) if packed is None else len(packed[1])
@@ -212,7 +212,7 @@ def patch_embed_fwd(
 def _packed_tokens(
     patches: Tensor, cls_token: Tensor | None, pos_embed: Tensor | None, rows: Tensor, starts: Tensor
 ) -> Tensor:
-    """(N, D) -> (N + S T, D): `_with_prefix` of images of many sizes; pos_embed (N, D)."""
+    """(N, D) -> (N + S T, D): `_with_prefix` for images of many sizes; pos_embed is (N, D)."""
     prefix, width = 0 if cls_token is None else cls_token.shape[1], patches.shape[1]
     out = patches.new_empty(len(patches) + len(starts) * prefix, width)
     out[rows] = patches if pos_embed is None else patches + pos_embed

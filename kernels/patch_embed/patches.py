@@ -1,11 +1,11 @@
-"""Patches of images where they lie in memory, for the kernels of the patch embedding.
+"""Finds the patches of images where they lie in memory, for the kernels of the patch embedding.
 
 K = C*P*Q is walked in the image's own order: (c, p, q) in general, (p, q, c) where the channels of a pixel lie
 together, so that a run of Q or Q*C numbers is contiguous. Images may have any strides.
 
-Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact in every dtype, a = 128 / (255 std),
-c = (128 / 255 - mean) / std. a is folded into W and c into the bias; the weight's gradient takes a back, and c times
-the bias's gradient. Every kernel lists `geometry_of`'s arguments once more: Triton takes them by name.
+Raw uint8 images u become (u / 255 - mean) / std = x a + c, where x = u / 128 - 1 is exact in every dtype, a = 128 /
+(255 std) and c = (128 / 255 - mean) / std. a is folded into W and c into the bias; the weight's gradient is multiplied
+by a, and c times the bias's gradient is added. Kernels list `geometry_of`'s arguments since Triton takes them by name.
 """
 
 import functools
@@ -24,7 +24,7 @@ from ..launch import fp32_precision
 class Axes(NamedTuple):
     """The K axis of a patch as three nested axes, (k // (k1 * k2), k1, k2); a constexpr.
 
-    The strides of images and of the first two axes are given in units.
+    unit: the strides of images and of the first two axes are given to kernels as multiples of it.
     """
 
     k: int
@@ -34,7 +34,7 @@ class Axes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many patches an image has and how many lie side by side, with the numbers of `_magic` for both."""
+    """The patches of an image and those of a row of its grid, with the numbers of `_magic` for both."""
 
     patches: int
     columns: int
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def divide(x, magic, shift):
-    """x // d with the numbers of `_magic(d)`: in the inner loop a division costs as much as the product."""
+    """x // d by the numbers of `_magic(d)`: divisions would cost as much as the product they stand in."""
     return ((x.to(tl.int64) * magic) >> shift).to(tl.int32)
 
 
@@ -60,7 +60,7 @@ def k_offsets(k, strides, AXES: tl.constexpr):
 
 @triton.jit
 def locate(row, layout, strides, AXES: tl.constexpr):
-    """For each row, one patch of the batch: its image, its number there, the offset of its first pixel."""
+    """For each row, a patch of the batch: (its image, its number there, the offset of its first pixel)."""
     image = divide(row, layout.patches_magic, layout.patches_shift)
     patch = row - image * layout.patches
     y = divide(patch, layout.columns_magic, layout.columns_shift)
@@ -71,9 +71,9 @@ def locate(row, layout, strides, AXES: tl.constexpr):
 
 @triton.jit
 def token_row(row, image, prefix, packed, mask):
-    """The row of a patch among all tokens, (B, T+N, D): every image has `prefix` tokens more.
+    """The row of a patch among all tokens (B, T+N, D), where each image begins with `prefix` tokens.
 
-    packed: (rows, starts) of images of many sizes, see geometry_of, or None.
+    packed: (rows, starts) for images of many sizes, see geometry_of, or None.
     """
     if packed is None:
         return (row + (image + 1) * prefix).to(tl.int64)
@@ -83,7 +83,7 @@ def token_row(row, image, prefix, packed, mask):
 
 @triton.jit
 def load_patches(ptrs, mask, dtype: tl.constexpr):
-    """Image values as `dtype`, finite where masked; uint8 as u / 128 - 1."""
+    """Loads image values as `dtype`, finite where masked; uint8 becomes u / 128 - 1."""
     x = tl.load(ptrs, mask=mask, other=0)
     if x.dtype == tl.uint8:
         x = x.to(tl.float32) * (1 / 128) - 1
@@ -92,7 +92,7 @@ def load_patches(ptrs, mask, dtype: tl.constexpr):
 
 @triton.jit
 def channel_values(channel, VALUES: tl.constexpr):
-    """VALUES[channel], the values being known at compile time."""
+    """VALUES[channel], where the values are known at compile time."""
     value = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(VALUES)):
         value = tl.where(channel == i, VALUES[i], value)
@@ -100,13 +100,13 @@ def channel_values(channel, VALUES: tl.constexpr):
 
 
 def _magic(divisor: int) -> tuple[int, int]:
-    """(m, s) with x // divisor == x * m >> s for all 0 <= x < 2^31 (Granlund and Montgomery, 1994)."""
+    """(m, s) so that x // divisor == x * m >> s for all 0 <= x < 2^31 (Granlund and Montgomery, 1994)."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
 
 def channels_last(images: Tensor) -> bool:
-    """The channels of a pixel lie together, and the pixels of a row side by side."""
+    """Whether the channels of a pixel lie together, and the pixels of a row side by side."""
     chans = images.shape[1]
     return chans > 1 and images.stride(1) == 1 and images.stride(3) == chans
 
@@ -117,8 +117,8 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
     columns = width // q
     patches = height // p * columns
     strides, runs = ((0, image_strides[2], 1), (p, q * chans)) if last else (image_strides[1:], (p, q))
-    # Triton knows of an integer argument whether 16 divides it, and nothing less: 14 x 14 patches of 518-pixel rows
-    # need the 2 to load in pairs.
+    # Triton sees whether 16 divides an integer argument, but no smaller divisor: 14 x 14 patches of 518-pixel rows need
+    # to know that 2 does, to load in pairs.
     unit = math.gcd(16, image_strides[0], strides[0], strides[1])
     return dict(
         rows=batch * patches,
@@ -134,8 +134,8 @@ Packed = tuple[Tensor, Tensor]
 def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int, packed: Packed | None = None) -> dict:
     """The arguments by which all kernels find a patch's pixels and its row among the tokens.
 
-    packed: of images of many sizes, cut into patches (N, C, P, Q): where the tokens of each patch and of each image
-    begin, rows (N,) and starts (S,).
+    packed: (rows (N,), starts (S,)) for images of many sizes, which are cut into patches (N, C, P, Q): the row of each
+    patch among the tokens, and the row of each image's first token.
     """
     if packed is not None:  # a patch is an image of one row
         images, patch = images.view(len(images), 1, 1, -1), (1, images.shape[1:].numel())
@@ -149,7 +149,7 @@ def in_image_order(weight: Tensor, images: Tensor) -> Tensor:
 
 
 def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict:
-    """Arguments of the kernels that go through `weight` (D, C, P, Q) in the image's order.
+    """The arguments of the kernels that read or write `weight` (D, C, P, Q) in the image's order.
 
     SCALES and SHIFTS: a and c of each channel; C_INNER: how many k lie between one channel and the next.
     """
@@ -166,7 +166,7 @@ def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence
 
 
 def patch_class(images: Tensor, geometry: dict, width: int) -> str:
-    """ "u8-even-large": the images' dtype, if 8 divides their contiguous runs, if large tiles fill a GPU."""
+    """ "u8-even-large": the dtype, whether 8 divides contiguous runs, whether large tiles fill a GPU."""
     kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
     runs, size = geometry["AXES"].k2, geometry["rows"] * width
     return f"{kind}-{'odd' if runs % 8 else 'even'}-{'large' if size >= 1 << 22 else 'small'}"
@@ -175,7 +175,7 @@ def patch_class(images: Tensor, geometry: dict, width: int) -> str:
 def patch_matrix(
     images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """(M, C*P*Q) for a library's product: every patch, c before p before q, raw images normalised."""
+    """(M, C*P*Q) for a library's product: all patches in (c, p, q) order, raw images normalised."""
     if images.dtype == torch.uint8:
         mean, std = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))
         images = (images.float() / 255 - mean) / std
