@@ -1,9 +1,9 @@
-"""Shared by the fused blocks of a pre-norm encoder layer: the unit of speed.
+"""The functions that the fused blocks of a pre-norm encoder layer share.
 
-Kept for backward with keep="least": the input, the norm's statistics, and what each block says. The norm's output is
-written again in the pass of its backward; keep="all" keeps it too, and backward writes 2 of M x D numbers less a layer.
-The norm's backward reads dout, the gradient of the output, as the residual's: in the same pass it sums dout's columns
-for the output layer's bias.
+With keep="least", a block keeps for backward its input, the norm's statistics and the tensors that its own file names.
+The norm's backward then writes the norm's output again in its own pass. With keep="all" that output is kept too, and
+for each layer backward writes 2 M D numbers less. The norm's backward reads dout, the gradient of the block's output,
+as that of the residual; in the same pass it sums dout's columns for the output layer's bias.
 
 The functions take a block's arguments t, its needs and what it saved as NamedTuples, in which these names mean the
 same: x, norm_weight, norm_bias, in_weight, out_weight, out_bias, layer_scale, drop_path, eps, norm and keep; mean, rstd
@@ -34,14 +34,14 @@ if NO_TRITON is None:
 
 
 def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The norm's output (M, D) in the dtype of `in`, mean (None of RMSNorm) and rstd (M,) in fp32."""
+    """(the norm's output (M, D) in in_weight's dtype, mean (None for RMSNorm), rstd), (M,) in fp32."""
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
 
 
 def saved_outputs(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
-    """The part of `saved` that t.keep keeps.
+    """`saved` with None for what t.keep does not keep.
 
-    "none": nothing; "least": all but `only_all`; "all": everything.
+    "none" keeps nothing, "least" all but the fields `only_all`, and "all" everything.
     """
     if t.keep == "none":
         return type(saved)()
@@ -56,7 +56,7 @@ def needs_norm(needs: NamedTuple) -> bool:
 def output_gradient(dout: Tensor, t: NamedTuple, dtype: torch.dtype, needs: NamedTuple) -> tuple[Tensor, Tensor | None]:
     """(g in `dtype`, its column sum or None) for g = drop_path[b] * dout.
 
-    Where g is dout itself, the norm's backward, which reads dout, sums it in the same pass.
+    Where g is dout itself and the norm's backward runs, that sums it in its pass over dout: None here.
     """
     norm_sums = needs_norm(needs) and t.drop_path is None and dout.dtype == dtype
     want_sum = needs_column_sum(t, needs) and not norm_sums
@@ -74,8 +74,8 @@ def norm_gradients(
 ) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor | None]:
     """(gradients of x and of the norm's parameters, column sum of g, the norm's output h where wanted).
 
-    dh: the gradient of h, None where none of these is needed. The norm's backward adds the residual's gradient dout,
-    sums it unless g's sum, `total`, is there, and rewrites h unless it was kept: all in one pass.
+    dh: the gradient of h, None where none of these gradients is needed. In one pass, the norm's backward adds the
+    residual's gradient dout, sums dout unless g's sum is given as `total`, and writes h again unless it was kept.
     """
     want_h = want_h and saved.h is None
     if dh is None:
@@ -104,10 +104,10 @@ Layer = tuple[Tensor, Tensor | None, tuple[int, int]]
 
 
 def check_block(op: str, t: NamedTuple, layers: dict[str, Layer], residual_in_fp32: bool) -> float:
-    """eps, as Python's number. Raises for tensors that do not fit x, and for options that mean nothing.
+    """Checks a block's arguments and returns eps as a Python number.
 
-    layers: by the prefix of their public names. The residual stream x is fp32 where it is asked to be, else it has
-    their dtype.
+    layers: each layer by the prefix of its arguments' public names. x has the layers' dtype, or any
+    with residual_in_fp32. Raises ValueError or TypeError for tensors that do not fit x and for unknown options.
     """
     if residual_in_fp32 is not True and residual_in_fp32 is not False:
         raise TypeError(f"{op}: residual_in_fp32 must be True or False, got {residual_in_fp32!r}")
@@ -132,9 +132,9 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, Layer], residual_in_fp
 
 
 def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
-    """`keep` of a forward operation on t: "none" without a backward.
+    """The `keep` that a forward operation on t runs with: "none" if there will be no backward.
 
-    What "all" adds serves the gradients of these weights alone.
+    "all" becomes "least" unless one of `weights` needs a gradient, the only use of what "all" adds.
     """
     if not needs_grad(*tensors_of(t)):
         return "none"

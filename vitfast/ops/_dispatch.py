@@ -1,4 +1,4 @@
-"""The choice of an implementation: the mode of a thread, what kernels cover, what autocast casts."""
+"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ from . import reference as ref
 
 try:
     import triton  # noqa: F401
-except ImportError as error:  # as on macOS and Windows: the operations are plain PyTorch there
+except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
     from ..kernels.configs import tiles
@@ -32,11 +32,11 @@ MODES = ("auto", "on", "off")
 _START = os.environ.get("VITFAST_KERNELS") or "auto"
 
 
-_KEY = "vitfast.use_kernels"  # of the mode that PyTorch hands on to the threads of autograd
+_KEY = "vitfast.use_kernels"  # under it PyTorch hands the mode on to the threads of autograd
 
 
 class _Mode:
-    """The mode of one thread, None for that of the environment."""
+    """The mode of one thread; the name None stands for the mode of the environment."""
 
     name: str | None = None
 
@@ -51,7 +51,7 @@ def _set(name: str | None) -> None:
     if not torch.compiler.is_compiling() and not torch._C._is_key_in_tls(_KEY):
         references = sys.getrefcount(_thread.mode)
         torch._C._stash_obj_in_tls(_KEY, _thread.mode)
-        # When the thread ends, torch 2.11 gives back a reference that it never took.
+        # When the thread ends, torch 2.11 releases a reference that it never took; this adds the missing one.
         if sys.getrefcount(_thread.mode) == references:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(_thread.mode))
 
@@ -61,10 +61,10 @@ def _own() -> str | None:
 
 
 def current_mode() -> str:
-    """The mode in force here; InputError where VITFAST_KERNELS has none."""
+    """The mode in force in this thread. Raises InputError where VITFAST_KERNELS names none of MODES."""
     name = _own()
     if name is None and not torch.compiler.is_compiling() and torch._C._is_key_in_tls(_KEY):
-        name = torch._C._get_obj_in_tls(_KEY).name  # in a thread of autograd: that of the backward() call
+        name = torch._C._get_obj_in_tls(_KEY).name  # in a thread of autograd, the mode of the backward() call
     name = name or _START
     if name not in MODES:
         raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {name!r} in the environment")
@@ -77,11 +77,11 @@ class use_kernels:
     "auto" (default): kernels where they can run, plain PyTorch elsewhere. "on": kernels, or an error that says why not.
     "off": plain PyTorch.
 
-    It works as torch.set_grad_enabled does: the mode is of one thread, a call sets it, and the end of a `with` restores
-    the mode from before the call. Other threads begin with the environment variable VITFAST_KERNELS, "auto" where it is
-    not set. Backward is that of the forward that ran, whatever the mode and the thread by then; where it runs forward
-    code again (activation checkpointing), that has the mode of the thread that calls backward(). Raises ValueError for
-    another mode.
+    It works as torch.set_grad_enabled does: the mode belongs to one thread, a call sets it, and the end of a `with`
+    restores the mode from before the call. Other threads begin with the mode in the environment variable
+    VITFAST_KERNELS, "auto" where it is not set. Backward always uses the implementation that ran forward, whatever the
+    mode is by then. Forward code that backward runs again (activation checkpointing) has the mode of the thread that
+    calls backward(). Raises ValueError for another mode.
     """
 
     def __init__(self, mode: str):
@@ -98,21 +98,21 @@ class use_kernels:
         _set(self._before)
 
 
-# Never cast: factors and LayerNorm's parameters act in fp32, whatever the products run in.
+# Autocast never casts these: factors and the norms' parameters act in fp32, whatever dtype the products run in.
 _KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias", "inner_norm_weight", "inner_norm_bias"})
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _warned: set[tuple[str, str]] = set()
 
 
-@torch.compiler.assume_constant_result  # Dynamo would trace through the cache behind it: 2.14 warns, 2.11 cannot
+@torch.compiler.assume_constant_result  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
 def _too_old(device: torch.device) -> bool:
-    """Whether a GPU is older than any that there are kernels for."""
+    """Whether a GPU is older than every generation that has kernels."""
     return tiles.generation(device) == 0
 
 
 def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
-    """Why no kernel can run on x, None where one can."""
+    """Why no kernel can run on x; None where one can. `unsupported` is a reason from other arguments."""
     if NO_TRITON is not None:
         return NO_TRITON
     if x.device.type == "cuda":
@@ -134,7 +134,7 @@ _counter: Counter | None = None
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter]:
-    """Counts the operations that are called inside, by name, whatever does them."""
+    """Counts the calls of operations inside, by name, whether kernels or plain PyTorch run."""
     global _counter
     before, _counter = _counter, Counter()
     try:
@@ -146,8 +146,8 @@ def counting() -> Iterator[Counter]:
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     """Whether the kernel of `op` is to run on x.
 
-    unsupported: why no kernel covers the other arguments, if so. A CUDA case that no kernel covers runs plain PyTorch
-    with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside the interpreter. Export
+    unsupported: why no kernel covers the other arguments, or None. Where no kernel covers a CUDA call, plain PyTorch
+    runs with one warning; in mode "on" RuntimeError is raised, as for CPU tensors outside the interpreter. Export
     (torch.export, ONNX) always traces plain PyTorch.
     """
     if _counter is not None:
@@ -168,7 +168,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
 
 
 def reason_for_plain(weight: Tensor) -> str | None:
-    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
+    """Why operations on a weight like this one now run plain PyTorch; None where they run kernels."""
     mode = current_mode()
     if mode == "off":
         return "use_kernels('off')"
@@ -178,16 +178,16 @@ def reason_for_plain(weight: Tensor) -> str | None:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """True when backward may be asked for any of these: what it needs must be kept."""
+    """Whether backward may need a gradient of one of these, so that forward must keep tensors for it."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-# Other names of arguments: flash-attention's of packed samples, and what `keep` means.
+# Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`.
 ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "keep"}
 
 
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
-    """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`; ALIASES are taken."""
+    """Decorates an operation: autocast casts its arguments but _KEPT and `keep`; it takes ALIASES too."""
     if function is None:
         return functools.partial(autocasts, keep=keep)
     names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
@@ -201,7 +201,7 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
                     raise TypeError(f"{function.__name__}: {name} and {alias} are two names of one argument, give one")
                 kwargs[name] = kwargs.pop(alias)
         device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "meta")
-        if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for meta
+        if device == "meta" or not torch.is_autocast_enabled(device):  # is_autocast_enabled raises for "meta"
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
         stream = names[0] if kwargs.get("residual_in_fp32", False) else None
@@ -211,7 +211,7 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
             return a.to(dtype) if floating and name not in kept and name != stream else a
 
         with torch.autocast(device, enabled=False):
-            # Too many arguments are for the function to refuse.
+            # Where there are too many arguments, the function itself is to refuse them.
             given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
             return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
 
