@@ -1,7 +1,7 @@
-"""Custom operations made from the names of their tensors, and checks of arguments.
+"""Makes custom operations from the annotations of their arguments; checks arguments.
 
-An operation lists its arguments once, in a NamedTuple, and what its backward needs besides in another; schemas, masks
-of needed gradients, fake gradients and unpacking are made from their annotations.
+An operation lists its arguments once, in a NamedTuple, and what else its backward needs in another. Schemas, masks of
+needed gradients, fake gradients and unpacking are made from the annotations of both.
 """
 
 import functools
@@ -16,25 +16,25 @@ from torch import Tensor
 from ..errors import both_ends
 from . import reference as ref
 
-# Of eager PyTorch, whose products know no smaller ones.
+# The dtypes that eager PyTorch computes in; its products have no smaller ones.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT32 = torch.finfo(torch.float32).max
 
-# Annotations of tensors that have no gradient from backward: those that never have one, and those whose gradient is
-# the output's own.
+# Annotations of tensors for which backward computes no gradient: a Constant never has one, and the gradient of a
+# PassedOn is the output's own.
 Constant = Annotated[Tensor, "constant"]
 PassedOn = Annotated[Tensor, "passed on"]
 _TENSORS = (Tensor, Constant, PassedOn)
 _SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
-_ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
+_ABSENT = (0,) * 6  # stands for None where an operation must return a tensor: no real output has six axes
 
-_filling = threading.RLock()  # PyTorch's switch is one for all threads
+_filling = threading.RLock()  # all threads share PyTorch's one switch
 
 
 def _unfilled(function: Callable) -> Callable:
     """`function` without the pass in which PyTorch's deterministic mode fills each new tensor with NaN.
 
-    The kernels write every number of them.
+    The pass is not needed, since the kernels write every element.
     """
 
     @functools.wraps(function)
@@ -78,7 +78,7 @@ def _own_fields(arguments: type) -> list[_Field]:
 
 
 def _fields(arguments: type) -> list[_Field]:
-    """The fields of a NamedTuple, those of NamedTuples in it included: an operation's arguments."""
+    """The fields of a NamedTuple type, with those of NamedTuples in it: an operation's arguments."""
     parts = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _own_fields(arguments))
     return [field for part in parts for field in part]
 
@@ -101,9 +101,9 @@ def tensors_of(t: tuple) -> list[Tensor]:
 
 
 def register(name: str, arguments: type | list[str], outputs: int, run: Callable, fake: Callable):
-    """The custom operation vitfast::name of these arguments, which returns so many tensors.
+    """Makes the custom operation vitfast::name, which returns `outputs` tensors.
 
-    arguments: a NamedTuple type, whose fields they are, or schemas.
+    arguments: a NamedTuple type whose fields are its arguments, or a list of schemas. run, fake: its implementations.
     """
     schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
@@ -114,24 +114,24 @@ def register(name: str, arguments: type | list[str], outputs: int, run: Callable
 
 
 class NothingSaved(NamedTuple):
-    """Of an operation whose backward needs its arguments alone."""
+    """The `saved` of an operation whose backward needs only the arguments."""
 
 
 def _several(tensors: tuple):
-    """As an operation returns its outputs: one on its own."""
+    """The outputs as an operation returns them: a tuple, or one tensor on its own."""
     return tensors if len(tensors) > 1 else tensors[0]
 
 
 class custom_op:
     """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
-    arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of such; those of
-    `saved` are tensors, None unless kept for backward, of which `out` is the output itself. The operation returns the
-    output and after it the other fields of `saved`, which are constant to autograd.
+    arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of these. Those
+    of `saved` are tensors, None unless kept for backward; one named `out` is the output itself. The operation returns
+    the output, followed by the other fields of `saved`, which are constant to autograd.
 
     forward(t) -> (out, saved), t of type `arguments`; fake(t) -> the same without values. backward(dout, t, saved,
-    needs) -> gradients by name, of which only those that are needed count; needs has t's type, with a truth value for
-    each tensor. reads(t, needs) -> t as backward reads it, where that is not all of it.
+    needs) -> gradients by name, of which only the needed ones are read; needs has t's type, with a bool for each
+    tensor. reads(t, needs) -> t with only what backward reads, so that the rest is not saved.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class custom_op:
         return self.operation(*flat(t))
 
     def _forward(self, function: Callable, *values):
-        """The outputs of forward or of its fake, an absent tensor for each None."""
+        """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
         out, held = function(_build(self.arguments, iter(values)))
         held = dict(zip(self.kept, flat(held)))
         return _several((out, *(out.new_empty(_ABSENT) if held[n] is None else held[n] for n in self.written)))
@@ -182,7 +182,7 @@ class custom_op:
         ctx.options = [values[name] for name in self.options]
 
     def _needs(self, flags: dict[str, bool]) -> NamedTuple:
-        """Whether the gradient of each tensor is needed, False for what has none."""
+        """Whether the gradient of each argument is needed; False for those that have none."""
         return _build(self.arguments, iter([name in self.trained and flags[name] for name in self.taken]))
 
     def _differentiate(self, ctx, dout, *_):
@@ -196,7 +196,7 @@ class custom_op:
         return tuple(found.get(name) for name in self.taken)
 
     def _backward(self, dout, *values):
-        """The gradients of the trained tensors, empty where not needed."""
+        """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
         values, needs = dict(zip((*self.tensors, *self.options), values)), dict(zip(self.trained, values[-1]))
         t = _build(self.arguments, iter([values[name] for name in self.taken]))
         held = _build(self.saved, iter([values[name] for name in self.kept]))
@@ -213,7 +213,7 @@ def only_once(backward_op, name: str) -> None:
     """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
 
     def refuse(ctx, *grads):
-        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
+        # PyTorch's fused attention, which the same model may use, cannot be differentiated twice either.
         math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
         raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
@@ -230,21 +230,21 @@ def as_matrix(x: Tensor | None) -> Tensor | None:
 
 
 def sample_rows(x: Tensor) -> int:
-    """Rows of the matrix of x (B, ..., D) that share a drop path factor: one of (tokens, D)."""
+    """How many rows of x (B, ..., D), as a matrix, share a drop path factor; 1 for x (tokens, D)."""
     return max(1, x.shape[1:-1].numel())
 
 
 def resized(x: Tensor, *shape: int) -> Tensor:
-    """x itself, freshly made, in another shape.
+    """x itself, which was just made, in another shape.
 
-    Not a view of it: an operation's output that is one may not be changed in place, and FSDP2 warns.
+    The result is no view of x: a view that an operation returns may not be changed in place, and FSDP2 warns of it.
     """
     return x.resize_(shape)
 
 
 @_unfilled
 def meta_like(x: Tensor | None) -> Tensor | None:
-    """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
+    """A tensor with x's shape, dtype and device, for backward to read these from; it stores one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)
 
 
@@ -254,14 +254,14 @@ def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def check_tensors(op: str, **tensors: Tensor) -> None:
-    """Every argument is a tensor."""
+    """Checks that every argument is a tensor; raises TypeError otherwise."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
 
 
 def check_rows(op: str, x: Tensor) -> int:
-    """The width of x (..., D)."""
+    """Checks that x is a tensor (..., D) and returns D."""
     check_tensors(op, x=x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must be (..., D), got ()")
@@ -269,14 +269,14 @@ def check_rows(op: str, x: Tensor) -> int:
 
 
 def check_floating(op: str, name: str, tensor: Tensor | None) -> None:
-    """A given tensor has a dtype that the operations compute in."""
+    """Checks that a tensor, unless None, has a dtype that the operations compute in."""
     if tensor is not None and tensor.dtype not in DTYPES:
         known = "float16, bfloat16, float32 or float64"
         raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
-    """None passes unless `required`; an int must match, None in `shape` matches any length."""
+    """Checks a tensor's shape, where None matches any length; a tensor None passes unless `required`."""
     if tensor is None and not required:
         return
     check_tensors(op, **{name: tensor})
@@ -286,14 +286,14 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple, require
 
 
 def check_device(op: str, like: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Every given tensor lies on this device, that of the argument `like`."""
+    """Checks that every tensor, unless None, lies on this device, which is that of the argument `like`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} must be on {device} like {like}, got {tensor.device}")
 
 
 def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
-    """Every given tensor lies on x's device in x's dtype."""
+    """Checks that every tensor, unless None, has x's device and x's dtype."""
     check_floating(op, x_name, x)
     check_device(op, x_name, x.device, **others)
     for name, tensor in others.items():
@@ -302,7 +302,7 @@ def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None
 
 
 def check_norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> None:
-    """LayerNorm's parameters (D,) lie on x's device, in x's dtype or in fp32."""
+    """Checks that a norm's parameters (D,) lie on x's device, in x's dtype or in fp32."""
     for name, p in parameters.items():
         check_shape(op, name, p, (width,))
         if p is not None and (p.dtype != torch.float32 or p.device != x.device):
@@ -310,7 +310,7 @@ def check_norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> N
 
 
 def check_weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
-    """F and D of a weight (F, D), given by its name, that fits x (..., D)."""
+    """Checks that a weight (F, D), given by its name, fits x (..., D); returns F and D."""
     width, ((name, weight),) = check_rows(op, x), weight.items()
     check_shape(op, name, weight, (None, width), required=True)
     return weight.shape[0], width
@@ -319,9 +319,9 @@ def check_weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
 def check_linear(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", shape: tuple | None = None
 ) -> None:
-    """A weight (F, D) and a bias (F,) in x's dtype, which fit x (..., D) or have the weight's `shape`.
+    """Checks that weight (F, D) and bias (F,) have x's dtype and fit x (..., D).
 
-    prefix: of their names.
+    prefix: what the arguments' names begin with. shape: the weight's shape, where it is not to be (F, D) for x's D.
     """
     shape = (None, check_rows(op, x)) if shape is None else shape
     check_shape(op, f"{prefix}weight", weight, shape, required=True)
@@ -330,7 +330,7 @@ def check_linear(
 
 
 def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:
-    """layer_scale (D,) and drop_path (B,), on x's device, in any dtype of DTYPES."""
+    """Checks that layer_scale (D,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
     check_shape(op, "layer_scale", layer_scale, (width,))
     check_shape(op, "drop_path", drop_path, (x.shape[0],))
     check_floating(op, "layer_scale", layer_scale)
@@ -339,7 +339,7 @@ def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Ten
 
 
 def is_number(value) -> bool:
-    """A real number, NumPy's too, and no truth value. The common types first: this runs at every launch."""
+    """Whether value is a real number, NumPy's included, and no bool. Quick, as it runs at every call."""
     kind = type(value)
     if kind is float or kind is int:
         return True
@@ -347,21 +347,21 @@ def is_number(value) -> bool:
 
 
 def check_eps(op: str, eps: float, name: str = "eps") -> float:
-    """The eps of a norm, as Python's or torch's own number."""
+    """Checks the eps of a norm; returns it as a float or a torch.SymFloat."""
     if not is_number(eps) or not 0 <= eps <= FLOAT32:
         raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
 def check_activation(op: str, activation: str) -> None:
-    """activation names one."""
+    """Checks that `activation` names one; raises ValueError otherwise."""
     if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
         known = ", ".join(map(repr, ref.ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
 
 
 def one_activation(op: str, activation: str | None, approximate: str | None) -> str:
-    """The activation's one name, "gelu" unless given; approximate: torch's word for a GELU."""
+    """The activation's name, "gelu" unless given; approximate: torch's word for the kind of GELU."""
     if approximate not in (None, "none", "tanh"):
         raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
     named = "gelu_tanh" if approximate == "tanh" else "gelu"
@@ -375,7 +375,7 @@ def one_activation(op: str, activation: str | None, approximate: str | None) -> 
 
 
 def check_counts(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """A tensor of int32 or int64 on the device of the operation's input."""
+    """Checks that a tensor is int32 or int64 and on the device of the operation's input."""
     check_tensors(op, **{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
@@ -383,9 +383,9 @@ def check_counts(op: str, name: str, tensor: Tensor, device: torch.device) -> No
 
 
 def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
-    """Tokens of the longest sample of offsets (S + 1,); None where the host would have to wait for that.
+    """Checks offsets (S + 1,) and returns the tokens of the longest sample.
 
-    Their values are checked on the CPU alone.
+    Their values are checked only where the host has them (ref.at_hand); otherwise None is returned.
     """
     check_counts(op, "offsets", offsets, device)
     if offsets.dim() != 1 or not len(offsets):

@@ -1,6 +1,6 @@
-"""Decides at each call whether an operation may read the parameters of modules instead of calling the modules.
+"""Decides at each call whether an operation may read modules' parameters instead of calling them.
 
-Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or weight norm added a minute ago, is seen.
+Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or weight norm added later, is seen.
 Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
 """
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
-Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
+Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer itself
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
@@ -35,7 +35,7 @@ def full_name(cls: type) -> str:
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Whether a forward is set on the instance; its class's own, which transformers puts back, is none."""
+    """Whether the instance has a forward of its own, and not its class's, which transformers puts back."""
     return "forward" in module.__dict__ and not _of_class(module)
 
 
@@ -44,7 +44,7 @@ def _of_class(module: nn.Module) -> bool:
 
 
 def set_class(module: nn.Module, cls: type) -> None:
-    """Gives a module another class, and lets go of the forward of the class before."""
+    """Gives a module another class; deletes the old class's forward if the instance holds it."""
     if "forward" in module.__dict__ and _of_class(module):
         del module.__dict__["forward"]
     module.__class__ = cls
@@ -64,8 +64,8 @@ def fallback_reason(
 ) -> str | None:
     """Why the modules must be called; None where an operation may read their parameters instead.
 
-    expected: their exact types. idle_hooks(module): True where all hooks on a module do nothing now. No number is put
-    into the text: torch.compile traces this, and a number may be symbolic there.
+    expected: their exact types. idle_hooks(module): True where none of a module's hooks does anything now. The text
+    contains no number: torch.compile traces this function, and a number may be symbolic there.
     """
     if _has_any_global_hook():
         return "a hook on all modules is set"
@@ -78,7 +78,7 @@ def fallback_reason(
             continue
         if sequence is not None and tuple(module._modules) != sequence:
             return f"{path} holds other modules than it did"
-        # A hook waits for the call of this module.
+        # A hook runs only if this module is called.
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             if not idle_hooks(module):
                 return f"{path} has hooks"
