@@ -33,7 +33,7 @@ ROPE_LAYOUTS = ("half", "interleaved")
 def checked(
     op: str, q: Tensor, shape: tuple, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest
 ) -> AttentionOptions:
-    """The options of `attention`, checked: shape is its (B, N, H, Dh). Raises for those that do not fit.
+    """Checks the options of `attention` of `shape` (B, N, H, Dh); raises for those that do not fit.
 
     For packed samples, B is 1 and N counts all tokens.
     """
@@ -67,7 +67,7 @@ def checked(
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
-    """The tokens of the longest packed sample, or more."""
+    """Checks offsets and `longest`; returns the tokens of the longest packed sample, or more."""
     if longest is not None and (not is_whole(longest) or longest < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
@@ -80,7 +80,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
 
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
-    """A tensor on q's device, in its dtype or in fp32."""
+    """Checks that a tensor lies on q's device, in q's dtype or in fp32."""
     check_tensors(op, **{name: table})
     check_floating(op, name, table)
     check_device(op, "its input", q.device, **{name: table})
@@ -90,12 +90,12 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
 
 
 def is_whole(value) -> bool:
-    """A whole number, NumPy's and torch's too, and no truth value."""
+    """Whether value is a whole number, Python's, NumPy's or torch's, and no bool."""
     return isinstance(value, (torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
 def whole(value: int) -> int:
-    """Python's or torch's own number of one that is_whole."""
+    """A value for which is_whole holds, as an int or a torch.SymInt."""
     return value if isinstance(value, torch.SymInt) else int(value)
 
 
@@ -119,7 +119,7 @@ def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tupl
 
 
 def checked_scale(op: str, scale: float | None, head_size: int) -> float:
-    """1 / sqrt(Dh) unless given; Python's or torch's own number."""
+    """The scale, 1 / sqrt(Dh) unless given, as a float or a torch.SymFloat."""
     scale = head_size**-0.5 if scale is None else scale
     if not is_number(scale) or not -FLOAT32 <= scale <= FLOAT32:
         raise ValueError(f"{op}: scale must be None or a number that float32 holds, got {scale!r}")
@@ -127,14 +127,14 @@ def checked_scale(op: str, scale: float | None, head_size: int) -> float:
 
 
 def _unit_rows(x: Tensor) -> Tensor:
-    """The kernels read rows of a head as they lie in memory, whatever the other strides."""
+    """x, copied unless its last stride is 1; the kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Arguments(NamedTuple):
     """The arguments of attention."""
 
-    q: Tensor  # (B, N, H, Dh); without k and v all three, (B, N, 3, H, Dh)
+    q: Tensor  # (B, N, H, Dh); where k and v are None it holds all three, (B, N, 3, H, Dh)
     k: Tensor | None
     v: Tensor | None
     options: AttentionOptions
@@ -149,7 +149,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     out: Tensor | None  # (B, N, H, Dh)
     lse: Tensor | None  # (B, H, N) in fp32
@@ -176,7 +176,7 @@ def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> di
 
 
 def needs_rope(needs: NamedTuple) -> bool:
-    """Whether the rotary tables need a gradient, and with it one that is not turned back."""
+    """Whether the rotary tables need a gradient, for which dq and dk must not be unrotated yet."""
     return needs.options.cos or needs.options.sin
 
 
@@ -185,7 +185,7 @@ def option_gradients(
 ) -> dict[str, Tensor | None]:
     """Gradients of cos, sin and the bias, None where not needed.
 
-    tensors: q, k, v, o, lse, do and the scale. dq, dk: not turned back yet where needs_rope; they are turned back here.
+    tensors: q, k, v, o, lse, do and the scale. dq, dk: still rotated where needs_rope; this unrotates them in place.
     """
     dcos = dsin = None
     if needs_rope(needs):
@@ -204,7 +204,7 @@ def unsupported_reason(head_size: int, scale: float) -> str | None:
 
 
 def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor | None, **options) -> Tensor:
-    """`attention` of jagged nested tensors, as one."""
+    """`attention` of jagged nested tensors; returns a jagged nested tensor."""
     given = [x for x in (qkv, k, v) if x is not None]
     if offsets is not None or any(not isinstance(x, Tensor) or x.layout != torch.jagged for x in given):
         raise ValueError("attention: nested tensors must be jagged, all of them, and come without offsets")
@@ -213,7 +213,7 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
     values, offsets = [x.values() for x in given], qkv.offsets()
     if qkv.lengths() is not None:
         raise ValueError("attention: a jagged tensor with gaps cannot be read; make it contiguous()")
-    longest = qkv._maybe_max_seqlen  # None where nobody has asked for it
+    longest = qkv._maybe_max_seqlen  # None unless it was computed before
     found = attention(*values, offsets=offsets, longest=longest, **options)
     return torch.nested.nested_tensor_from_jagged(found, offsets)
 
@@ -235,22 +235,22 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v over the tokens, for every head.
 
-    Either packed, `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh); any
-    strides with a unit last one. scale: 1/sqrt(Dh) unless given.
+    Call `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh). Strides may be
+    any; a last stride other than 1 costs a copy. scale: 1/sqrt(Dh) unless given.
 
-    Samples of many sizes: qkv (tokens, 3, H, Dh) or three (tokens, H, Dh), where sample s owns the tokens offsets[s] to
-    offsets[s + 1] and attends to itself alone; offsets (S + 1,) int32 or int64, on the device, from 0 to all tokens.
-    longest: the tokens of the longest sample or more, a Python number (without it plain PyTorch waits for the device).
-    Both are also taken as cu_seqlens and max_seqlen, flash-attention's names. rope is then (tokens, Dh) or
-    (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no num_prefix, bias or key_lengths. Jagged
-    nested tensors (S, j, ...) are taken with their own offsets, and one is given back.
+    Samples of many sizes are packed: qkv is (tokens, 3, H, Dh), or q, k and v are (tokens, H, Dh) each. Sample s owns
+    the tokens offsets[s] to offsets[s + 1] and attends to itself alone; offsets (S + 1,) is int32 or int64, on the
+    device, and rises from 0 to the number of tokens. longest: the tokens of the longest sample or more, a Python number
+    (without it plain PyTorch waits for the device). flash-attention's names, cu_seqlens and max_seqlen, are taken for
+    both too. rope is then (tokens, Dh) or (H, tokens, Dh), with cos 1 and sin 0 for tokens that are not rotated, and
+    num_prefix, bias and key_lengths are refused. Jagged nested tensors (S, j, ...) bring their offsets and give one.
 
     rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
     (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.
-    Of the tokens after the first num_prefix, each pair (a, b) of columns of q and k becomes
+    In tokens after the first num_prefix, each pair (a, b) of columns of q and k becomes
     (a cos_a - b sin_a, b cos_b + a sin_b). rope_layout: pairs are columns i and i + Dh/2 ("half") or 2i and 2i + 1
-    ("interleaved"). bias: (H, N, N) or (B or 1, H, N, N), added to the logits, in q's dtype or fp32; -inf hides a key.
-    key_lengths: (B,) int32 or int64, on the device: the keys from there on do not count; all queries are computed.
+    ("interleaved"). bias: (H, N, N) or (B or 1, H, N, N) in q's dtype or fp32, added to the logits; -inf hides a key.
+    key_lengths: (B,) int32 or int64, on the device; only the first key_lengths[b] keys count. All queries are computed.
     A query that sees no key gives zeros.
 
     Returns (B, N, H, Dh) or (tokens, H, Dh), contiguous, in the input's dtype.

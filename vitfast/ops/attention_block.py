@@ -2,7 +2,7 @@
 
     attention_block: x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x))))
 
-Kept for backward besides what _blocks.py says: qkv, lse and the attention output.
+Besides the tensors that _blocks.py names, qkv, lse and the attention output are kept for backward.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ if NO_TRITON is None:
 
 
 def _samples(x: Tensor) -> tuple[int, int]:
-    """B and N of x (B, N, D); of packed samples, x (tokens, D), 1 and the tokens."""
+    """B and N of x (B, N, D); for packed samples, x (tokens, D), they are 1 and the tokens."""
     return x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
 
 
@@ -53,7 +53,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32
@@ -68,7 +68,7 @@ class _Saved(NamedTuple):
         return self.qkv.unbind(2)
 
 
-ONLY_ALL = ("h",)  # keep="least" trades it for time: backward writes it again in a pass that it makes anyway
+ONLY_ALL = ("h",)  # kept by "all" alone; with "least" backward writes it again, in a pass that it makes anyway
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -145,13 +145,13 @@ def attention_block(
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))).
 
-    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; qkv_weight (3D, D), rows [q; k; v], head-major in each;
-    proj_weight (D, D); biases may be None; layer_scale (D,) or None; drop_path (B,) factors or None. norm: "layer", or
-    "rms" for RMSNorm, whose norm_bias is None. `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of the
-    parameters (or autocast) that the matrix products run in. `keep`: "least", or "all" for more memory and less
-    traffic: the norm's output is then kept for backward, not written again. `rope`, `rope_layout`, `num_prefix`,
-    `bias`, `key_lengths`, `offsets` and `longest`: as in attention; of packed samples x is (tokens, D), drop_path (S,)
-    or (tokens,). Returns x's shape in x's dtype.
+    x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; qkv_weight (3K, D), rows [q; k; v],
+    head-major in each; proj_weight (D, K), where K = num_heads * head size, usually D; biases may be None; layer_scale
+    (D,) or None; drop_path (B,) factors or None. norm: "layer", or "rms" for RMSNorm, whose norm_bias is None.
+    `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of the parameters (or autocast) that the products run
+    in. `keep`: "least", or "all", which keeps the norm's output for backward: less traffic for more memory. `rope`,
+    `rope_layout`, `num_prefix`, `bias`, `key_lengths`, `offsets`, `longest` are as in attention; for packed samples x
+    is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape in x's dtype.
     """
     op = "attention_block"
     rows, width = check_weight(op, x, qkv_weight=qkv_weight)
