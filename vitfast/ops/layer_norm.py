@@ -42,14 +42,14 @@ class _Arguments(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Kept for backward, (M,) in fp32."""
+    """The statistics kept for backward, (M,) in fp32."""
 
-    mean: Tensor | None  # None of RMSNorm
+    mean: Tensor | None  # None for RMSNorm
     rstd: Tensor | None
 
 
 def fake_statistics(x: Tensor, rms: bool = False) -> tuple[Tensor | None, Tensor]:
-    """The fakes' mean (None of RMSNorm) and rstd: (M,) in fp32."""
+    """Empty mean (None for RMSNorm) and rstd, (M,) in fp32, for the fakes."""
     mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
     return None if rms else mean, rstd
 
@@ -75,7 +75,7 @@ _layer_norm, _rms_norm = (
     for name in ("layer_norm", "rms_norm")
 )
 
-# add_layer_norm, by hand: two outputs have gradients, and x takes the residual's where nothing scales it.
+# add_layer_norm is registered by hand: two outputs have gradients, and x has the residual's where nothing scales x.
 
 
 class _AddArguments(NamedTuple):
@@ -91,12 +91,12 @@ class _AddArguments(NamedTuple):
 
 
 class _AddDerivative(NamedTuple):
-    """The arguments of its derivative."""
+    """The arguments of add_layer_norm's derivative."""
 
     dy: Tensor
     dz: Tensor | None
     z: Tensor
-    mean: Tensor  # (M,) in fp32, as rstd
+    mean: Tensor  # (M,) in fp32; so is rstd
     rstd: Tensor
     x: Tensor | None  # for the layer scale's gradient
     weight: Tensor | None
@@ -107,7 +107,7 @@ class _AddDerivative(NamedTuple):
 
 
 def _add_forward(*arguments) -> tuple[Tensor, ...]:
-    """y and z like x, mean and rstd (M,) in fp32."""
+    """(y, z, mean, rstd): y and z are shaped like x, mean and rstd (M,) in fp32."""
     t = _AddArguments(*arguments)
     factors = t.eps, t.layer_scale, t.drop_path, sample_rows(t.x)
     y, z, *statistics = kernels.add_layer_norm_fwd(as_matrix(t.x), as_matrix(t.residual), t.weight, t.bias, *factors)

@@ -39,7 +39,7 @@ if NO_TRITON is None:
 def branch_gradient(
     dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, rows_per_sample: int, want_sum: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(g, column sum of g) for g = drop_path[b] * dout in `dtype`; dout itself where equal."""
+    """(g, its column sum or None) for g = drop_path[b] * dout in `dtype`; g is dout itself where equal."""
     changed = drop_path is not None or dout.dtype != dtype
     if not (changed or want_sum):
         return dout, None
@@ -47,15 +47,15 @@ def branch_gradient(
     return (g if changed else dout), total
 
 
-# The functions below take an operation's arguments t and its needs as NamedTuples with out_weight, out_bias and
-# layer_scale.
+# The functions below take an operation's arguments t and its needs as NamedTuples, whose fields include out_weight,
+# out_bias and layer_scale.
 
 
 def scale_one(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
     """(g, diag(layer_scale) W), whose product is dx.
 
-    Scaling the weight (D, K) moves less than scaling g (M, D). In fp16 g is scaled after all: a layer scale near its
-    start, 1e-5 say, would push the weight below fp16's smallest numbers.
+    Scaling the weight (D, K) moves less memory than scaling g (M, D). In fp16, though, g is scaled, because a layer
+    scale near its initial value, such as 1e-5, would push the weight below fp16's smallest numbers.
     """
     weight = as_matrix(t.out_weight)
     if t.layer_scale is None:
@@ -66,12 +66,12 @@ def scale_one(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
 
 
 def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
-    """Whether the column sum of g is needed, for the bias or for the bias' part of layer_scale."""
+    """Whether g's column sum is needed, for the bias's gradient or for the bias's part in layer_scale's."""
     return needs.out_bias or (needs.layer_scale and t.out_bias is not None)
 
 
 def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
-    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
+    """(dweight, dlayer_scale without the bias's part) from g (M, D) and x (M, K)."""
     weight, dtype = as_matrix(t.out_weight), t.out_weight.dtype
     if needs.layer_scale:
         return weight_grad_scaled(g, x, weight, t.layer_scale, dtype)
@@ -81,7 +81,7 @@ def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> 
 def output_layer_gradients(
     t: NamedTuple, needs: NamedTuple, total: Tensor | None, dweight: Tensor | None, dscale: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Gradients of the output layer by name, from g's column sum and what weight_gradients made."""
+    """Gradients of the output layer by name, from g's column sum `total` and weight_gradients' results."""
     dbias = None
     if needs.out_bias:
         dbias = (total if t.layer_scale is None else total * t.layer_scale.float()).to(t.out_bias.dtype)
