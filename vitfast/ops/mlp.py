@@ -1,20 +1,20 @@
-"""MLPs, plain and gated; the first layer of a plain one alone is an MLP without a last layer.
+"""MLPs, plain and gated, and the first layer of a plain one: here an MLP without a last layer.
 
     linear_gelu: activation(fc1(x))
     mlp:         fc2(activation(fc1(x)))
     gated_mlp:   down(inner_norm(activation(gate(x)) * up(x)))
 
-Gated MLPs (Shazeer, 2020) are SwiGLU with "silu" and GeGLU with "gelu". A plain MLP is one without `up`: "in" is fc1 or
-gate, whose output, the pre-activation, the activation takes; "out" is fc2 or down. Kept for backward: the inputs, and
-what `in` and `up` put out; with an inner norm its input and statistics too. The activation is computed again where it
-is needed. Passes over memory:
+Gated MLPs (Shazeer, 2020) are SwiGLU with "silu" and GeGLU with "gelu". A plain MLP is one without `up`. "in" is fc1 or
+gate, whose output is the pre-activation `pre`; "out" is fc2 or down. Kept for backward are the inputs and the outputs
+of `in` and `up`; with an inner norm its input and statistics too. The activation is computed again where it is needed.
+Passes over memory:
 
-forward     one product reads x and writes up, pre (in training) and the last layer's input. With an inner norm: one
-            more reads its input h and writes what the last layer reads.
-backward    one product reads dout, up and pre, and writes dup, dpre, the last layer's input again and sums for both
-            biases. The weight gradients read dout and that input, x and dup, x and dpre. dx is one product and, onto
-            it, another. With an inner norm: a product from dout to dinner; a pass from dinner and h to dh and the
-            norm's output again; one from dh, up and pre to dup, dpre and the sums.
+forward     One product reads x and writes up and pre (in training) and the last layer's input. With an inner norm, that
+            product writes the norm's input h, and one more pass writes the last layer's input.
+backward    One product reads dout, up and pre, and writes dup, dpre, the last layer's input again and sums for both
+            biases. The weight gradients read dout and that input, x and dup, x and dpre. dx is one product, and a
+            second is added onto it. With an inner norm, a product makes dinner from dout; a pass makes dh and the
+            norm's output again from dinner and h; and one makes dup, dpre and the sums from dh, up and pre.
 """
 
 import math
@@ -51,11 +51,11 @@ if NO_TRITON is None:
 
 
 class Hidden(NamedTuple):
-    """The layers before the last one, and what is between them."""
+    """The parameters and options of all that comes before the last layer."""
 
     in_weight: Tensor  # (F, D), fc1 or gate
     in_bias: Tensor | None  # (F,)
-    up_weight: Tensor | None = None  # (F, D), as the rest of a gated MLP alone
+    up_weight: Tensor | None = None  # (F, D); this and the next three are for a gated MLP only
     up_bias: Tensor | None = None  # (F,)
     inner_norm_weight: Tensor | None = None  # (F,)
     inner_norm_bias: Tensor | None = None  # (F,)
@@ -78,17 +78,17 @@ class Hidden(NamedTuple):
 
 
 class HiddenSaved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     pre: Tensor | None = None  # (M, F)
-    up: Tensor | None = None  # (M, F), of a gated MLP
-    inner_h: Tensor | None = None  # (M, F), as the rest with an inner norm alone
+    up: Tensor | None = None  # (M, F), for a gated MLP only
+    inner_h: Tensor | None = None  # (M, F); this and the next two are for an inner norm only
     inner_mean: Tensor | None = None  # (M,) in fp32
     inner_rstd: Tensor | None = None  # (M,) in fp32
 
 
 def hidden_fwd(x: Tensor, t: Hidden, save: bool) -> tuple[Tensor, HiddenSaved]:
-    """(what the last layer reads, (M, F); what backward needs): x (M, D)."""
+    """(the last layer's input (M, F), the tensors kept for backward) for x (M, D)."""
     in_weight, up_weight = as_matrix(t.in_weight), as_matrix(t.up_weight)
     if up_weight is None:
         act, pre = linear_gelu_fwd(x, in_weight, t.in_bias, t.activation, save)
@@ -102,14 +102,14 @@ def hidden_fwd(x: Tensor, t: Hidden, save: bool) -> tuple[Tensor, HiddenSaved]:
 
 
 def fake_hidden(x: Tensor, t: Hidden) -> HiddenSaved:
-    """The fake of what backward needs; x: of as many rows."""
+    """The fake of the tensors kept for backward; x gives the number of rows."""
     pre, up, h = (t.in_weight.new_empty(math.prod(x.shape[:-1]), t.in_weight.shape[0]) for _ in range(3))
     norm = (None,) * 3 if t.inner_norm_weight is None else (h, *fake_statistics(x))
     return HiddenSaved(pre, None if t.up_weight is None else up, *norm)
 
 
 def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
-    """The input of the last layer, once more."""
+    """The input of the last layer, computed again."""
     if t.inner_norm_weight is not None:
         return layer_norm_fwd(saved.inner_h, t.inner_norm_weight, t.inner_norm_bias, t.inner_eps)[0]
     act = activated(saved.pre, t.activation)
@@ -117,7 +117,7 @@ def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
 
 
 class HiddenGradients(NamedTuple):
-    """Gradients of the layers' outputs and of vectors; the last layer's input. None: not wanted."""
+    """Gradients of the layers' outputs and of vectors, and the last layer's input; None if not wanted."""
 
     pre: Tensor | None = None  # (M, F)
     up: Tensor | None = None  # (M, F)
@@ -131,10 +131,10 @@ class HiddenGradients(NamedTuple):
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
 ) -> HiddenGradients:
-    """From g (M, D'), the gradient of what the last layer, out_weight (D', F), puts out.
+    """HiddenGradients from g (M, D'), the gradient of the last layer's output; out_weight (D', F).
 
     Without a last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the
-    gradient of the layers' input is needed.
+    gradient of the hidden layers' input is needed. want_inner: whether the last layer's input is.
     """
     want_sums = needs.in_bias or needs.up_bias
     if out_weight is None:
@@ -168,13 +168,13 @@ def hidden_bwd(
 
 
 def hidden_input_grad(found: HiddenGradients, t: Hidden) -> Tensor:
-    """dx (M, D): one product, and of a gated MLP another before it, which it is added onto."""
+    """dx (M, D): one product; for a gated MLP, a second one is added onto it."""
     dx = None if found.up is None else input_grad(found.up, as_matrix(t.up_weight))
     return input_grad(found.pre, as_matrix(t.in_weight), dx)
 
 
 def hidden_gradients(found: HiddenGradients, x: Tensor | None, t: Hidden, needs: Hidden) -> dict[str, Tensor | None]:
-    """Gradients of Hidden's tensors by name; x (M, D): what the layers read, for their weights."""
+    """Gradients of Hidden's tensors by name; x (M, D) is the layers' input, for the gradients of weights."""
     dtype = t.in_weight.dtype
     return dict(
         up_weight=weight_grad(found.up, x, out_dtype=dtype) if needs.up_weight else None,
@@ -200,7 +200,7 @@ class _Mlp(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the output."""
+        """The shape of the output."""
         last = self.hidden.in_weight if self.out_weight is None else self.out_weight
         return *self.x.shape[:-1], last.shape[0]
 
@@ -243,7 +243,7 @@ def _by_kernels(op: str, t: _Mlp) -> Tensor:
 
 
 def check_inner(op: str, t: Hidden) -> Hidden:
-    """t with inner_eps as Python's number. Raises for an activation or an inner norm that means nothing."""
+    """Checks the activation and the inner norm; returns t with inner_eps as a Python number."""
     parameters = dict(inner_norm_weight=t.inner_norm_weight, inner_norm_bias=t.inner_norm_bias)
     check_norm(op, t.in_weight, t.in_weight.shape[0], **parameters)
     if t.inner_norm_weight is None and t.inner_norm_bias is not None:
@@ -268,7 +268,7 @@ def linear_gelu(
 
     x (..., D); weight (F, D); bias (F,) or None. Returns (..., F). activation: "gelu" (by erf; the default),
     "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)) or "silu" (x sigmoid(x)). approximate: torch's word for the first
-    two, "none" or "tanh"; a ValueError where it contradicts activation.
+    two, "none" or "tanh". Raises ValueError where it contradicts activation.
     """
     check_linear("linear_gelu", x, weight, bias)
     activation = one_activation("linear_gelu", activation, approximate)
@@ -320,7 +320,7 @@ def gated_mlp(
 
     x (..., D); up_weight, gate_weight (F, D), also halves of one (2F, D); down_weight (D', F); biases may be None.
     activation: "silu" for SwiGLU, "gelu" for GeGLU, or another of linear_gelu's. The inner norm, LayerNorm (EVA-02),
-    is there where its weight (F,) is given. Returns (..., D').
+    is applied where its weight (F,) is given. Returns (..., D').
     """
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check_linear(op, x, up_weight, up_bias, "up_")

@@ -3,8 +3,8 @@
     mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
     gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
 
-Kept for backward besides what _blocks.py says: what mlp.py says. The last layer's input is written again in the pass
-that applies the activation's derivative; keep="all" keeps it too, and backward writes 4 of M x D numbers less a layer.
+The tensors that _blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
+that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class _Arguments(NamedTuple):
 
     @property
     def in_weight(self) -> Tensor:
-        """As every block names its first layer."""
+        """The weight of the first layer, by the name that every block has for it."""
         return self.hidden.in_weight
 
     @property
@@ -62,7 +62,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32
@@ -71,7 +71,7 @@ class _Saved(NamedTuple):
     inner: Tensor | None = None  # (M, F), the last layer's input, with keep="all" alone
 
 
-ONLY_ALL = ("h", "inner")  # keep="least" trades them for time: backward writes them in passes that it makes anyway
+ONLY_ALL = ("h", "inner")  # kept by "all" alone; with "least" backward writes them again, in passes it makes anyway
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -137,9 +137,9 @@ def mlp_block(
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x)))).
 
-    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; fc1_weight (F, D); fc2_weight (D, F); biases may be None;
-    activation and approximate as in linear_gelu; layer_scale (D,) or None; drop_path (B,) factors or None; norm,
-    `residual_in_fp32` and `keep`, here of the activation too, as in attention_block. Returns (B, N, D) in x's dtype.
+    x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; fc1_weight (F, D); fc2_weight (D, F); biases
+    may be None; layer_scale (D,) or None; drop_path (B,) factors or None. activation, approximate: as in linear_gelu.
+    norm, residual_in_fp32, keep ("all" keeps the activation too): as in attention_block. Returns (B, N, D) like x.
     """
     hidden, width = check_weight("mlp_block", x, fc1_weight=fc1_weight)
     activation = one_activation("mlp_block", activation, approximate)
@@ -177,10 +177,10 @@ def gated_mlp_block(
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * gated_mlp(norm(x)).
 
-    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; up_weight, gate_weight (F, D), down_weight (D, F), their
-    biases, activation and the inner norm as in gated_mlp; layer_scale (D,) or None; drop_path (B,) factors or None;
-    norm, `residual_in_fp32` and `keep`, here of what goes into `down` too, as in attention_block. Returns (B, N, D) in
-    x's dtype.
+    x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; up_weight, gate_weight (F, D), down_weight
+    (D, F), their biases, activation and the inner norm are as in gated_mlp; layer_scale (D,) or None; drop_path (B,)
+    factors or None. norm, `residual_in_fp32` and `keep` are as in attention_block, but "all" keeps the input of `down`
+    too. Returns (B, N, D) in x's dtype.
     """
     op, inner_norm = "gated_mlp_block", (inner_norm_weight, inner_norm_bias)
     hidden, width = check_weight(op, x, up_weight=up_weight)
