@@ -23,8 +23,8 @@ class PackedImages:
     """S images as N patches, made by `pack`: a ViT takes it wherever it takes a list of images.
 
     patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, each patch's number in the grid of its image, row by
-    row. offsets: (S + 1,) int32. grids: (S, 2) int32, patches down and across. counts: patches of each image, as
-    numbers; longest: the most. buffer: the memory that the tensors share, where they do: it is pinned and sent as one.
+    row. offsets: (S + 1,) int32. grids: (S, 2) int32, patches down and across. counts: each image's number of patches,
+    Python numbers; longest: their largest. buffer: the memory that the tensors share, pinned and sent as one, or None.
     """
 
     patches: Tensor
@@ -60,13 +60,13 @@ class PackedImages:
         return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
 
     def __reduce__(self):
-        if self._together:  # once, as torch.save wants it, and together again
+        if self._together:  # the shared memory is saved once, and the tensors share it again when loaded
             return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
         return PackedImages, (*self._tensors.values(), self.counts, self.longest)
 
     @property
     def _together(self) -> bool:
-        """Whether the tensors lie in the buffer as `pack` laid them: not where one was replaced."""
+        """Whether the tensors still lie in the buffer as `pack` laid them, and none was replaced."""
         if self.buffer is None or len(self.buffer) != _parts(self.shape, self.dtype, len(self.counts))[-1][0]:
             return False
         lies = lambda t: (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype)  # noqa: E731
@@ -74,10 +74,10 @@ class PackedImages:
         return all(lies(own) == lies(other) for own, other in zip(self._tensors.values(), laid))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedImages":
-        """The same on another device, in one copy where the tensors share their memory.
+        """The same images on another device, moved by one copy where the tensors share their memory.
 
-        Other patches, normalised ones say: `dataclasses.replace(images, patches=...)`. Raises TypeError for what is no
-        device.
+        To replace the patches, by normalised ones for example, use `dataclasses.replace(images, patches=...)`. Raises
+        TypeError for a device that is none, such as a dtype.
         """
         for name, value, kinds in (("device", device, (str, int, torch.device)), ("non_blocking", non_blocking, bool)):
             if not isinstance(value, kinds):
@@ -95,7 +95,7 @@ class PackedImages:
         return self.to("cpu")
 
     def pin_memory(self) -> "PackedImages":
-        """The same in page-locked memory, from which a GPU copies while it computes; a DataLoader calls it."""
+        """The same in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
         packed = self if self._together else _laid(self.patches.shape, self.dtype, self.counts, **self._tensors)
         return self._in(packed.buffer.pin_memory())
 
@@ -103,12 +103,12 @@ class PackedImages:
         return self._together and self.buffer.is_pinned()
 
     def _in(self, buffer: Tensor) -> "PackedImages":
-        """The same in a copy of the buffer."""
+        """The same images with their tensors in `buffer`, a copy of their own."""
         return _in_buffer(buffer, self.patches.shape, self.patches.dtype, self.counts)
 
 
 def _parts(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """(first byte, shape, dtype) of patches, places, offsets and grids in a buffer; then its own length."""
+    """(first byte, shape, dtype) of patches, places, offsets, grids in a buffer; last, where it ends."""
     found, start = [], 0
     for size, kind in (
         (tuple(shape), dtype),
@@ -131,7 +131,7 @@ def _in_buffer(buffer: Tensor, shape: tuple, dtype: torch.dtype, counts: tuple[i
 
 
 def _laid(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...], **tensors: Tensor) -> PackedImages:
-    """These tensors in a new buffer, in which the others are to be written."""
+    """PackedImages in a new buffer that holds these tensors; the caller writes those not given."""
     buffer = torch.empty(_parts(shape, dtype, len(counts))[-1][0], dtype=torch.uint8)
     made = _in_buffer(buffer, shape, dtype, counts)
     for name, values in tensors.items():
@@ -140,7 +140,7 @@ def _laid(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...], **tensors: 
 
 
 def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
-    """The images as tensors (C, H, W) of one dtype and number of channels, whole patches each."""
+    """Checks that images (C, H, W) share dtype, device and channels, in whole patches; returns tensors."""
     if not isinstance(images, (list, tuple)):
         raise TypeError(f"pack: images must be a list of (C, H, W) tensors, got {type(images).__name__}")
     if not images:
@@ -182,11 +182,11 @@ def pack(
     """Images of many sizes as one batch for a ViT, cut into patches.
 
     images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides the patch divides. patch_size: P or
-    (P, Q). keep: for each image the numbers of the patches that stay, in the order of the grid's rows, or None for all
-    (NaViT's token dropping; `draw_kept`). On the CPU what comes out lies in one buffer, to be pinned and sent at once:
-    call it in the collate function of a DataLoader. Images that want gradients keep them.
+    (P, Q). keep: for each image the numbers of the patches that stay, counted along the grid's rows, or None for all
+    (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, to be pinned and sent as one,
+    so call this in the collate function of a DataLoader. Gradients flow back to images that require them.
 
-    Raises ValueError or TypeError, which name the image.
+    Raises ValueError or TypeError, whose text names the image.
     """
     patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
     whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)
@@ -219,9 +219,9 @@ def pack(
 
 
 def _checked_places(i: int, places, count: int) -> Tensor:
-    """keep[i] as a tensor, of a list or an array too.
+    """keep[i], a tensor, list or array, as a tensor.
 
-    It must have numbers of patches below `count`, at least one, each once.
+    Raises ValueError unless it holds at least one patch number, each below `count` and there once.
     """
     try:
         found = torch.as_tensor(places)
@@ -235,13 +235,13 @@ def _checked_places(i: int, places, count: int) -> Tensor:
 
 
 def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """The numbers of the patches, at least one, that stay of `count` when a random share `drop` goes."""
+    """The numbers, at least one, of the patches that are left of `count` without a random share `drop`."""
     kept = max(1, round(count * (1 - drop)))
     return torch.randperm(count, generator=generator)[:kept].sort().values
 
 
 def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """(rows (N,), starts (S,)) int64: the tokens of packed patches, and the first of each image.
+    """(rows (N,), starts (S,)) int64: the token of each packed patch, and the first token of each image.
 
     prefix: how many tokens an image has before its patches.
     """

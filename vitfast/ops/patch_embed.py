@@ -32,20 +32,20 @@ class _Arguments(NamedTuple):
     weight: Tensor  # (D, C, P, Q)
     bias: Tensor | None  # (D,)
     cls_token: Tensor | None  # (1, T, D)
-    pos_embed: Tensor | None  # (1, T+N, D) or (1, N, D); (N, D) of packed images
-    rows: Constant | None  # (N,), where the patches of packed images go
-    starts: Constant | None  # (S,), where their prefix tokens go
+    pos_embed: Tensor | None  # (1, T+N, D) or (1, N, D); (N, D) for packed images
+    rows: Constant | None  # (N,), the token of each patch of packed images
+    starts: Constant | None  # (S,), the first token of each packed image
     mean: list[float]
     std: list[float]
 
     @property
     def packed(self) -> tuple[Tensor, Tensor] | None:
-        """rows and starts of packed images."""
+        """(rows, starts) for packed images, else None."""
         return None if self.rows is None else (self.rows, self.starts)
 
     @property
     def prefix(self) -> int:
-        """Prefix tokens of an image."""
+        """How many prefix tokens an image has."""
         return 0 if self.cls_token is None else self.cls_token.shape[1]
 
 
@@ -65,7 +65,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 
 def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
-    """Backward reads no more than shapes and dtypes of the vectors, and the images where they matter."""
+    """The arguments as backward reads them: vectors by shape and dtype, images only where needed."""
     t = t._replace(images=t.images if needs.images or needs.weight else None, bias=meta_like(t.bias))
     return t._replace(cls_token=meta_like(t.cls_token), pos_embed=meta_like(t.pos_embed))
 
@@ -86,10 +86,10 @@ _in_compute_dtype = autocasts(lambda weight: weight)
 
 
 def channel_values(name: str, value, chans: int, device: torch.device) -> list[float] | Tensor | None:
-    """One number or one for each channel: a list, or a tensor (1,) or (C,) of a tensor or an array.
+    """Checks a mean or std of one number or one per channel; returns a list, or a tensor (1,) or (C,).
 
-    name: "operation: mean" or "operation: std", for the TypeError or ValueError. The values of a tensor are not looked
-    at, which a GPU would have to be waited for. device: of the weight.
+    name: "operation: mean" or "operation: std", for the TypeError or ValueError. A tensor's values are not checked, as
+    that would mean waiting for a GPU. device: the weight's.
     """
     if value is None:
         return None
@@ -119,7 +119,7 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
 
 
 def _numbers(values: list[float] | Tensor | None, default: float, chans: int) -> list[float]:
-    """A number for each channel, as the kernel takes them."""
+    """A list of one number for each channel, as the kernel takes them."""
     values = [default] if values is None else values.tolist() if isinstance(values, Tensor) else values
     return values * chans if len(values) == 1 else values
 
@@ -148,17 +148,17 @@ def patch_embed(
 ) -> Tensor:
     """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
-    images (B, C, Hi, Wi): floats of any dtype, or uint8, of which (images / 255 - mean) / std is taken (mean 0, std 1
+    images (B, C, Hi, Wi): floats of any dtype, or uint8, which becomes (images / 255 - mean) / std (mean 0, std 1
     unless given; floats are never normalised here). mean, std: one number or one per channel, as numbers (up to 1e6, a
-    std from 1e-6) or as a tensor or an array with one axis longer than 1 at most, such as (1, C, 1, 1); the numbers of
-    a tensor on a GPU are waited for, and no kernel runs where they are differentiated or the code is compiled. weight
-    (D, C, P, Q); bias (D,) or None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or
+    std from 1e-6) or as a tensor or an array with one axis longer than 1 at most, such as (1, C, 1, 1). A tensor's
+    numbers make the host wait for a GPU, and no kernel runs where they need gradients or the code is compiled. weight
+    (D, C, P, Q); bias (D,) or None; cls_token (1, T, D): all prefix tokens, registers too; pos_embed (1, T+N, D), or
     (1, N, D) for the patches alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the
     dtype of weight (under autocast: its dtype).
 
-    Images of many sizes, cut into patches: images (N, C, P, Q), where image s owns the patches offsets[s] to
-    offsets[s + 1]; offsets (S + 1,) int32 or int64, on the device, from 0 to N. pos_embed is then (N, D), a position
-    for each patch. Returns (N + S T, D): the tokens of each image, one after the other.
+    Images of many sizes are cut into patches: images is (N, C, P, Q), where image s owns the patches offsets[s] to
+    offsets[s + 1]; offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
+    a position for each patch. Returns (N + S T, D): the tokens of one image after those of the other.
     """
     check_shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
     width, chans, p, q = weight.shape
@@ -195,8 +195,8 @@ def patch_embed(
     mean = channel_values("patch_embed: mean", mean, chans, weight.device)
     std = channel_values("patch_embed: std", std, chans, weight.device)
     mean, std = (mean, std) if raw else (None, None)
-    # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted
-    # as they are read.
+    # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
+    # converted as they are read.
     weight = _in_compute_dtype(weight)
     reason = _unsupported_reason(mean, std, *tensors.values())
     if kernels_wanted("patch_embed", weight, reason):

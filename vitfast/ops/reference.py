@@ -1,8 +1,8 @@
-"""The operations in plain PyTorch: the way without kernels and, in float64, the truth.
+"""The operations in plain PyTorch: they run without kernels and, in float64, tests compare with them.
 
-B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The
-activation's dtype is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`)
-act in fp32 at least.
+B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. Operations
+compute in the dtype of their input x, to which the parameters are cast; factors (`layer_scale`, `drop_path`) act in
+fp32 at least.
 """
 
 import functools
@@ -35,15 +35,15 @@ def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is active."""
     if forward_ad._current_level >= 0:
         return True
-    # Dynamo takes the other question for true always; the transforms that it traces say themselves what they lack.
+    # Dynamo would always answer yes to the second question; the transforms that it traces raise where they must.
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at_hand(offsets: Tensor) -> bool:
-    """Whether the host may look at the values: on the CPU, neither compiled nor fake."""
+    """Whether the host may read the values: a true tensor on the CPU, in code that is not being compiled."""
     return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
 
 
@@ -64,14 +64,14 @@ def packed_tokens(x, cls_token, pos_embed, rows, starts):
     return out.index_copy(0, rows, x).index_copy(0, first.flatten(), prefix.flatten(0, 1))
 
 
-# Bounds of `std`, and of `mean` and `std`, on the 0..1 scale: float32 holds what comes of them.
+# The least `std`, and the largest `mean` and `std`, on the 0..1 scale; within them float32 holds the results.
 LEAST_STD, MOST_PIXEL = 1e-6, 1e6
 
 
 def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, C, Hi, Wi) -> `dtype`, (images / 255 - mean) / std.
+    """(images / 255 - mean) / std of uint8 images (B, C, Hi, Wi), in `dtype`.
 
-    None is mean 0, std 1. At least fp32 inside.
+    mean None stands for 0, std None for 1. It computes in fp32 at least.
     """
     work = torch.promote_types(dtype, torch.float32)
     x = images.to(work) / 255
@@ -85,8 +85,8 @@ def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
 def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None, rows=None):
     """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper.
 
-    Computes in the dtype of `weight` (D, C, P, Q). rows: packed.token_rows of images of many sizes, cut into patches
-    (N, C, P, Q), with positions (N, D) -> (N + S T, D).
+    Computes in the dtype of `weight` (D, C, P, Q). rows: packed.token_rows for images of many sizes, which are cut into
+    patches (N, C, P, Q) with positions (N, D); the result is then (N + S T, D).
     """
     dtype = weight.dtype
     images = normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
@@ -108,7 +108,7 @@ def with_prefix_and_positions(x: Tensor, prefix: list[Tensor], pos_embed: Tensor
 
 @_upcastable
 def layer_norm(x, weight, bias, eps=1e-6):
-    """(..., D) -> (..., D), in x's dtype; parameters in fp32 act in fp32."""
+    """LayerNorm over the last axis, (..., D) -> (..., D) in x's dtype; parameters in fp32 act in fp32."""
     work = x
     for parameter in (weight, bias):
         if parameter is not None:
@@ -118,7 +118,7 @@ def layer_norm(x, weight, bias, eps=1e-6):
 
 @_upcastable
 def rms_norm(x, weight, eps=1e-6):
-    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D), in x's dtype; at least fp32 inside."""
+    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D) in x's dtype, computed in fp32 at least."""
     work = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype)
 
@@ -142,16 +142,16 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-6, *, layer_scale=None, dro
 
 
 def _by_token(table: Tensor) -> Tensor:
-    """A table (N, Dh), (H, N, Dh) or (B, 1|H, N, Dh) as it multiplies (B, N, H, Dh)."""
+    """A table (N, Dh), (H, N, Dh) or (B, 1|H, N, Dh), viewed so that it broadcasts with (B, N, H, Dh)."""
     return table[:, None] if table.dim() == 2 else table.transpose(-3, -2)
 
 
 @_upcastable
 def rotate(x, cos, sin, *, rope_layout="half", num_prefix=0):
-    """x cos + turned(x) sin after the first num_prefix tokens of x (B, N, H, Dh), in x's dtype.
+    """x cos + turned(x) sin for tokens after the first num_prefix of x (B, N, H, Dh), in x's dtype.
 
-    turned: of each pair (a, b) of columns (-b, a). Pairs are i and i + Dh/2 ("half") or 2i and 2i + 1 ("interleaved").
-    cos, sin: see `attention`.
+    turned(x) has (-b, a) for each pair (a, b) of columns, which are i and i + Dh/2 ("half") or 2i and 2i + 1
+    ("interleaved"). cos, sin: see `attention`.
     """
     half, axis = (x.shape[-1] // 2, -2 if rope_layout == "half" else -1)
     pair = (2, half) if rope_layout == "half" else (half, 2)
@@ -165,7 +165,7 @@ def rotate(x, cos, sin, *, rope_layout="half", num_prefix=0):
 
 
 def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor | None:
-    """Numbers to add to the logits (B|1, H|1, N|1, N), or a mask of keys; q (B, N, H, Dh)."""
+    """Numbers to add to the logits or a bool mask of keys, (B|1, H|1, N|1, N); q is (B, N, H, Dh)."""
     if bias is not None:
         bias = bias.to(q.dtype)
         bias = bias if bias.dim() == 4 else bias[None]
@@ -178,7 +178,7 @@ def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor 
 def _packed_attention(q, k, v, scale, offsets, longest):
     """Attention of packed samples, (tokens, H, Dh).
 
-    Those of one length together, where the offsets are at hand; else each is filled up to `longest` tokens.
+    Where the offsets are at hand, samples of one length run together; else each is padded to `longest` tokens.
     """
     lengths = offsets.diff()
     if at_hand(offsets):
@@ -197,9 +197,9 @@ def _packed_attention(q, k, v, scale, offsets, longest):
 def attention(q, k, v, *, scale=None, bias=None, key_lengths=None, offsets=None, longest=None, rope=None, **turned):
     """softmax(q k^T * scale + bias) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh).
 
-    scale: 1/sqrt(Dh) unless given. rope: (cos, sin); `turned`: what else `rotate` takes. bias (H, N, N) or (B|1, H, N,
-    N). key_lengths (B,): later keys do not count. offsets (S + 1,), longest: of samples packed as (tokens, H, Dh), each
-    on its own.
+    scale: 1/sqrt(Dh) unless given. rope: (cos, sin); `turned`: the other arguments of `rotate`. bias: (H, N, N) or
+    (B|1, H, N, N). key_lengths (B,): keys from there on do not count. offsets (S + 1,), longest: for samples packed as
+    (tokens, H, Dh), each of which attends to itself alone.
     """
     if rope is not None:
         q, k = (rotate(x if offsets is None else x[None], *rope, **turned).reshape(x.shape) for x in (q, k))
@@ -219,7 +219,7 @@ def attention(q, k, v, *, scale=None, bias=None, key_lengths=None, offsets=None,
 def attention_logits(q, k, *, offsets=None, longest=None, key_lengths=None, **options):
     """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
 
-    -inf for keys that do not count. Options as in `attention`; packed, (tokens, H, Dh), -> (H, tokens, tokens).
+    Keys that do not count have -inf. Options are as in `attention`; packed (tokens, H, Dh) give (H, tokens, tokens).
     """
     if offsets is None:
         return _logits(q, k, key_lengths=key_lengths, **options)
@@ -228,7 +228,7 @@ def attention_logits(q, k, *, offsets=None, longest=None, key_lengths=None, **op
 
 
 def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
-    """The logits of (B, N, H, Dh)."""
+    """attention_logits of q and k (B, N, H, Dh), not packed."""
     if rope is not None:
         q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -243,7 +243,7 @@ def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bi
 def attention_probabilities(q, k, **options):
     """The softmax of attention_logits over the keys.
 
-    A query that sees no key has zeros, as in PyTorch's fused attention.
+    The row of a query that sees no key is zero, as in PyTorch's fused attention.
     """
     logits = attention_logits(q, k, **options)
     if options.get("bias") is None and options.get("key_lengths") is None:
@@ -257,7 +257,7 @@ def linear(x, weight, bias=None):
     return F.linear(x, _like(weight, x), _like(bias, x))
 
 
-# Of the MLPs: GELU by erf and by tanh (Hendrycks & Gimpel, 2016), x sigmoid(1.702 x) there too, and SiLU, x sigmoid(x).
+# GELU by erf, by tanh and as x sigmoid(1.702 x) (Hendrycks & Gimpel, 2016), and SiLU, x sigmoid(x).
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -313,9 +313,9 @@ def self_attention(x, qkv_weight, qkv_bias, proj_weight, proj_bias, *, num_heads
 
 
 def _block(branch):
-    """The operation x + drop_path[b] * layer_scale * branch(norm(x)), (B, N, D) in x's dtype.
+    """Makes the operation x + drop_path[b] * layer_scale * branch(norm(x)), (B, N, D) in x's dtype.
 
-    layers, options: what `branch` takes after its input. compute_dtype: of the matrix products.
+    layers, options: the arguments of `branch` after its input. compute_dtype: that of the matrix products.
     """
 
     @_upcastable
