@@ -1,1 +1,1 @@
-"""Work on kernels and plans of runs: doctor, verify, tune, cost, machine code."""
+"""Tools that check, tune and inspect kernels, and that work out the cost of a run."""

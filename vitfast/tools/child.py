@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, so that one that dies or hangs takes nothing along."""
+"""Runs functions in processes of their own, so that one that dies or hangs does no other harm."""
 
 import contextlib
 import multiprocessing
@@ -13,14 +13,14 @@ from ..errors import InputError
 class Lost(Exception):
     """A process that gave no result: "died with exit code 3", "took longer than 25 s".
 
-    A function may raise it, with its own words, where its process is of no more use.
+    A function may raise it too, with a text of its own, where its process is of no more use.
     """
 
 
 class Children:
-    """Processes forked from one that has imported a module and touched no GPU.
+    """Processes forked from a server process, which has imported `module` and has touched no GPU.
 
-    at_once: how many of those that are submitted run at a time.
+    at_once: how many submitted functions run at a time.
     """
 
     def __init__(self, module: str, at_once: int = 1):
@@ -32,17 +32,17 @@ class Children:
     def run(self, seconds: float | None, function: Callable, *arguments, hear: Callable | None = None):
         """Returns function(*arguments), computed in a new process. Any thread may call.
 
-        hear: is called with what the function sends meanwhile, by `send(*what)`, which is then its first argument.
-        Raises InputError and Lost as the function does, and Lost where the process ends without a result or is silent
-        for longer than `seconds`.
+        hear: if given, the function gets a further first argument, `send`, and each `send(*what)` calls hear(*what)
+        here. Raises an InputError or Lost that the function raises, and Lost where the process ends without a result
+        or is silent for longer than `seconds`.
         """
         receiver, sender = self.context.Pipe(duplex=False)
         sends = hear is not None
         process = self.context.Process(target=_serve, args=(sender, sends, function, *arguments))
-        process.daemon = not sends  # so that it ends with its parent; but a daemon may start no processes of its own
+        process.daemon = not sends  # a daemon ends with its parent, but may not start processes of its own
         process.start()
         self.running.add(process)
-        sender.close()  # its end has one owner, so that its death is the end of the pipe
+        sender.close()  # only the process still holds this end, so that the pipe ends when it dies
         try:
             while True:
                 if not receiver.poll(seconds):
@@ -64,18 +64,18 @@ class Children:
             process.join()
 
     def submit(self, *arguments) -> Future:
-        """The future of `run`."""
+        """A future of run(*arguments)."""
         return self.threads.submit(self.run, *arguments)
 
     def close(self) -> None:
-        """Forgets what has not begun, and ends what is running."""
+        """Drops the functions that have not begun, and ends the processes that run."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self.running):
             _end(process)
 
 
 def _serve(connection, sends: bool, function: Callable, *arguments) -> None:
-    os.setsid()  # so that what it starts, such as ptxas, is ended with it, and Ctrl-C is its parent's alone
+    os.setsid()  # processes that it starts, such as ptxas, then end with it, and Ctrl-C reaches its parent alone
     send = (lambda *what: connection.send(("sent", what)),) if sends else ()
     try:
         connection.send(("result", function(*send, *arguments)))
@@ -84,7 +84,7 @@ def _serve(connection, sends: bool, function: Callable, *arguments) -> None:
 
 
 def _end(process) -> None:
-    """Kills a process and what it has started."""
+    """Kills a process and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

@@ -1,6 +1,6 @@
 """Checks every kernel against float64, forward and backward, in each dtype, and times it on a GPU.
 
-In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
+In Triton's interpreter, on any machine, it runs every launcher at the edges of its tiles too, and watches all memory.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, p
 
 @dataclass
 class Result:
-    """The worst error of outputs and gradients against float64, PyTorch's own, and times on a GPU."""
+    """The worst error of outputs and gradients against float64, PyTorch's own error, and times on a GPU."""
 
     op: str
     dtype: str
@@ -49,14 +49,14 @@ class Result:
     gigabytes_per_second: float | None = None
     failure: str = ""
     traceback: str = ""
-    runs: int = 0  # of a launcher: at other shapes, on other layouts, with other tiles
-    findings: list[str] = field(default_factory=list)  # what is wrong: numbers and accesses to memory
+    runs: int = 0  # of a launcher, at different shapes, on different layouts, with different tiles
+    findings: list[str] = field(default_factory=list)  # wrong numbers and wrong accesses to memory
 
 
 def check_operation(
     name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
 ) -> Result:
-    """One operation in one dtype: its error may be twice PyTorch's own, or what one rounding costs."""
+    """Checks an operation in a dtype: its error may be twice PyTorch's own, or the cost of one rounding."""
     draw = Draw(dtype, device, torch.Generator(device).manual_seed(0))
     tensors = draw.leaves(inputs)
     doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
@@ -85,7 +85,7 @@ def check_operation(
 
 
 def failed(name: str, dtype: str, failure: str, where: str = "") -> Result:
-    """The result of an operation that gave none."""
+    """The Result of an operation that returned nothing; `failure` says why."""
     return Result(name, dtype, float("inf"), float("nan"), False, failure=both_ends(failure), traceback=where)
 
 
@@ -99,11 +99,11 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-PROCESS_BYTES = 4 * 2**30  # that a process takes of a GPU: CUDA's context, and 2 GiB of inputs and float64 at most
+PROCESS_BYTES = 4 * 2**30  # of GPU memory for a process: CUDA's context, and 2 GiB of inputs and float64 at most
 
 
 def most_processes() -> int:
-    """As many as there are CPUs here and as fit into the GPU's free memory, one at least."""
+    """The most processes to run: one for each CPU, if they fit into the GPU's free memory; at least one."""
     cpus = len(os.sched_getaffinity(0))
     return cpus if INTERPRETED else max(1, min(cpus, torch.cuda.mem_get_info()[0] // PROCESS_BYTES))
 
@@ -113,14 +113,14 @@ EDGES = "edges of "
 
 
 def device() -> torch.device:
-    """Where the kernels run: the GPU, or the CPU where they are interpreted."""
+    """The device that kernels run on: the GPU, or the CPU where they are interpreted."""
     if not torch.cuda.is_available() and not INTERPRETED:
         raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def prepare() -> None:
-    """Readies Triton's interpreter, in a process that interprets kernels."""
+    """Prepares Triton's interpreter, in a process that interprets kernels."""
     if INTERPRETED:
         interpreter.quicken()
         with contextlib.suppress(ImportError):  # without ml_dtypes there is no bfloat16
@@ -128,9 +128,9 @@ def prepare() -> None:
 
 
 def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
-    """Those that run here, or the one that is wanted.
+    """The names of the dtypes that run here, or of the one that is wanted.
 
-    interpreted: bfloat16 must run unless another is wanted. Raises InputError where what must run does not run here.
+    interpreted: bfloat16 must run unless another dtype is wanted. Raises InputError where bfloat16 must but cannot run.
     """
     known = ["bfloat16", "float16", "float32"]
     if INTERPRETED and not launch.bfloat16_mended:
@@ -142,12 +142,12 @@ def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
-    """The checks to make, in every dtype that runs here or in one.
+    """The checks to make, in every dtype that runs here or in the given one.
 
-    interpreted: launchers at the edges of their tiles too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a
-    dtype is given. A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention,
-    N = 300" too, not for "attention_block"), any other for each operation whose name contains it; and for each launcher
-    whose name contains it. Raises InputError for one that stands for none.
+    interpreted: launchers are also checked at the edges of their tiles, in bfloat16 and fp32 (fp16 takes bfloat16's
+    tiles) unless a dtype is given. only: a name that is an operation's selects it in all its forms ("attention" selects
+    "attention, N = 300" too, but not "attention_block"); any other selects each operation whose name contains it. Both
+    also select each launcher whose name contains them. Raises InputError for a name that selects nothing.
     """
     operations, chosen = list(cases(SMALL_SIZES, ops)), set()
     at_edges = [EDGES + name for name in edges.names()] if interpreted else []
@@ -166,21 +166,21 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 
 
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Checks one operation in one dtype, the interpreter at small shapes. watched: by the sanitizer."""
+    """Does one task, at small shapes in the interpreter. watched: the sanitizer watches operations."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
         return check_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
     with Sanitizer() if watched else contextlib.nullcontext() as watch:
         result = check_operation(name, function, inputs, dtype, device(), timed)
-    if watched:  # what an exception kept from being written is no finding
+    if watched:  # memory left unwritten because of an exception is no finding
         found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
         result.passed, result.findings = result.passed and not found, [str(f) for f in found]
     return result
 
 
 def check_at_edges(task: Task) -> Result:
-    """Checks one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
+    """Checks a launcher at the edges of its tiles; gives the worst error of all runs, each fault once."""
     report = edges.check(*edges.cases(task[0].removeprefix(EDGES), getattr(torch, task[1])))
     places: dict[tuple, list[str]] = {}
     for label, f in report.findings:
@@ -191,9 +191,9 @@ def check_at_edges(task: Task) -> Result:
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """Yields results of `work`, each from a process of its own; one that dies is a failed result.
+    """Yields results of `work`, each from a process of its own; one that dies gives a failed result.
 
-    jobs: how many run at a time.
+    jobs: how many processes run at a time.
     """
     children = Children(__name__, jobs)
     try:
@@ -208,14 +208,14 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
 
 
 def _alone(work: Callable[[Task], Result], task: Task) -> Result:
-    """The task in a process of its own."""
-    torch.set_num_threads(1)  # there are as many of us as CPUs
+    """Does the task, in a process of its own."""
+    torch.set_num_threads(1)  # there is such a process for each CPU
     prepare()
     return work(task)
 
 
 def machine() -> dict[str, str]:
-    """Versions and the GPU, what is missing to launch kernels there, and whether cublaslt is built."""
+    """Versions, the GPU, anything missing that launching kernels needs, and whether cublaslt is built."""
     import triton
 
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
@@ -238,13 +238,13 @@ SHOWN = 5  # findings printed of a result
 
 
 def _as_json(result: Result) -> dict:
-    """JSON knows no infinity: null in its place."""
+    """The result as JSON holds it: null stands for numbers that are not finite."""
     no_number = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
     return {key: None if no_number(value) else value for key, value in asdict(result).items()}
 
 
 def _lines(result: Result, width: int) -> list[str]:
-    """A line of the table, and what was found."""
+    """The result's line in the table, and lines for its findings."""
     us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
     rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
     judgement = f"{result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
@@ -266,12 +266,12 @@ def doctor(
 ) -> int:
     """Checks this machine and prints a table; 0 when everything passed, 1 when not, 130 when interrupted.
 
-    as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, `most_processes` at
-    most; with more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows
-    the table.
-    interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs
-    at the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, and the work is done by as many
-    processes as there are CPUs. Raises InputError for a name or a dtype that does not exist here.
+    as_json: JSON goes to stdout, the table to stderr. only, dtype: see `tasks`. jobs: how many processes work,
+    `most_processes` at most; with more than one nothing is timed. timed: operations are timed on a GPU. debug: the
+    whole traceback of the first failure follows the table. interpreted: kernels are interpreted, in bfloat16 too, all
+    they read and write is watched, and every launcher runs at the edges of its tiles with every provider. The process
+    then needs TRITON_INTERPRET=1, and by default there are as many processes as CPUs. Raises InputError for a name or a
+    dtype that does not exist here.
     """
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
