@@ -1,4 +1,4 @@
-"""Each family of models, built small and run with and without `accelerate`: a row of numbers."""
+"""Builds a small model of each family and runs it with and without `accelerate`: a row of numbers."""
 
 import copy
 import dataclasses
@@ -18,16 +18,16 @@ from ..errors import InputError
 from ..ops._dispatch import counting
 from .verify import exact_fp32
 
-SAME = 1e-4  # the largest error, of numbers of size one, that passes in fp32; Triton's dots in TF32 are switched off
+SAME = 1e-4  # the largest relative error that passes in fp32, where TF32 is switched off
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One family, judged.
+    """The results of one family.
 
-    parts: of the small model, on vitfast. operations: calls in one forward. logits, gradients: the largest errors
-    against the untouched library, of the largest number there is. left: the reasons for parts that stay the library's.
-    failure: why there is nothing to say. seconds: of a CPU, to build it.
+    parts: how many parts of the small model run on vitfast, by kind. operations: their calls in one forward. logits,
+    gradients: the largest errors against the untouched library, relative to its largest number. left: how many parts
+    stay the library's, by reason. failure: why there are no results. seconds: CPU time to build the model.
     """
 
     library: str
@@ -42,15 +42,15 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether something ran on vitfast, and gave the library's numbers."""
+        """Whether something ran on vitfast and gave the library's numbers."""
         return not self.failure and bool(self.operations) and max(self.logits, self.gradients) <= SAME
 
 
 def judge(family: Family, device: str = "cpu") -> Row:
-    """The row of one family, whose library is installed. Nothing that goes wrong in it is raised."""
+    """The row of one family whose library is installed; an error becomes the row's `failure`."""
     named = dict(library=family.library, family=family.name)
     try:
-        quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)  # the table's columns say it
+        quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)  # the table says the same
         with torch.random.fork_rng(), quiet, exact_fp32(torch.backends.cuda.matmul):
             torch.manual_seed(0)
             family.make()  # imports the library
@@ -64,7 +64,7 @@ def judge(family: Family, device: str = "cpu") -> Row:
                 ours = _run(family, model, batch)
             theirs, report = _run(family, original, batch), acceleration_report(model)
             errors = [_error(a, b) for a, b in zip(ours, theirs)]
-    except Exception as error:  # a library of another version: a row says so, and the others follow
+    except Exception as error:  # such as a library of another version: the row says so, and the others follow
         return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
     parts, left = (dict(Counter(of)) for of in ((e.part for e in report.replaced), (e.why for e in report.left)))
     return Row(
@@ -73,7 +73,7 @@ def judge(family: Family, device: str = "cpu") -> Row:
 
 
 def chosen(library: str | None = None) -> list[Family]:
-    """The families of a library, or all, that are installed. Raises InputError for a library without one."""
+    """The installed families, of one library or of all. Raises InputError where there are none."""
     known = sorted({family.library for family in FAMILIES})
     if library is not None and library not in known:
         raise InputError(f"families: library must be one of {', '.join(known)}, got {library!r}")
@@ -85,7 +85,7 @@ def chosen(library: str | None = None) -> list[Family]:
 
 @torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
-    """Random values in every parameter: zeros and ones of a new model hide what is mixed up."""
+    """Gives every parameter random values: the zeros and ones of a new model would hide mix-ups."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point():
@@ -96,10 +96,10 @@ def _randomised(model: nn.Module) -> nn.Module:
 
 
 def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """The floating outputs of a model in training mode, and every gradient of random upstream ones."""
+    """(a training model's floating outputs, the parameters' gradients for random upstream gradients)."""
     torch.manual_seed(1)
     leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
-    if family.valid:  # of tokens (B, N, D) those that are no padding
+    if family.valid:  # in tokens (B, N, D), padding is left out
         leaves = [t[batch[family.valid].bool()] if t.dim() == 3 else t for t in leaves]
     leaves = [t for t in leaves if t.requires_grad]
     upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).to(t) for t in leaves]
@@ -109,7 +109,7 @@ def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], l
 
 
 def _error(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
-    """The largest difference, of the library's largest number; infinite where shapes differ or it is NaN."""
+    """The largest difference relative to the library's largest number; infinite for NaN or other shapes."""
     pairs = list(zip(ours, theirs, strict=True))
     if any(a.shape != b.shape for a, b in pairs):
         return float("inf")

@@ -1,14 +1,14 @@
 """Triton's interpreter, made right for bfloat16 and twice as fast.
 
-It runs kernels in NumPy where TRITON_INTERPRET=1.
-Without `mend_bfloat16` bfloat16 numbers are uint16 bit patterns to NumPy: casts truncate, sums add the patterns, and
-nothing says so. With it they are ml_dtypes.bfloat16, whose numbers NumPy computes with as a GPU does: casts round to
-nearest even (those from fp64 and integers by way of fp32), arithmetic is fp32 rounded once, `tl.fma` is exact and
-rounded once, `tl.dot` multiplies and adds in its accumulator's dtype. Not as on a GPU: `tl.sum` of bfloat16 itself,
-which rounds after every addition, in an order of its own; `tl.argmax` and `tl.argmin` of NaN; atomic additions of
-bfloat16, which raise. (vitfast sums in fp32 and has neither of the others.)
+With TRITON_INTERPRET=1, Triton runs kernels in NumPy.
+Without `mend_bfloat16`, NumPy takes bfloat16 numbers for uint16 bit patterns: casts truncate and sums add the patterns,
+without an error. With it they are ml_dtypes.bfloat16, with which NumPy computes as a GPU does: casts round to nearest
+even (those from fp64 and integers by way of fp32), arithmetic is fp32 rounded once, `tl.fma` is exact and rounded once,
+and `tl.dot` multiplies and adds in its accumulator's dtype. Three things still differ from a GPU: `tl.sum` of bfloat16
+rounds after every addition, in an order of its own; `tl.argmax` and `tl.argmin` of NaN; and atomic additions of
+bfloat16, which raise. (vitfast sums in fp32 and uses none of these.)
 
-Upstream: "we just don't support it yet" (triton-lang/triton pull request 11585, September 2026).
+Triton's developers write: "we just don't support it yet" (triton-lang/triton pull request 11585, September 2026).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ quickened = False
 
 
 def mend_bfloat16() -> None:
-    """Makes kernels interpreted from now on compute bfloat16 as a GPU does.
+    """Makes kernels that are interpreted from now on compute bfloat16 as a GPU does.
 
     Raises ImportError where ml_dtypes is missing.
     """
@@ -40,10 +40,10 @@ def mend_bfloat16() -> None:
         return bfloat16 if ty.scalar == tl.bfloat16 else np_dtype(ty)
 
     def cast(self, src, ty):
-        with np.errstate(over="ignore", invalid="ignore"):  # a GPU says nothing of infinities either
+        with np.errstate(over="ignore", invalid="ignore"):  # a GPU does not warn of infinities either
             return TensorHandle(src.data.astype(value_dtype(ty)), ty.scalar)
 
-    def stored(data):  # what reads and writes memory is C++ and knows NumPy's own dtypes alone
+    def stored(data):  # the C++ that reads and writes memory knows only NumPy's own dtypes
         return data.view(bits) if data.dtype == bfloat16 else data
 
     def load_values(ptrs, mask, other, dtype):
@@ -69,10 +69,10 @@ def mend_bfloat16() -> None:
 
 
 def quicken() -> None:
-    """Doubles the speed: patches triton.language once, leaves integer overflow unchecked.
+    """Doubles the interpreter's speed: patches triton.language only once, leaves overflow unchecked.
 
-    The interpreter replaces triton.language's functions at every launch and every call of a helper, and puts them back.
-    A process in which kernels are compiled too must not call this.
+    By itself the interpreter replaces triton.language's functions at every launch and every call of a helper, and then
+    restores them. A process that compiles kernels too must not call this. Integer overflow is what is left unchecked.
     """
     global quickened
     if quickened:
