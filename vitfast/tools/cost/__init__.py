@@ -1,8 +1,8 @@
 """The cost of a model before it is run: parameters, FLOPs, memory, and for ViTs floor times.
 
-The floor of an operation is the sum over its kernels of max(FLOPs / rate of the matrix units, bytes / rate of the
-memory): kernels follow one another (work.py, whose counts the benchmarks use too). Left out is one pass of ours,
-LayerNorm's backward writing LayerNorm's output again (not with keep="all").
+The floor of an operation is the sum over its kernels, which run one after the other, of max(FLOPs / rate of the matrix
+units, bytes / rate of the memory). work.py counts both, for the benchmarks too. One thing is left out: unless keep is
+"all", LayerNorm's backward also writes LayerNorm's output again.
 """
 
 from .gpus import GIB, GPUS, Rates, datasheet_flops, rates

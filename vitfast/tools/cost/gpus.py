@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and the rates that costs are worked out with: theirs or measured ones."""
+"""GPUs by their data sheets, and the rates, theirs or measured ones, from which costs are computed."""
 
 import fnmatch
 import json
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """By the data sheet dense bf16 TFLOP/s (fp32 accumulation), GB/s, GiB; the driver's names for it."""
+    """A GPU's data sheet: dense bf16 TFLOP/s (fp32 accumulation), GB/s and GiB; and its driver's names."""
 
     teraflops: float
     gigabytes_per_second: float
@@ -25,7 +25,7 @@ GPUS = {
     "L4": Gpu(121, 300, 24, ("NVIDIA L4",)),
     "L40S": Gpu(362, 864, 48, ("NVIDIA L40S",)),
     "A100": Gpu(312, 2039, 80, ("NVIDIA A100*GB", "NVIDIA A100 80GB PCIe")),
-    "A100-40": Gpu(312, 1555, 40),  # the driver's name for it is found above, with the same TFLOP/s
+    "A100-40": Gpu(312, 1555, 40),  # the entry above matches its driver's name and has the same TFLOP/s
     "H100": Gpu(989, 3350, 80, ("NVIDIA H100 80GB HBM3",)),  # SXM
     "H100-PCIe": Gpu(756, 2000, 80, ("NVIDIA H100 PCIe",)),
     "H200": Gpu(989, 4800, 141, ("NVIDIA H200", "NVIDIA GH200 480GB")),
@@ -37,7 +37,7 @@ GPUS = {
 
 
 def datasheet_flops(driver_name: str) -> float | None:
-    """FLOP/s promised for dense bf16; None for a device, or a slice of one, that is not in GPUS."""
+    """The data sheet's FLOP/s for dense bf16; None for a device, or a slice of one, that is not in GPUS."""
     for gpu in GPUS.values():
         if any(fnmatch.fnmatchcase(driver_name, pattern) for pattern in gpu.driver_names):
             return 1e12 * gpu.teraflops
@@ -58,8 +58,8 @@ class Rates:
 def rates(gpu: str = "H200", dtype: str = "bf16", ceilings: str | Path | None = None) -> Rates:
     """A GPU's rates by its data sheet, or those in a JSON file of measured ceilings.
 
-    The file holds {"flops_per_second": X, "bytes_per_second": Y}, at the top or under "ceilings", or is what the
-    benchmarks write, with "copy" and products by dtype. Raises InputError for unknown names and bad files.
+    The file holds {"flops_per_second": X, "bytes_per_second": Y}, at the top or under "ceilings", or the benchmarks
+    wrote it, with "copy" and a rate of products by dtype. Raises InputError for unknown names and bad files.
     """
     names = {name.lower(): name for name in GPUS}
     name = names.get(gpu.lower().removeprefix("nvidia ").removeprefix("rtx ").replace(" ", "-"))
@@ -73,7 +73,7 @@ def rates(gpu: str = "H200", dtype: str = "bf16", ceilings: str | Path | None = 
 
 
 def _measured(path: Path, dtype: str) -> tuple[float, float]:
-    """(FLOP/s, bytes/s) of a file of ceilings."""
+    """(FLOP/s, bytes/s) from a file of measured ceilings."""
     try:
         found = json.loads(path.read_text())
         for key in ("machine_info", "vitfast", "ceilings"):

@@ -1,7 +1,7 @@
 """The memory of a training step on vitfast's kernels under autocast.
 
-fp32 parameters, gradients and optimiser state, 16-bit copies of the linear layers, and what vitfast.ops keeps for the
-backward pass. Everything in bytes; size: bytes of a number of the products.
+It consists of fp32 parameters, gradients and optimiser state, 16-bit copies of the linear layers, and the tensors that
+vitfast.ops keeps for backward. Everything is in bytes; size: bytes of a number in the products.
 """
 
 import math
@@ -16,14 +16,14 @@ from .steps import dropout, resnet, tokens_of
 
 
 def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> dict[str, int]:
-    """Bytes that a forward pass keeps for its backward, by kind: what vitfast.ops saves.
+    """Bytes that vitfast.ops saves in a forward pass for its backward, by kind, without the parameters.
 
-    Without the parameters. keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which
-    keep more: the norms' outputs, the activation, and masks.
+    keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
+    outputs, the activation, and masks.
     """
     m, block, depth, d = batch * tokens_of(model), model.blocks[0], len(model.blocks), model.embed_dim
     f, stem, image = block.mlp.fc1.out_features, model.patch_embed, (model.in_chans, *model.patch_embed.img_size)
-    norm, read = type(model.norm) in OF_NORMS, batch if model.global_pool else m  # read: rows of the head
+    norm, read = type(model.norm) in OF_NORMS, batch if model.global_pool else m  # read: rows that the head reads
     dropped, hybrid = dropout(model) > 0, isinstance(stem, HybridEmbed)
     kept = {
         "images": 0 if hybrid else batch * math.prod(image) * pixel_size,
@@ -49,7 +49,7 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
 
 
 def _map_head(model: ViT, batch: int, size: int) -> int:
-    """Keys, values, the query, what each later layer reads, and lse."""
+    """Bytes of keys, values, the query, the inputs of all later layers, and lse."""
     d, f = model.embed_dim, model.attn_pool.mlp.fc1.out_features
     numbers = 2 * batch * model.patch_embed.num_patches * d + batch * (5 * d + 2 * f)
     return numbers * size + batch * model.attn_pool.num_heads * 4
@@ -72,9 +72,9 @@ def state_bytes(
 
 
 def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
-    """Bytes that come and go at the peak, the backward of the last MLP; an estimate, not measured.
+    """Bytes that are allocated only at the peak, the backward of the last MLP; an estimate, not measured.
 
-    The gradients of its output and pre-activation, the activation, the logits.
+    They are the gradients of its output and pre-activation, the activation, and the logits with their gradients.
     """
     m, working = batch * tokens_of(model), mlp_working(model.blocks[0])
     numbers = model.embed_dim * (4 if model.residual_in_fp32 else size) + working * size
