@@ -1,7 +1,7 @@
 """The operations of a training step of a whole model, with their work, and its FLOPs.
 
-By convention training is three times the forward pass. The operations are counted as they run: no gradient of the
-images, and attention's backward computes the scores again.
+By convention training counts as three times the forward pass. The operations, however, are counted as they run: without
+a gradient of the images, and with attention's backward computing the scores again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .work import Kernels, Work
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step, `times` times: the kernels of a forward that trains and of a backward."""
+    """An operation that a step runs `times` times: the kernels of its training forward and its backward."""
 
     name: str
     times: int
@@ -31,7 +31,7 @@ class Operation:
     backward: Kernels
 
     def row(self, device: Rates) -> dict:
-        """One run's FLOPs, bytes and floor in seconds, forward and backward."""
+        """FLOPs, bytes and floor in seconds of running the operation once, forward and backward."""
         found = dict(name=self.name, times=self.times)
         for direction, kernels in (("forward", self.forward), ("backward", self.backward)):
             found[f"{direction}_flops"] = work.total_flops(kernels)
@@ -42,7 +42,7 @@ class Operation:
 
 
 def tokens_of(model: ViT) -> int:
-    """Tokens of an image. InputError for a ViT whose blocks run on smaller operations or PyTorch's."""
+    """Tokens of an image. Raises InputError where blocks run on smaller or PyTorch's operations."""
     if model.config.get("pos_embed") == "relative":
         raise InputError(
             "cost: relative positions run on PyTorch's attention, which is not counted; "
@@ -55,7 +55,7 @@ def tokens_of(model: ViT) -> int:
 
 
 def dropout(model: ViT) -> float:
-    """Of the blocks: where it is on they run on the smaller operations, and `keep` has no effect."""
+    """The blocks' dropout; if it is not 0, they run on the smaller operations and `keep` has no effect."""
     return model.blocks[0].attn.proj_drop.p
 
 
@@ -74,7 +74,7 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     def add(name: str, counted: Work, times: int = 1) -> None:
         found.append(Operation(name, times, counted.training, counted.backward))
 
-    if isinstance(stem, HybridEmbed):  # the patches are those of a map, which wants a gradient too
+    if isinstance(stem, HybridEmbed):  # the patches are those of a feature map, which needs a gradient too
         found.append(resnet(stem.backbone, batch, (model.in_chans, *stem.img_size), size)[0])
         (kernel,) = work.patch_embed(patches, length, m, d, n * d, size, size).forward
         found.append(Operation("patch embedding", 1, (kernel,), (kernel, kernel)))
@@ -115,11 +115,11 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
 
 
 def resnet(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], size: int) -> tuple[Operation, int]:
-    """The ResNet of a hybrid, in the dtype of the products, and the bytes that it keeps for backward.
+    """The ResNet of a hybrid as one operation, and the bytes that it keeps for backward, with its input.
 
-    Its input is among these. Its kernels are the convolutions, norms and pooling (activations, residual additions and
-    the standardisation of weights are folded in). They are PyTorch's, whose autocast computes the norms in fp32: it
-    moves and keeps more.
+    Its kernels are the convolutions, norms and pooling, in the dtype of the products; activations, residual additions
+    and the standardisation of weights are taken as folded in. In truth PyTorch runs it, whose autocast computes the
+    norms in fp32, so that it moves and keeps more.
     """
     forward, backward, kept = [], [], {}
 
@@ -127,13 +127,13 @@ def resnet(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], s
         x, convolution = inputs[0], isinstance(module, torch.nn.Conv2d)
         flops = 2.0 * output.numel() * module.weight[0].numel() if convolution else 0.0
         moved = size * (x.numel() + output.numel() + (module.weight.numel() if convolution else 0))
-        gradients = 2 if forward else 1  # of a convolution; the first one's images want none
+        gradients = 2 if forward else 1  # of a convolution; the first one needs none for its input, the images
         forward.append((flops, moved))
         norm = (0.0, size * (2 * x.numel() + output.numel()))
         backward.extend([(flops, moved)] * gradients if convolution else [norm])
 
     def keep(tensor):
-        # Held: a storage that is gone would give its place to the next one.
+        # The tensor is held, since a new storage could get the address of one that has been freed.
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
@@ -160,15 +160,15 @@ def flops_per_image(model: ViT) -> float:
 
 
 def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
-    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` cannot.
 
     image: (C, H, W). Raises InputError for an image that the model does not take.
     """
     if isinstance(model, ViT):
         with contextlib.suppress(InputError):
             return flops_per_image(model)
-    # With gradients: the counter asks for those of parameters that a module is given as arguments. PyTorch's plain
-    # attention: not all others are counted everywhere.
+    # Gradients stay on, since the counter asks for those of parameters that are a module's arguments. PyTorch's plain
+    # attention is chosen because the counter does not know all others everywhere.
     try:
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(torch.empty(1, *image, device=next(model.parameters()).device))

@@ -1,13 +1,13 @@
-"""The results of `estimate` and of `estimate_baseline` in words."""
+"""Writes the results of `estimate` and of `estimate_baseline` as text."""
 
 from ...model.activation_memory import USABLE
 from .gpus import GIB
 
 
 def as_text(name: str, found: dict) -> str:
-    """The result of `estimate` or of `estimate_baseline` for people.
+    """The result of `estimate` or of `estimate_baseline` as text.
 
-    name: the model's.
+    name: the model's name.
     """
     size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
     size += f", {found['tokens']} tokens" if "tokens" in found else ""
@@ -26,7 +26,7 @@ def as_text(name: str, found: dict) -> str:
 
 
 def _times(found: dict) -> list[str]:
-    """Of a step, and of the whole training where its length is known."""
+    """Lines with the times of a step, and of the whole training where its length is known."""
     where, lines = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}", []
     where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
     assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"

@@ -1,4 +1,4 @@
-"""A step and a whole training of a model on a device: does it fit, and how long does it take."""
+"""Estimates whether a training step of a model fits on a device, and how long step and training take."""
 
 import math
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from .steps import dropout, flops_per_image, forward_flops, operations, optimize
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
 
-# Data sets of the paper's pre-training and ours: training images, classes.
+# (training images, classes) of the paper's data sets for pre-training, and of ours.
 DATASETS = {
     "imagenet": (1_281_167, 1000),
     "imagenet21k": (14_197_122, 21_843),
@@ -37,13 +37,13 @@ def estimate(
     efficiency: float | None = None,
     keep: str = "least",
 ) -> dict:
-    """Everything about training this model there, as JSON holds it. Times in seconds, sizes in bytes.
+    """The cost of training this model on the device, as JSON holds it: times in seconds, sizes in bytes.
 
-    model: on the meta device if you like. batch_size: of an optimiser step, over all GPUs; what does not fit into
-    memory is accumulated. images: how many are seen in the whole training. efficiency: the share of the floors' speed
-    that is assumed, EFFICIENCY unless given. Every GPU holds the whole state; the time of communication and of the
-    passes that dropout adds is left out. keep: what blocks keep for backward; "auto" is "all" where that fits without
-    smaller micro-batches. Raises InputError where a number makes no sense.
+    model: it may be on the meta device. batch_size: the images of an optimiser step over all GPUs; if they do not fit
+    into memory, gradients are accumulated. images: how many are seen in the whole training. efficiency: the assumed
+    share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The time of communication, and
+    of the passes that dropout adds, is left out. keep: the tensors that blocks keep for backward; "auto" is "all" where
+    that fits without smaller micro-batches. Raises InputError for numbers out of range and an unknown keep.
     """
     for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -106,9 +106,9 @@ def estimate_baseline(
     optimizer: str = "adamw",
     averaged: bool = False,
 ) -> dict:
-    """The cost of a model that is no ViT of ours: FLOPs by torch's counter, and the memory of any batch.
+    """The cost of a model that is no ViT of ours: FLOPs by torch's counter, and its fixed memory.
 
-    Times are of our kernels, and it has none. The arguments and the result are as those of `estimate`.
+    It has no times, which are known for our kernels only. Arguments and result are like those of `estimate`.
     """
     return dict(
         img_size=list(img_size),
@@ -119,7 +119,7 @@ def estimate_baseline(
 
 
 def _flops(model: nn.Module, flops: float, images: float | None) -> dict:
-    """Parameters and FLOPs, of an image and of the whole training."""
+    """The number of parameters, and the FLOPs for an image and for the whole training."""
     return dict(
         params=sum(p.numel() for p in model.parameters()),
         flops_per_image=flops,

@@ -1,12 +1,12 @@
-"""The work of each operation, at least: FLOPs and bytes of its kernels, forward and backward.
+"""The least work of each operation: FLOPs and bytes of its kernels, forward and backward.
 
-FLOPs are two per multiply-add of the matrix products; pointwise work counts nothing. The backward of a product is two
+Each multiply-add of the matrix products counts as two FLOPs, pointwise work as none. The backward of a product is two
 products; attention is two products forward and five backward (one computes the scores again), 2.5 times as many.
 
 Bytes: every kernel reads each of its inputs once and writes each of its outputs once. A matrix product, an attention
-or a LayerNorm is one kernel, the pointwise work around it (bias, GELU and its derivative, residual) folded in. Not
-counted: row statistics (lse, mean, 1/std), under 2 % of the rest. A forward pass that trains also writes what only its
-backward reads: the MLP's pre-activation.
+or a LayerNorm is one kernel with the pointwise work around it (bias, GELU and its derivative, residual) folded in. Row
+statistics (lse, mean, 1/std) are not counted; they are under 2 % of the rest. A training forward also writes what only
+its backward reads: the MLP's pre-activation.
 
 Sizes: M rows (tokens of the whole batch), N tokens of an image, D width, F MLP width; size: bytes of a number.
 """
@@ -27,13 +27,13 @@ def total_bytes(kernels: Kernels) -> float:
 
 
 def floor_seconds(kernels: Kernels, flops_per_second: float, bytes_per_second: float) -> float:
-    """Seconds that the kernels take at least: each what its products or its traffic take, the longer."""
+    """The least seconds of the kernels: for each, the longer of its products' and its traffic's time."""
     return sum(max(flops / flops_per_second, moved / bytes_per_second) for flops, moved in kernels)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The kernels of a forward that keeps nothing for a backward, of one that does, of the backward."""
+    """The kernels of a forward without a backward, of a training forward, and of a backward."""
 
     forward: Kernels
     training: Kernels
@@ -50,21 +50,21 @@ class Work:
 
 
 def product(m: int, n: int, k: int, size: int, extra: int = 0) -> Kernels:
-    """(m, k) x (k, n) -> (m, n); extra: numbers that it reads or writes besides, for what is folded in."""
+    """(m, k) x (k, n) -> (m, n); extra: how many more numbers it moves, for the work that is folded in."""
     return ((2.0 * m * n * k, size * (m * k + k * n + m * n + extra)),)
 
 
 def moved(numbers: int, size: int) -> Kernels:
-    """A kernel that computes no product."""
+    """A kernel without a product, which moves this many numbers."""
     return ((0.0, size * numbers),)
 
 
 def attention(m: int, n: int, d: int, size: int, keys: int = 0, bias: int = 0) -> Work:
-    """q (M D), k and v (M D, or `keys` rows) -> o (M D).
+    """q (M, D), k and v (M, D), or (keys, D) -> o (M, D).
 
-    Backward: reads them, o and do, and writes dq, dk and dv.
+    Backward reads these and do, and writes dq, dk and dv.
 
-    n: keys that a query sees. bias: numbers of one, which is read both times, and its gradient written.
+    n: how many keys a query sees. bias: how many numbers a bias has; both passes read it, and backward writes dbias.
     """
     moved = 2 * (m + (keys or m)) * d
     forward = ((4.0 * m * n * d, size * (moved + bias)),)
@@ -77,9 +77,9 @@ def biased_attention(m: int, n: int, d: int, heads: int, size: int) -> Work:
 
 
 def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False, vectors: int = 2) -> Work:
-    """Backward: dy, x -> dx; in a block the residual's gradient too, which it reads and adds.
+    """x -> y; backward: dy, x -> dx.
 
-    vectors: a weight and a bias, or one weight.
+    residual_gradient: backward also reads and adds the residual's, as in a block. vectors: 2 for a weight and a bias.
     """
     forward = moved(2 * m * d + vectors * d, size)
     return Work(forward, forward, moved((4 if residual_gradient else 3) * m * d + (vectors + 1) * d, size))
@@ -90,16 +90,16 @@ def rms_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work
 
 
 def add_layer_norm(m: int, d: int, size: int) -> Work:
-    """Forward: x, residual -> norm, z. Backward: dy, dz, z -> one gradient, which is that of both."""
+    """x, residual -> y, z; backward: dy, dz, z -> one gradient, which x and the residual share."""
     forward = moved(4 * m * d + 2 * d, size)
     return Work(forward, forward, moved(4 * m * d + 3 * d, size))
 
 
 def linear(m: int, n: int, k: int, size: int, extra: int = 0, kept: int = 0, dx: int = 0, dw: int = 0) -> Work:
-    """Y = X W^T + b of Y (m, n). Backward: dX = dY W, dW = dY^T X, and db with it.
+    """Y = X W^T + b, Y (m, n). Backward: dX = dY W, dW = dY^T X, and db in the same kernel.
 
-    Numbers that move besides, for what is folded in: extra, in a forward pass, such as a residual; kept, that only one
-    that trains writes; dx and dw, in the two products of the backward.
+    The rest are numbers that move in addition, for the work that is folded in. extra: in every forward, such as a
+    residual. kept: written by a training forward only. dx and dw: in the two products of the backward.
     """
     forward, training = (product(m, n, k, size, n + extra + more) for more in (0, kept))
     return Work(forward, training, product(m, k, n, size, dx) + product(n, k, m, size, dw + n))
@@ -113,12 +113,12 @@ def linear_gelu(m: int, d: int, f: int, size: int) -> Work:
 def mlp_layers(
     m: int, d: int, f: int, size: int, gated: bool = False, residual: bool = False, keep: str = "least"
 ) -> tuple[Work, Work]:
-    """The layers before and after the activation, which both have a part in it.
+    """The layers before and after the activation, into both of which its work is folded.
 
-    fc1: act(x W1^T + b1); training writes the pre-activation too, from whose gradient the backward starts. Gated: one
-    product of twice the width, act(gate(x)) * up(x), and two pre-activations.
+    fc1: act(x W1^T + b1); training writes the pre-activation too, from whose gradient the backward starts. If gated, it
+    is one product of twice the width, act(gate(x)) * up(x), with two pre-activations.
     fc2: h W2^T + b2 (+ residual). Backward: dY W2 reads the pre-activations and writes their gradients and, unless keep
-    is "all", h; then dW2. Of gated ones h is always written.
+    is "all", h; then comes dW2. If gated, h is counted as written whatever keep says.
     """
     first = linear(m, 2 * f, d, size, -m * f, kept=2 * m * f) if gated else linear(m, f, d, size, kept=m * f)
     again = 4 if gated else 1 if keep == "all" else 2
@@ -131,7 +131,7 @@ def mlp(m: int, d: int, f: int, size: int, gated: bool = False, residual: bool =
 
 
 def gated_mlp(m: int, d: int, f: int, size: int) -> Work:
-    """Without an inner norm."""
+    """A gated MLP without an inner norm."""
     return mlp(m, d, f, size, gated=True)
 
 
@@ -153,8 +153,8 @@ def gated_mlp_block(m: int, d: int, f: int, size: int) -> Work:
 def patch_embed(patches: int, length: int, m: int, d: int, added: int, size: int, pixel_size: int) -> Work:
     """`patches` of `length` values of `pixel_size` bytes -> tokens (M, D).
 
-    added: numbers of biases and embeddings. Backward: dW, and the gradients of what is added from the same pass over
-    dy; images want no gradient.
+    added: how many numbers biases and embeddings have. Backward makes dW and, in the same pass over dy, the gradients
+    of biases and embeddings; images need no gradient.
     """
     each = ((2.0 * patches * d * length, pixel_size * patches * length + size * (m * d + d * length + added)),)
     return Work(each, each, each)
@@ -163,7 +163,7 @@ def patch_embed(patches: int, length: int, m: int, d: int, added: int, size: int
 def update(parameters: int, optimizer: str = "adamw", averaged: bool = False, size: int = 4) -> Kernels:
     """Clipping by norm and the update.
 
-    Gradients are read for their norm; p, g, m (and v) are read, p, m (and v) written; then the running average.
+    Gradients are read for their norm; p, g, m (and v) are read, p, m (and v) written; an average takes 3 passes more.
     """
     passes = (8 if optimizer == "adamw" else 6) + (3 if averaged else 0)
     return ((0.0, float(size * passes * parameters)),)
