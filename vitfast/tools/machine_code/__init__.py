@@ -1,1 +1,1 @@
-"""Kernels compiled without a GPU, and their machine code: registers, spills, waits, instructions."""
+"""Compiles kernels without a GPU and reads their machine code: registers, spills, waits, hazards."""

@@ -1,8 +1,8 @@
 """Compiles launches without making them, for `make codegen`, its archives and the tuner.
 
-Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation.
-What it compiles therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU
-looks for it.
+Triton's own front end decides what a launch is compiled for, under a driver that knows only the GPU generation. So the
+compiled kernel lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU looks for
+it.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from ...errors import InputError, both_ends
 from ...kernels.launch import INTERPRETED, Launch, settle
 from ..child import Children, Lost
 
-SECONDS = 25  # of one compilation, which takes one or two, after which it counts as failed
-triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
+SECONDS = 25  # after which a compilation counts as failed; it takes one or two
+triton_key()  # takes half a second here, which processes forked from one that has imported this file are spared
 
 
 @contextlib.contextmanager
 def _front_end(capability: int, device: int) -> Iterator[None]:
-    """Gives Triton's front end a target, and the device whose table of kernels is used, without a GPU."""
+    """Gives Triton's front end a target without a GPU, and the device whose table of kernels it uses."""
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: device,
         get_current_stream=lambda device: 0,
     )
     config = triton.runtime.driver
-    before = config._active  # its own reset looks for a GPU
+    before = config._active  # config's own reset would look for a GPU
     config.set_active(driver)
     try:
         yield
@@ -48,7 +48,7 @@ def _is_jit_function(value: object) -> bool:
 
 
 def _warm_up(launch: Launch):
-    """Does what `launch` in kernels/launch.py would do, up to the launch itself."""
+    """Does all that `launch` in kernels/launch.py would do before the launch itself."""
     for value in (*launch.arguments.values(), launch.kernel):
         if _is_jit_function(value):
             settle(value)
@@ -56,7 +56,7 @@ def _warm_up(launch: Launch):
 
 
 def compiled(launch: Launch, capability: int):
-    """Triton's compiled kernel of a launch, from its cache where it is there. capability: 90 for 9.0."""
+    """Triton's compiled kernel of a launch, from its cache if it is there. capability: 90 for 9.0."""
     with _front_end(capability, capability):
         return _warm_up(launch)
 
@@ -65,7 +65,7 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
     for value in filter(_is_jit_function, launch.arguments.values()):
         settle(value)
-    # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
+    # Keys replace functions, which JSON cannot hold: as JSON, Triton 3.6 hands the specialisation to the hook.
     named = {k: v.cache_key if _is_jit_function(v) else v for k, v in launch.arguments.items()}
     seen, runtime = [], triton.knobs.runtime
     before = runtime.jit_cache_hook
@@ -82,12 +82,12 @@ def _function(module: str, name: str):
     return getattr(importlib.import_module(module), name)
 
 
-# Launches on meta tensors thus travel to other processes, a kernel or a helper by its name.
+# So launches on meta tensors can be sent to other processes: a kernel or a helper goes by its name.
 copyreg.pickle(JITFunction, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
 
 
 def _compile(launch: Launch, capability: int) -> tuple[int, str]:
-    """Bytes of shared memory, and what went wrong or ""."""
+    """(bytes of shared memory, "" or what went wrong) of compiling a launch."""
     try:
         return compiled(launch, capability).metadata.shared, ""
     except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
@@ -95,14 +95,14 @@ def _compile(launch: Launch, capability: int) -> tuple[int, str]:
 
 
 class Compiler:
-    """Compiles ahead, each launch in a process of its own, so that one that dies takes nothing along.
+    """Compiles ahead, each launch in a process of its own, so that one that dies does no other harm.
 
-    `submit(launch)`, whose tensors are meta ones -> a future of (bytes of shared memory, "" or what went wrong).
-    Launches that share machine code share the future; `compilations` counts the others.
+    `submit(launch)`, a launch on meta tensors, returns a future of (bytes of shared memory, "" or what went wrong).
+    Launches that share machine code share a future; `compilations` counts the futures.
     """
 
     def __init__(self, capability: int, processes: int = 0):
-        """`processes`: all cores but two unless given, 14 at most."""
+        """`processes`: how many compile at a time; unless given, one for each core but two, from 1 to 14."""
         if INTERPRETED:
             raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
         self.capability = capability
@@ -114,7 +114,7 @@ class Compiler:
         return len(self.futures)
 
     def submit(self, launch: Launch) -> "Future[tuple[int, str]]":
-        """Raises what Triton's front end raises for a launch that it refuses."""
+        """Begins to compile a launch. Raises what Triton's front end raises where it refuses the launch."""
         key = key_of(launch, self.capability)
         if key not in self.futures:
             self.futures[key] = self.children.threads.submit(self.run, launch)
@@ -128,5 +128,5 @@ class Compiler:
             return 0, f"the compiler {lost}"
 
     def close(self) -> None:
-        """Forgets what has not begun, and stops what has."""
+        """Drops the compilations that have not begun, and stops those that have."""
         self.children.close()

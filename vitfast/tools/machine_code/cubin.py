@@ -1,11 +1,11 @@
 """Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits.
 
-Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. Looked for, beside spills
+It is read without a GPU, by the cuobjdump, nvdisasm and ptxas that come with Triton. Besides spills, these count
 (CUDA C++ Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
 
-- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as
-  `gsb0` on the last and WARPGROUP.DEPBAR, with how many groups may still run. Where ptxas cannot tell that nothing
-  touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
+- HGMMA, wgmma in SASS, is asynchronous: several may be issued before one wait. SASS writes the wait as `gsb0` on the
+  last of them and WARPGROUP.DEPBAR, which says how many groups may still run. Where ptxas cannot prove that nothing
+  touches the accumulators meanwhile, it makes each HGMMA wait, and prints one of the notes C7510 to C7519.
 - HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
 """
 
@@ -19,15 +19,15 @@ from pathlib import Path
 import triton
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Of a multiprocessor: registers, programs at most; by generation warps, and bytes of shared memory.
+# A multiprocessor's registers and most programs; by GPU generation, its most warps and bytes of shared memory.
 REGISTERS, PROGRAMS = 65_536, 32
 WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
 SHARED = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
-TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # of sm_100, sm_90, older ones and sm_120
+TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # on sm_100; on sm_90; on older GPUs and sm_120
 
 
 def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs one of Triton's binaries; raises RuntimeError with its own words where it fails."""
+    """Runs one of Triton's binaries; raises RuntimeError with the binary's own text where it fails."""
     done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{program.name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -54,10 +54,10 @@ class Code:
 
     @property
     def waits(self) -> int:
-        """HGMMAs that end in a wait for all before them; as many as HGMMAs where each waits for the last.
+        """How many HGMMAs end in a wait for all before them; all of them where ptxas has serialised them.
 
-        A group (`gsb0`) after which some may still run does not count: where wgmma reads registers, Triton 3.6 makes
-        each a group of its own, lets three run on, and so waits only for the third before.
+        A group (`gsb0`) does not count if some may still run after it: where wgmma reads registers, Triton 3.6 makes
+        each a group of its own and lets three run on, so that each waits only for the third before it.
         """
         at = [i for i, text in enumerate(self.instructions) if name_of(text) == "HGMMA"]
         pieces = [self.instructions[first:last] for first, last in zip(at, [*at[1:], len(self.instructions)])]
@@ -65,13 +65,13 @@ class Code:
 
     @property
     def tensor_core(self) -> str:
-        """The first of TENSOR_CORE that is among the instructions, or ""."""
+        """The first of TENSOR_CORE that the instructions contain, or ""."""
         names = Counter(map(name_of, self.instructions))
         return next((name for name in TENSOR_CORE if names[name]), "")
 
 
 def _some_run_on(instructions: tuple[str, ...]) -> bool:
-    """Whether the first wait among them is over while wgmma still run."""
+    """Whether the first wait among the instructions lets some wgmma run on."""
     left = (re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", i) for i in instructions)
     return next((int(found.group(1), 16) > 0 for found in left if found), False)
 
@@ -105,13 +105,13 @@ def read(cubin: bytes) -> Code:
 
 
 def programs_per_multiprocessor(registers: int, warps: int, shared: int, sm: int) -> int:
-    """Programs that fit a multiprocessor, by a thread's registers and a program's warps and bytes."""
+    """How many programs fit a multiprocessor; registers are a thread's, warps and bytes a program's."""
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     return min(by_registers, WARPS[sm] // warps, SHARED[sm] // (shared + 1024), PROGRAMS)
 
 
 def assembler_notes(ptx: str, capability: int) -> list[str]:
-    """Numbers of ptxas's notes on serialised wgmma, as ["C7515"]. Takes as long as assembling."""
+    """Numbers of ptxas's notes on serialised wgmma, as ["C7515"]. It assembles the code once more."""
     from triton.backends.nvidia import compiler
 
     arch = compiler.sm_arch_from_capability(capability)
@@ -126,7 +126,7 @@ def assembler_notes(ptx: str, capability: int) -> list[str]:
 
 
 def ptxas_version(capability: int) -> str:
-    """The version of the ptxas that Triton runs for a compute capability, "12.9", or why there is none."""
+    """The version, "12.9", of the ptxas that Triton runs for a GPU generation, or why there is none."""
     from triton.backends.nvidia import compiler
 
     try:

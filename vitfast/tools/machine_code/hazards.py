@@ -1,9 +1,9 @@
-"""Register hazards of wgmma: instructions touch what an asynchronous product still uses.
+"""Register hazards of wgmma: instructions that touch what an asynchronous product still uses.
 
 wgmma, HGMMA in SASS, returns before it is done. Until a wait covers its group, nothing may write the registers that
-hold its first operand, and nothing but another wgmma may touch its accumulators: what happens otherwise is undefined
-(PTX ISA, "Asynchronous warpgroup level matrix instructions"). ptxas is to see to that. With Triton before 3.9 it does
-not where the first operand is made in registers (triton-lang/triton#9433): the product is wrong, without a word.
+hold its first operand, and nothing but another wgmma may touch its accumulators; otherwise the result is undefined
+(PTX ISA, "Asynchronous warpgroup level matrix instructions"). ptxas should ensure this. With Triton before 3.9 it does
+not where the first operand is made in registers (triton-lang/triton#9433): the product is wrong, and nothing warns.
 
 `gsb0` on an HGMMA closes a group; `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n groups run.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from .cubin import Code, name_of, opcode_of
 
-OPERAND_REGISTERS = 4  # of the first operand, in every thread, for 8, 16 and 32 bits alike
-OPEN = -1  # the age of a group that is not closed yet
+OPERAND_REGISTERS = 4  # registers of the first operand in every thread, for 8, 16 and 32 bits alike
+OPEN = -1  # the age of a use whose group is not closed yet
 PRODUCTS = ("HGMMA", "IGMMA", "QGMMA")  # wgmma in 16 and 32 bits, int8, fp8
 NO_RESULT = ("BAR", "BRX", "JMX", "NANOSLEEP", "RET", "WARPSYNC")  # their first operand is read
 PREDICATE_FIRST = ("ATOM", "ATOMG", "ATOMS", "MATCH", "SHFL")  # their second operand is the result
@@ -29,7 +29,7 @@ class Use(NamedTuple):
     instruction: int
 
 
-State = dict[Use, int]  # -> how many groups were closed after its own
+State = dict[Use, int]  # a use -> its age: how many groups were closed after its own
 
 
 def _operands(instruction: str) -> list[str]:
@@ -88,7 +88,7 @@ def _uses(instruction: str, at: int) -> Iterator[Use]:
 
 
 def _touched(instruction: str, state: State) -> set[Use]:
-    """The registers in use that an instruction touches and may not."""
+    """The registers in use that an instruction touches although it must not."""
     if name_of(instruction) in PRODUCTS:
         own = list(_uses(instruction, -1))
         sums, operand = ({u.register for u in own if u.accumulates is kind} for kind in (True, False))
@@ -103,18 +103,18 @@ def _after(instruction: str, at: int, state: State) -> State:
     if name_of(instruction) in PRODUCTS:
         state = state | dict.fromkeys(_uses(instruction, at), OPEN)
         return {use: age + 1 for use, age in state.items()} if "gsb0" in instruction else state
-    if wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", instruction):  # for all threads, no predicate
+    if wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", instruction):  # without a predicate: all threads
         return {use: age for use, age in state.items() if age < int(wait.group(1), 16)}
     return state
 
 
 def _next(code: Code, at: int) -> Iterator[int]:
-    """Where the program may go on after an instruction."""
+    """The indices at which the program may go on after an instruction."""
     instruction, name = code.instructions[at], name_of(code.instructions[at])
     target = re.search(r"`\((\.L\w+)\)", instruction) if name in ("BRA", "CALL") else None
     if target:
         yield code.labels[target.group(1)]
-    # BRA.DIV and BRA.CONV have an operand more: where the threads of a warp agree, the program goes on behind them.
+    # BRA.DIV and BRA.CONV have one more operand; if the threads of a warp agree, the program goes on after them.
     ends = name in ("EXIT", "RET") or (name == "BRA" and len(_operands(instruction)) == 1)
     if at + 1 < len(code.instructions) and (instruction.startswith("@") or not ends):
         yield at + 1
@@ -135,7 +135,7 @@ def hazards(code: Code) -> dict[int, Use]:
         state = _after(instruction, at, state)
         for follower in _next(code, at):
             known = states.get(follower)
-            # Of two ways to an instruction the later group counts: more of it may still run.
+            # Where two paths lead to an instruction, the lower age of a use counts: it is likelier to be running.
             merged = state if known is None else known | {u: a for u, a in state.items() if a < known.get(u, a + 1)}
             if merged != known:
                 states[follower] = merged
