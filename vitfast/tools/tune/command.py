@@ -1,7 +1,7 @@
-"""`vitfast tune`: the models one after the other, within the time that is given.
+"""`vitfast tune`: tunes the models one after the other, within the time that is given.
 
-For each a process of its own has the GPU, and says which candidate it is about to run. Where it dies, breaks the GPU's
-context or takes HANGS seconds for one, that candidate is refused for good and another process goes on with the rest.
+For each model, a process of its own uses the GPU and reports each candidate before it runs it. Where it dies, breaks
+the GPU's context or takes HANGS seconds for a candidate, that one is refused for good and a new process does the rest.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from ..verify.draw import Sizes
 from . import user_table
 from .tuner import Tuner
 
-# The batch: its rows fill whole tiles but for the last one, so that what reaches past the end is seen.
+# Each batch's rows fill whole tiles but for the last one, so that accesses past the end are noticed.
 MODELS = {
     "S/16": Sizes.of_preset("S/16", batch=240),
     "B/16": Sizes.of_preset("B/16", batch=112),
@@ -31,37 +31,37 @@ MODELS = {
     "H/14": Sizes.of_preset("H/14", batch=48),
 }
 SECONDS = 400  # for each model
-HANGS = 60  # seconds after which a candidate's trial, which takes a tenth of one, is given up with its process
+HANGS = 60  # seconds after which a candidate's trial, which takes 0.1 s, is given up with its process
 
 
 def machine() -> tuple:
     """(device, GPU's name, clock, compiler). Raises InputError in Triton's interpreter."""
-    from ..machine_code.compiler import Compiler  # whose import takes half a second
+    from ..machine_code.compiler import Compiler  # importing it takes half a second
 
     device = torch.device("cuda")
     return device, torch.cuda.get_device_name(), DeviceClock(device), Compiler(tiles.capability(device))
 
 
 def gpu_lock():
-    """A lock on tuning this GPU. Raises InputError where there is none, or it is taken."""
+    """A lock on tuning this GPU. Raises InputError where there is no GPU, or the lock is taken."""
     if not torch.cuda.is_available():
         raise InputError("tuning measures times on a GPU, and there is none here")
     return user_table.only_one(str(torch.cuda.get_device_properties("cuda").uuid))
 
 
 def work(send: Callable, model: str, settings: SimpleNamespace, done: set[tuple], seconds: float) -> bool:
-    """Tunes the problems of a model whose keys are not `done` yet, and prints what comes of it.
+    """Tunes the problems of a model whose keys are not in `done` yet, and prints the outcomes.
 
     settings: the options of `tune`. seconds: how long it may take. Sends "trying" with an entry of the table or None,
-    and "kept" and "done" with a problem's key. Returns whether all was tried. Raises Lost where the GPU has to be given
-    up.
+    and "kept" and "done" with a problem's key. Returns whether all was tried. Raises Lost where a candidate has broken
+    the GPU's context.
     """
-    if settings.deterministic:  # which the libraries' own predicate asks for (kernels/libraries/attention.py)
+    if settings.deterministic:  # kernels/libraries/attention.py asks PyTorch whether this mode is on
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)
 
     def trying(entry: dict | None) -> None:
-        signal.alarm(HANGS if entry else 0)  # which ends this process
+        signal.alarm(HANGS if entry else 0)  # the alarm ends this process
         send("trying", entry)
 
     device, gpu, clock, compiler = machine()
@@ -97,11 +97,11 @@ def tune(
     batch_size: int | None = None,
     deterministic: bool = False,
 ) -> int:
-    """Tunes these models on this GPU and prints what came of it. Returns the exit code.
+    """Tunes these models on this GPU and prints the outcomes. Returns the exit code.
 
-    seconds: for all, SECONDS for each unless given. deterministic: libraries whose backward may add in any order are no
-    candidates. Raises InputError for wrong options, without a GPU, in Triton's interpreter, and where another process
-    tunes this GPU.
+    seconds: for all models, SECONDS each unless given. deterministic: libraries whose backward may add in any order are
+    no candidates. Raises InputError for wrong options, without a GPU, in Triton's interpreter, and where another
+    process tunes this GPU.
     """
     for name in models:
         if name not in MODELS:
@@ -129,7 +129,7 @@ def tune(
 
 
 def _in_a_process(told: dict[str, set], model: str, settings: SimpleNamespace, seconds: float) -> bool | None:
-    """Tunes a model; None where the process was lost with a candidate, which is refused from now on."""
+    """Tunes a model in a new process; None where a candidate ended that, which is refused from now on."""
     candidate = None
 
     def hear(kind: str, value) -> None:
@@ -153,7 +153,7 @@ def _in_a_process(told: dict[str, set], model: str, settings: SimpleNamespace, s
 
 @contextlib.contextmanager
 def _bar(total: int, name: str):
-    """A progress bar with the time left, on a terminal that has tqdm, and a print that leaves it whole."""
+    """A progress bar, if tqdm is installed and this is a terminal, and a print that does not break it."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:

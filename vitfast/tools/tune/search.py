@@ -1,4 +1,4 @@
-"""Climbs from tile to faster tile, a wave of candidates at a time. Whoever asks times them."""
+"""Climbs from tile to faster tile, a wave of candidates at a time; the caller times them."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...kernels.configs.tiles import KernelConfig
 
-# What a number may be; of blocks, powers of two from 1 to 256.
+# The least and the largest value of a number; (1, 256) for those not listed, such as the other blocks.
 LIMITS = {
     "num_warps": (1, 16),
     "num_stages": (1, 6),
@@ -19,12 +19,12 @@ LIMITS = {
     "PROGRAMS": (64, 2112),
     "BLOCK_K": (1, 512),
 }
-# Registers a thread may have, where a tile limits them: for four, three or two programs of 4 warps on a multiprocessor.
+# The limits of a thread's registers, if a tile has one: for four, three or two programs of 4 warps on a multiprocessor.
 REGISTERS = (128, 168, 248)
-STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others but flags, twice or half
+STEPS = ("num_stages", "STAGES", "PER_SM")  # these change by one; all others but flags double or halve
 FLAGS = ("EXACT",)  # 0 or 1
 GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
-# A provider whose best takes longer than this times the best of all is given up: as shipped, and once searched.
+# A climb stops at a tile that takes longer than this times the best of all: in the first wave, and in later ones.
 REACH_AT_FIRST, REACH = 2.0, 1.25
 WAVES = 6
 
@@ -38,7 +38,7 @@ def _near(name: str, value: int) -> list[int]:
 
 
 def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
-    """Tiles with one number, flag or limit of registers changed; none for a library's."""
+    """Tiles with one number, flag or limit of registers changed; a library's tile has none."""
     if not config.blocks:
         return
     numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.blocks)}
@@ -57,7 +57,7 @@ def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
 class Search:
     """Climbs from every start at once, a wave of candidates at a time.
 
-    times: seconds of each tile that was tried, None for one that is wrong or does not run. starts[0] is the table's.
+    starts[0] is the table's tile. times: the seconds of each tile tried, None for one that is wrong or does not run.
     """
 
     def __init__(self, starts: list[KernelConfig]):
@@ -68,25 +68,25 @@ class Search:
         self._waves = 0
 
     def time(self, config: KernelConfig) -> float:
-        """Infinite where there is none."""
+        """The seconds of a tile, infinite where it has none."""
         found = self.times.get(config)
         return math.inf if found is None else found
 
     @property
     def best(self) -> KernelConfig:
-        """The fastest by more than noise; the table's own otherwise."""
+        """The fastest tile if it is faster by more than noise, else the table's own."""
         fastest = min(self.times, key=self.time, default=self.start)
         return fastest if self.time(fastest) < GAIN * self.time(self.start) else self.start
 
     def advance(self) -> list[KernelConfig]:
-        """The next wave, once this one's times are in; empty when no climb goes on."""
+        """The next wave of candidates, once this one's times are known; empty when no climb goes on."""
         self._waves += 1
         if self._waves > 1:
             steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]
             faster = [higher for config, higher in steps if self.time(higher) < GAIN * self.time(config)]
             self._climbing = list(dict.fromkeys(faster))
         reach = (REACH_AT_FIRST if self._waves == 1 else REACH) * min(map(self.time, self.times), default=math.inf)
-        # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
+        # The table's own tile is always climbed from: if it does not run at all, it may only be too large for this GPU.
         self._climbing = [t for t in self._climbing if t == self.start or not reach < self.time(t) < math.inf]
         wave = dict.fromkeys(n for config in self._climbing for n in neighbours(config) if n not in self.times)
         self.wave = list(wave) if self._waves <= WAVES else []
