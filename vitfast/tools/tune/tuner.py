@@ -23,13 +23,13 @@ from .search import GAIN, Search
 
 NO_ROOM = "its tensors do not fit in the GPU's memory; give a smaller --batch-size"
 AHEAD = 4  # problems whose candidates are compiled while others are timed
-# Operations that run inside of others: settled first, so that those are timed with the best there is.
+# Operations that run inside of others. They are settled first, so that the others are timed with the best of these.
 INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_bwd_dq", "attention_bwd_dkdv")
 
 
 @dataclass
 class Problem:
-    """One tile to choose: of an operation at one shape class, and the launcher that is run with it."""
+    """One tile to choose, for an operation at a shape class, and the launcher that is timed with it."""
 
     op: str
     bits: str
@@ -50,11 +50,11 @@ class Problem:
 
 @dataclass
 class Attempt:
-    """A problem being searched, its candidates' compilations; and in the end what came of it."""
+    """A problem being searched, its candidates' compilations, and in the end the outcome."""
 
     problem: Problem
     search: Search
-    best: KernelConfig  # in force from the start, or put into the user's table since
+    best: KernelConfig  # the tile used at the start, or the one put into the user's table since
     compiling: dict[KernelConfig, list[Future]] = field(default_factory=dict)
     failures: dict[KernelConfig, str] = field(default_factory=dict)
     note: str = ""  # why it has ended early: the time was up, or the memory too small
@@ -69,12 +69,12 @@ class Attempt:
 
     @property
     def before(self) -> float:
-        """Seconds of the table's tile."""
+        """Seconds of the tile that was used at the start."""
         return self.search.time(self.problem.start)
 
     @property
     def after(self) -> float:
-        """Seconds of the best."""
+        """Seconds of the best tile."""
         return self.search.time(self.best)
 
     def compiled(self, *candidates: KernelConfig) -> bool:
@@ -96,7 +96,7 @@ class Attempt:
         for provider in dict.fromkeys(config.provider for config in self.search.times):
             own = [config for config in self.search.times if config.provider == provider]
             said[provider] = ms(min(map(self.search.time, own)))
-            if said[provider] == ms(math.inf):  # as its first candidate says why
+            if said[provider] == ms(math.inf):  # the provider's first failure says why
                 said[provider] = next(
                     (self.failures[config] for config in own if config in self.failures), said[provider]
                 )
@@ -109,9 +109,9 @@ class Attempt:
 class Tuner:
     """Settles one problem after another until the time is up.
 
-    device, clock and compiler are given, so that it can be watched without a GPU: `clock.now()`, `clock.lost()`,
+    device, clock and compiler are given, so that tests need no GPU: `clock.now()`, `clock.lost()`,
     `clock.seconds(problem, tile, run)`; `compiler.submit(launch)` -> a future of (bytes of shared memory, "" or what
-    went wrong). trying: called with a candidate's entry of the table before it runs, and with None after it.
+    went wrong). trying: called with a candidate's entry of the table before it runs, and with None after it has run.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Tuner:
         return self.deadline - self.clock.now()
 
     def problems(self, sizes: Sizes, only: str = "") -> list[Problem]:
-        """The tiles that the launchers use at these sizes, each with the plainest launcher that does.
+        """The tiles that the launchers use at these sizes, each with the plainest launcher that uses it.
 
-        only: those of operations whose name contains it.
+        only: operations count whose name contains this.
         """
         found: dict[tuple, tuple[int, Problem]] = {}
         for name, launcher in launchers(sizes).items():
@@ -179,7 +179,7 @@ class Tuner:
         self.unreached = len(waiting)
 
     def _compile(self, attempt: Attempt, wave: list[KernelConfig]) -> list[KernelConfig]:
-        """Has the launches of a wave compiled in the background; a library makes none."""
+        """Has the launches of a wave compiled in the background; a library makes none. Returns the wave."""
         p = attempt.problem
         for config in wave:
             if reason := self.refused.get((*p.key, config)):
@@ -190,12 +190,12 @@ class Tuner:
                         launches = record(lambda: self._on_meta(p.launcher))
                     attempt.compiling[config] = [self.compiler.submit(launch) for launch in launches]
                 except Exception as error:
-                    if config != p.start:  # which is tried whatever the compiler says: it is what runs today
+                    if config != p.start:  # p.start is what runs today, and is tried whatever the compiler says
                         attempt.failures[config] = both_ends(f"{type(error).__name__}: {error}")
         return wave
 
     def _wave(self, attempt: Attempt) -> None:
-        """Checks and times the candidates of a wave, compiled ones first, and keeps what is faster at once."""
+        """Checks and times a wave's candidates, compiled ones first; keeps a faster one at once."""
         rest = list(attempt.search.wave)
         attempt.note = self._time_is_up()
         if not attempt.note:
@@ -216,7 +216,7 @@ class Tuner:
         return "" if self.left > 0 else "the time was up"
 
     def _runs(self, attempt: Attempt, config: KernelConfig) -> bool:
-        """Waits for a candidate's compilations; False where it is not to be tried, which the failures tell."""
+        """Waits for a candidate's compilations; False, with an entry in failures, if it must not be tried."""
         limit = tiles.SHARED_LIMIT.get(tiles.generation(self.device), math.inf)
         for future in attempt.compiling.pop(config, []):
             try:
@@ -232,7 +232,7 @@ class Tuner:
         return config not in attempt.failures
 
     def _measure(self, attempt: Attempt, config: KernelConfig, judge: Judge) -> float | None:
-        """Checks and times a candidate; None, and why among the failures, where it is wrong or does not run.
+        """Checks and times a candidate; None, with an entry in failures, if it is wrong or does not run.
 
         Raises Lost where it has broken the GPU's context.
         """
@@ -253,7 +253,7 @@ class Tuner:
             if not isinstance(error, Wrong) and self.clock.lost():
                 raise Lost(f"has broken the GPU's context ({text})") from error
             if config == p.start and isinstance(error, torch.cuda.OutOfMemoryError):
-                attempt.note = NO_ROOM  # nothing is known to be faster than it
+                attempt.note = NO_ROOM  # without its time, no candidate can be called faster
         self.trying(None)
         return seconds
 

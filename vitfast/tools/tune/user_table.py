@@ -1,7 +1,7 @@
 """The user's own table of tiles on disk: the tuner writes it, kernels/configs/tiles.py reads it.
 
-$VITFAST_TILES, or ~/.cache/vitfast/tiles.json. Beside "tiles" it holds "refused", candidates that broke or hung a GPU.
-Several processes may write: each change is made under a lock, and whole or not at all.
+It is $VITFAST_TILES, or ~/.cache/vitfast/tiles.json. Besides "tiles" it holds "refused", the candidates that broke or
+hung a GPU. Several processes may write: each change is made under a lock, and whole or not at all.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ def _read(path: Path) -> dict[str, list[dict]]:
 
 @contextlib.contextmanager
 def _changing() -> Iterator[dict[str, list[dict]]]:
-    """The table to change; written when the block ends well."""
+    """Yields the table to change, under a lock; writes it unless the block raises."""
     path = tiles.user_table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         table = _read(path)
         yield table
-        # Whole, but not synced to disk as files.write_text does: it is written often.
+        # It is replaced as a whole but not synced to disk, as files.write_text would, since it is written often.
         new = path.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps(table, indent=1))
         new.replace(path)
@@ -47,7 +47,7 @@ def _changing() -> Iterator[dict[str, list[dict]]]:
 
 
 def keep(entry: dict) -> None:
-    """Puts an entry (tiles.to_record) into the table, in the place of one with the same KEY."""
+    """Puts an entry (tiles.to_record) into the table, where it replaces one with the same KEY."""
     with _changing() as table:
         table["tiles"] = [e for e in table["tiles"] if any(e[k] != entry[k] for k in KEY)] + [entry]
 
@@ -59,14 +59,14 @@ def refuse(entry: dict, reason: str) -> None:
 
 
 def refused(gpu: str) -> dict[tuple, str]:
-    """(op, bits, shape, tile) -> why it is not tried again on this GPU, e.g. its process ended."""
-    with _changing() as table:  # which also shows at once whether the table can be written
+    """(op, bits, shape, tile) -> why it is not tried again on this GPU, such as that its process ended."""
+    with _changing() as table:  # this also shows at once whether the table can be written
         found = [entry for entry in table["refused"] if entry["gpu"] == gpu]
     return {(e["op"], e["bits"], e["shape"], tiles.from_record(e)): e["reason"] for e in found}
 
 
 def only_one(name: str):
-    """A lock on tuning one GPU, held while the result lives. Raises InputError where it is taken."""
+    """A lock on tuning one GPU, held while the returned file lives. Raises InputError if it is taken."""
     path = tiles.user_table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path.with_name(f"tuning-{name}.lock"), "w")  # noqa: SIM115
