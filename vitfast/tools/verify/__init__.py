@@ -1,4 +1,4 @@
-"""Running operations and launchers on random inputs, and judging what they return against float64."""
+"""Runs operations and launchers on random inputs, and judges their results against float64."""
 
 import contextlib
 import functools
@@ -14,20 +14,20 @@ from torch._dynamo import trace_rules
 from .draw import Draw, Input, Sizes
 from .launcher import Launcher, outputs
 
-# What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
+# The relative error that rounding the result alone may cost: half a unit in the last place, just above a power of two.
 EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# What several roundings one after the other may cost a whole model or a training step, where benchmarks compare them.
+# The error that several roundings in a row may cost a whole model or a training step, where benchmarks compare them.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# The limit of a single number, relative to its size plus its row's average size: ELEMENT times the limit of a row.
+# The limit for a single number, relative to its size plus its row's average size, is ELEMENT times that for a row.
 ELEMENT = 10
 
 
 def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The largest errors of any row (of the first axis) and of any number.
+    """(the largest error of a row of the first axis, the largest error of a number).
 
-    Infinite where a number is not finite and the truth is, or not the same infinity: of no key, lse is infinite.
-    Of a row by norm, relative to its own or to the average one; of a number relative to its size plus the average size
-    in its row. Not of the whole, whose norm hardly changes at full size when a tile is lost.
+    A row's error is that of its norm, relative to its own norm or to the average one if that is larger. A number's is
+    relative to its size plus the average size in its row. The norm of the whole is not used, as it hardly changes at
+    full size when a tile is lost. Both are infinite where one has an infinity that the other lacks, or actual has NaN.
     """
     finite = truth.isfinite()
     same = actual.shape == truth.shape and torch.equal(actual[~finite].double(), truth[~finite].double())
@@ -49,9 +49,9 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32.
+    """Keeps PyTorch's fp32 convolutions, by whose errors ours are judged, from their default of TF32.
 
-    backend: torch.backends.cuda.matmul for products, ours too, which are in TF32 where the user has asked for it.
+    backend: torch.backends.cuda.matmul does so for products, ours too, which use TF32 if the user has asked for it.
     """
     before, backend.fp32_precision = backend.fp32_precision, "ieee"
     try:
@@ -61,18 +61,18 @@ def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
 
 
 def settle_lookups() -> None:
-    """Lets torch look up its functions, as it does once, before any of them is replaced.
+    """Makes torch look up its own functions, which it does once, before any of them is replaced.
 
-    Dynamo would not know torch.empty any more that it met first while another stood there.
+    If Dynamo looked first while torch.empty was replaced, it would not know the true one later.
     """
     with torch.device("cpu"):
         torch.empty(0)
-    trace_rules.get_torch_obj_rule_map()  # which torch.distributed.init_process_group lets it forget
+    trace_rules.get_torch_obj_rule_map()  # torch.distributed.init_process_group clears this cache
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
+    """Fills fresh memory with NaN, so that elements that a candidate leaves unwritten are wrong."""
 
     def filling(allocate: Callable) -> Callable:
         def filled(*args, **kwargs):
@@ -87,7 +87,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Wrong(Exception):
-    """A candidate does not compute what it should. error: the largest of a row."""
+    """A candidate computes wrong results. error: the largest error of a row, if it is known."""
 
     def __init__(self, text: str, error: float = math.inf):
         super().__init__(text)
@@ -95,7 +95,7 @@ class Wrong(Exception):
 
 
 class Judge:
-    """A launcher's inputs and their truth in float64; judges results by PyTorch's in the same dtype."""
+    """A launcher's inputs and true results in float64; judges results by PyTorch's error in that dtype."""
 
     def __init__(
         self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
@@ -112,9 +112,9 @@ class Judge:
             self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
 
     def judge(self, results: list[Tensor]) -> tuple[float, float]:
-        """The error of a row and PyTorch's own, of the result that comes nearest to its limit.
+        """(the largest error of a row, PyTorch's own) for the result that comes nearest to its limit.
 
-        Raises Wrong beyond a limit: twice PyTorch's own error, or what one rounding costs where PyTorch has none.
+        Raises Wrong beyond a limit: the larger of twice PyTorch's own error and the cost of one rounding.
         """
         if len(results) != len(self.truth):
             raise Wrong(f"{len(results)} results in place of {len(self.truth)}")
@@ -128,7 +128,7 @@ class Judge:
         return max(found)[1:]
 
 
-# Tokens of packed samples at most: the reference fills each sample up to `longest`, and its float64 logits are the
+# The most tokens of packed samples: the reference pads each sample to `longest` tokens, and its float64 logits are the
 # square of that, 30 GB for the tokens of 32 images.
 PACKED_TOKENS = 1024
 
@@ -178,7 +178,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
         "attention": (ops.attention, [packed]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
-        # of attention; under names of their own: the smallest check on a GPU is of attention alone
+        # These are attention too, but have names of their own: the smallest check on a GPU is of attention alone.
         "rope": (turned, [packed, ("factor", angles)]),
         "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
         "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
@@ -207,7 +207,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
 
 
 def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:
-    """The outputs, and with `upstream` the gradients of every leaf that has one."""
+    """The outputs and, with `upstream` gradients, the gradients of every tensor that requires one."""
     outputs = function(*tensors)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     if upstream is None:
@@ -217,7 +217,7 @@ def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None
 
 
 def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest relative error over pairs of tensors, by norm; infinite where a value is not finite."""
+    """The largest relative error of a pair of tensors, by norm; infinite where a value is not finite."""
     errors = []
     for a, t in zip(actual, truth, strict=True):
         error = (a.double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)

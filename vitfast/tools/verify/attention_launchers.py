@@ -11,11 +11,11 @@ from ...ops import reference as ref
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
 
-PREFIX = 1  # tokens that rotary positions leave
+PREFIX = 1  # tokens that rotary positions do not rotate
 
 
 def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
-    """(o, lse); +inf for a query that sees no key, as the kernels have it."""
+    """(o, lse); lse is +inf for a query that sees no key, as in the kernels."""
     if options.get("offsets") is not None:
         return _each_sample(q, k, v, scale, **options)
     lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options).logsumexp(-1)
@@ -50,16 +50,16 @@ def _rotating(cos: Tensor, sin: Tensor) -> AttentionOptions:
 
 
 def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
-    """q, k, v, o, lse, do."""
+    """The inputs of a backward: q, k, v, o, lse and do."""
     return q, k, v, *attention_formula(q, k, v, scale, **options), t.values(*q.shape)
 
 
 def attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward of each kind, and the parts of the backward."""
+    """Forward and backward of each kind of attention, and the parts of the backward."""
     scale = s.head**-0.5
     offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
     found = {}
-    # Tensors that act on the logits; the options with them.
+    # Each has a function that draws the tensors that act on the logits, and one that makes options of them.
     for name, draw, options in (
         ("", lambda t: (), lambda: PLAIN),
         (", rotary", lambda t: _rope(t, s, s.tokens - PREFIX), _rotating),
@@ -88,7 +88,7 @@ def attentions(s: Sizes) -> dict[str, Launcher]:
 
 
 def _qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
-    """q, k and v, each (B, N, H, Dh), or (1, tokens, H, Dh) of packed samples, of one tensor."""
+    """q, k and v as slices of one tensor, each (B, N, H, Dh), or (1, tokens, H, Dh) for packed samples."""
     lead = (1, s.rows) if packed else (s.batch, s.tokens)
     return t.values(*lead, 3, s.heads, s.head).unbind(2)
 
@@ -107,7 +107,7 @@ def _pair(
     together: bool = True,
     **flags: bool,
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward. together: q, k and v are one tensor, whose gradient is summed up too."""
+    """Forward and backward. together: q, k, v are slices of one tensor, and the bias's gradient is made."""
 
     def for_backward(t: Draw) -> tuple:
         acting = draw(t)
@@ -132,7 +132,7 @@ def _pair(
 
 
 def _parts(s: Sizes) -> dict[str, Launcher]:
-    """The tiled backward's two kernels, and the gradients of a bias and of tables that are learned."""
+    """The tiled backward's two kernels, and the gradients of a bias and of learned rotary tables."""
     scale = s.head**-0.5
 
     def with_delta(t: Draw) -> tuple:
