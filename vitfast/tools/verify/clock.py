@@ -1,6 +1,6 @@
-"""The clock of a GPU: device events around calls from cold caches.
+"""Times calls on a GPU, from cold caches, by device events.
 
-A head start hides Python's launches.
+The device is kept busy before each call, so that Python's launches are not timed.
 """
 
 import statistics
@@ -19,7 +19,7 @@ def flush_buffer(device: torch.device) -> Tensor:
 def cold(flushed: Tensor, lead: float) -> None:
     """Makes the L2 cache cold, then keeps the device busy for `lead` seconds while Python launches.
 
-    Written memory alone would be written back during the timed call: other memory, which is read, takes its place.
+    The written memory alone would be written back during the timed call, so other memory is read to replace it.
     """
     written, read = flushed
     written.zero_()
@@ -28,7 +28,7 @@ def cold(flushed: Tensor, lead: float) -> None:
 
 
 def head_start(run: Callable[[], object], margin: float) -> float:
-    """Seconds that hide Python's launches of `run`, warm already: twice what they take, and a margin."""
+    """Seconds that hide Python's launches of `run`, which has run before: twice their time, and a margin."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     run()
@@ -36,12 +36,12 @@ def head_start(run: Callable[[], object], margin: float) -> float:
 
 
 class DeviceClock:
-    """Times calls by device events; the device is busy while Python launches, which thus does not count."""
+    """Times calls by device events. The device is busy while Python launches, so that is not timed."""
 
     def __init__(self, device: torch.device, rounds: int = 15):
         self.rounds, self.flushed = rounds, flush_buffer(device)
         square, begun = torch.randn(4096, 4096, dtype=torch.float16, device=device), self.now()
-        while self.now() - begun < 1.0:  # until the chip has its clocks up
+        while self.now() - begun < 1.0:  # until the chip has raised its clock rates
             square @ square
             torch.cuda.synchronize()
 
@@ -49,7 +49,7 @@ class DeviceClock:
         return time.monotonic()
 
     def lost(self) -> bool:
-        """Whether the device has stopped answering: an illegal access breaks all that follows in a process."""
+        """Whether the device has stopped answering: after an illegal access, all later calls fail."""
         try:
             torch.cuda.synchronize()
             return torch.ones(1, device=self.flushed.device).item() != 1
@@ -57,7 +57,7 @@ class DeviceClock:
             return True
 
     def seconds(self, problem, config, run: Callable[[], object]) -> float:
-        """The median of one call's seconds, warm, from cold caches."""
+        """The median seconds of a call that has run before, from cold caches."""
         for _ in range(2):
             run()
         lead = min(0.02, head_start(run, margin=5e-5))

@@ -1,4 +1,4 @@
-"""Sizes and random inputs of launchers and operations, in every layout that callers may hand over."""
+"""Sizes and random inputs of launchers and operations, in every layout that callers may use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...model.presets import preset
 
-# Of a tensor drawn as a view of something wider: how far from its start, and how many elements more from row to row.
+# Tensors are drawn as views of wider ones: (how far from the wider row's start, how many elements wider its rows are).
 LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
 # A random input's kind and shape: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
@@ -29,14 +29,14 @@ class Sizes:
 
     @classmethod
     def of_preset(cls, name: str, batch: int, image: int = 224) -> "Sizes":
-        """Those of a plain ViT with a class token."""
+        """The sizes of a plain ViT with a class token."""
         found = preset(name)
         width, patch = found["embed_dim"], found["patch_size"]
         return cls(batch, (image // patch) ** 2 + 1, width, found["num_heads"], 4 * width, image, patch)
 
     @property
     def rows(self) -> int:
-        """Of the activations as a matrix."""
+        """The rows of the activations as a matrix."""
         return self.batch * self.tokens
 
     @property
@@ -46,11 +46,11 @@ class Sizes:
 
 @dataclass
 class Draw:
-    """Draws inputs: random ones, or on the meta device none but their shapes.
+    """Draws random inputs; on the meta device they have shapes alone.
 
-    layout, of LAYOUTS. In "strided" tensors rows begin 16 bytes apart where their width allows it, in "odd" ones
-    anywhere; "shifted" ones are strided and begin at an odd address. No two in a row have the same strides.
-    "channels-last" images have the channels of a pixel side by side.
+    layout: one of LAYOUTS. "strided" rows begin at multiples of 8 elements if their width allows it, "odd" ones
+    anywhere; "shifted" tensors are strided and begin at an odd element. Tensors drawn one after the other have
+    different strides. "channels-last" images have the channels of a pixel side by side.
     """
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Draw:
     drawn: int = 0
 
     def _draw(self, shape: tuple[int, ...], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """`fill(a wider shape)` cut down to `shape`."""
+        """A tensor of this shape, cut from `fill(a wider shape)` as the layout says."""
         start, gap = LAYOUTS[self.layout]
         if not gap or 0 in shape:
             x, last = fill(shape), self.layout == "channels-last" and len(shape) == 4
@@ -75,7 +75,7 @@ class Draw:
         return self._draw(shape, lambda s: (normal(s) * scale).to(dtype or self.dtype))
 
     def weight(self, *shape: int) -> Tensor:
-        """A weight that keeps the size of what it multiplies."""
+        """A weight (F, ...), scaled so that its products have numbers of the same size as their input."""
         return self.values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
 
     def workspace(self, *shape: int) -> Tensor:
@@ -83,7 +83,7 @@ class Draw:
         return self.values(*shape, dtype=torch.float32).contiguous()
 
     def factors(self, *shape: int) -> Tensor:
-        """Between 0.5 and 1.5, in fp32."""
+        """Random factors between 0.5 and 1.5, in fp32."""
         return torch.rand(shape, generator=self.generator, device=self.device) + 0.5
 
     def integers(self, end: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -97,16 +97,16 @@ class Draw:
         return drawn
 
     def offsets(self, count: int, total: int) -> Tensor:
-        """(count + 1,) int32 from 0 to `total`: samples of many sizes, some of them perhaps of none."""
+        """Offsets (count + 1,) in int32 from 0 to `total`: samples of many sizes, perhaps 0."""
         ends = (torch.rand(count, generator=self.generator, device=self.device) + 0.05).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends / ends[-1] * total]).round().int()
 
     def pixels(self, *shape: int) -> Tensor:
-        """Raw uint8."""
+        """Raw images in uint8."""
         return self._draw(shape, lambda s: self.integers(256, *s, dtype=torch.uint8))
 
     def leaves(self, inputs: list[Input]) -> list[Tensor]:
-        """Tensors of these kinds and shapes, of which values and weights want a gradient."""
+        """Tensors of these kinds and shapes; values and weights require a gradient."""
         kinds = dict(values=self.values, weight=self.weight, uint8=self.pixels, factor=self.factors)
         drawn = [(kind, kinds[kind](*shape)) for kind, shape in inputs]
         return [t.requires_grad_(kind in ("values", "weight")) for kind, t in drawn]
