@@ -1,8 +1,8 @@
 """Checks every launcher at shapes around the edges of its tiles, in Triton's interpreter.
 
-Each runs with every provider that could do it (with its shipped tile and with each other provider's), on contiguous and
-strided inputs; images channels-last too. Its results are judged against float64 by PyTorch's own error, its loads and
-stores by the sanitizer.
+Each launcher runs with its shipped tile and with that of every other provider that could do it, on contiguous and
+strided inputs, and on channels-last images. PyTorch's own error judges its results against float64; the sanitizer
+judges its loads and stores.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from .launchers import every_launcher
 from .sanitizer import Finding, Sanitizer
 
 CPU = torch.device("cpu")
-# Sequences shorter than a block, just past it, and 5 and 1 past whole ones; heads of one power of two, of two, padded.
+# Sequences shorter than a block, longer than one, 5 and 1 longer than whole ones; heads of one or two chunks, padded.
 TOKENS = (5, 50, 197, 257)
 HEADS = (32, 64, 72, 80)
-# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last
-# has rows and patches enough for several steps in each slice of a weight gradient.
+# The other launchers have rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches.
+# The last sizes have rows and patches enough for several steps in each slice of a weight gradient.
 ROWS = (
     Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
     Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
     Sizes(batch=1, tokens=197, width=768, heads=12, hidden=136, image=40, patch=8),
     Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
 )
-MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
-LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
+MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # more than a tile has rows
+LIBRARIES = (*tiles.LIBRARIES, "cublas")  # these providers launch no kernel of ours
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Case:
     sizes: Sizes
     dtype: torch.dtype
     layout: str
-    sm: int | None = None  # tiles of this GPU generation; None: the default ones, and libraries
-    many_heads: int = attention.MANY_HEADS  # from which on one program takes every query of its head
+    sm: int | None = None  # the GPU generation whose tiles are used; None: the default ones, and libraries
+    many_heads: int = attention.MANY_HEADS  # from this many heads on one program takes every query of its head
 
     def __str__(self) -> str:
         s = self.sizes
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass
 class Report:
-    """The worst error of cases with PyTorch's own, and what was found, with the case and its tiles."""
+    """The worst error of some cases, PyTorch's own there, and the faults, each with its case and tiles."""
 
     runs: int = 0
     error: float = 0.0
@@ -77,25 +77,25 @@ class Report:
 
 
 def names() -> list[str]:
-    """Of every launcher."""
+    """The names of all launchers."""
     return list(every_launcher(ROWS[0]))
 
 
 def attention_sizes(*shapes: tuple[int, int, int, int]) -> list[Sizes]:
-    """Of (images, tokens, heads, head size)."""
+    """Sizes from shapes (images, tokens, heads, head size)."""
     return [Sizes(b, n, h * head, h, hidden=16, image=16, patch=8) for b, n, h, head in shapes]
 
 
 def sizes_of(name: str) -> list[Sizes]:
-    """The shapes of the plan."""
+    """The sizes at which a launcher is checked."""
     if not name.startswith("attention"):
         return [*ROWS, *([MANY_IMAGES] if name == "patch embedding" else [])]
     shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
-    return attention_sizes(*shapes, (1, 215, 1, 64))  # 215: no more than three blocks of keys
+    return attention_sizes(*shapes, (1, 215, 1, 64))  # key_blocks cuts 215 keys into three blocks at most
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
-    """Whether it takes seconds in the interpreter, while another launcher runs its kernel at this width."""
+    """Whether it takes seconds in the interpreter, and another launcher runs the kernel at this width."""
     if name.startswith("patch"):
         return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
     if name.startswith("weight gradient"):
@@ -109,9 +109,9 @@ def layouts_of(name: str) -> tuple[str, ...]:
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """The plan for one launcher, which takes seconds.
+    """The cases of one launcher, which take seconds.
 
-    fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes.
+    fp16 has the tiles of bfloat16, and fp32 has few of its own, so both run at a few of the sizes only.
     """
     few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
     for i, sizes in enumerate(sizes_of(name)):
@@ -127,8 +127,8 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
 def _candidates(used: dict[tuple[str, str, str], KernelConfig], case: Case) -> Iterator[Override]:
     """Other tiles for the operations that ran.
 
-    Those of other providers; where few rows take small tiles, the large ones; and where there are tiles enough along
-    the rows, groups of two.
+    They are the tiles of other providers; the large tiles where few rows have taken small ones; and tiles in groups of
+    two (GROUP_M, GROUP_N) where there are enough tiles along the rows.
     """
     yield from candidates(used, case.dtype, CPU)
     for op, bits, shape in used:
@@ -142,11 +142,11 @@ def _candidates(used: dict[tuple[str, str, str], KernelConfig], case: Case) -> I
 
 
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], KernelConfig]]]:
-    """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
+    """Yields (name, tiles used, which the caller's run fills) for the shipped tiles, then each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
     with contextlib.ExitStack() as gpu:
-        # Two multiprocessors, so that persistent programs go round several times.
+        # The GPU is said to have two multiprocessors, so that persistent programs loop several times.
         gpu.enter_context(mock.patch.object(rows, "_multiprocessors", lambda device: 2))
         gpu.enter_context(mock.patch.object(attention, "MANY_HEADS", case.many_heads))
         if case.sm:
@@ -197,7 +197,7 @@ def check(*cases: Case) -> Report:
 def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitizer, used: dict) -> None:
     """Runs a case once.
 
-    Raises Wrong where numbers are, where no kernel ran, and where an input is overwritten, which is put right.
+    Raises Wrong where numbers are wrong, where no kernel ran, and where an input was overwritten, which it restores.
     """
     inputs = [t.clone() for t in judge.inputs]
     with watch:

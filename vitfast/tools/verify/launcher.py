@@ -1,4 +1,4 @@
-"""One launcher of kernels/ with its inputs and its formula, and what the lists of them share."""
+"""One launcher of kernels/ with its inputs and its formula, and functions that lists of them share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from ...kernels.configs import tiles
 from ...kernels.configs.tiles import KernelConfig
 from .draw import Draw
 
-Override = tuple[str, KernelConfig, str]  # an operation, its tile, a shape class
+Override = tuple[str, KernelConfig, str]  # (operation, its tile, shape class)
 
 
 @dataclass(frozen=True)
 class Launcher:
     """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
 
-    variant: a plainer case has the same tile. edge: on inputs that a training step of a plain ViT does not give, for
-    edges.py alone.
+    variant: a plainer launcher has the same tile. edge: its inputs do not occur in a training step of a plain ViT, and
+    edges.py alone runs it.
     """
 
     make: Callable[[Draw], tuple]
@@ -29,15 +29,15 @@ class Launcher:
 
 
 def outputs(result) -> list[Tensor]:
-    """The tensors of what a launcher or a formula returns, without those that were not asked for."""
+    """The tensors that a launcher or a formula returns, without the None and empty ones."""
     found = result if isinstance(result, tuple) else (result,)
     return [t for t in found if t is not None and t.numel()]
 
 
 def candidates(used: Iterable[tuple[str, str, str]], dtype: torch.dtype, device: torch.device) -> Iterator[Override]:
-    """Every other tile that could do what was `used`.
+    """Yields every other tile for the operations that were used.
 
-    used: (operation, bits, shape class), as tiles.using has it.
+    used: their (operation, bits, shape class), as tiles.using yields them.
     """
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device)
@@ -45,12 +45,12 @@ def candidates(used: Iterable[tuple[str, str, str]], dtype: torch.dtype, device:
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """fp32, or float64 where x is."""
+    """The dtype float64 if x has it, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
-    """Of every leaf, by autograd."""
+    """The gradient of every leaf, by autograd."""
     leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
     with torch.enable_grad():
         return torch.autograd.grad(function(*leaves), leaves, upstream)
