@@ -1,9 +1,9 @@
-"""Every launcher of kernels/ at a model's shapes, beside the same in plain PyTorch: the one list.
+"""The list of all launchers of kernels/ at a model's shapes, with their formulas in plain PyTorch.
 
-The tuner times them one by one, `make codegen` compiles what they launch, edges.py runs them at the edges of tiles. The
-first of those that share a tile is the plain case of a training step; the later ones are variants (factors, an fp32
-residual stream, tanh, raw pixels) that only compile to other code. Those for edges.py alone have another scale, logits
-in the hundreds, a constant row, every optional sum at once, oblong images, several prefix tokens or none.
+The tuner times them one by one, `make codegen` compiles what they launch, and edges.py runs them at the edges of tiles.
+Among launchers that share a tile, the first is the plain case of a training step; the later ones are variants (factors,
+an fp32 residual stream, tanh) that only compile to other code. Those for edges.py alone have another scale, logits in
+the hundreds, a constant row, every optional sum at once, oblong images, several prefix tokens or none.
 """
 
 import torch
@@ -25,12 +25,12 @@ MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.26)
 
 
 def every_launcher(s: Sizes) -> dict[str, Launcher]:
-    """Name -> launcher, at these sizes, those that matter most in a training step first."""
+    """Name -> launcher, at these sizes; those that matter most in a training step come first."""
     return products(s) | attentions(s) | _norms(s) | _norm_backwards(s) | _sums(s) | _patch_embeddings(s)
 
 
 def launchers(s: Sizes) -> dict[str, Launcher]:
-    """Those on inputs that a training step gives."""
+    """The launchers whose inputs occur in a training step."""
     return {name: launcher for name, launcher in every_launcher(s).items() if not launcher.edge}
 
 
@@ -38,7 +38,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
 
 def statistics(x: Tensor, rms: bool = False) -> tuple[Tensor, ...]:
-    """LayerNorm's mean and rstd of every row; RMSNorm's rstd."""
+    """LayerNorm's (mean, rstd) of every row, or RMSNorm's (rstd,)."""
     work = x.to(wide(x))
     if rms:
         return ((work.square().mean(-1) + EPS).rsqrt(),)
@@ -67,9 +67,9 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
         return ref.layer_norm(x, w, b, EPS), *statistics(x)
 
     def added(t: Draw, factors: bool = False, **stream) -> tuple:
-        """x, the residual, weight and bias; with factors the layer scale and the drop path.
+        """x, the residual, weight and bias; with factors the layer scale and the drop path too.
 
-        stream: its own dtype.
+        stream: dtype= for the residual and the parameters.
         """
         rows_and_parameters = t.values(m, d), *(t.values(*size, **stream) for size in ((m, d), (d,), (d,)))
         return *rows_and_parameters, *((t.values(d, **stream), t.factors(s.batch)) if factors else ())
@@ -110,7 +110,7 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
     ) -> Launcher:
         """A backward of LayerNorm or RMSNorm.
 
-        factors: of z = res + scaled branch. sums: z's gradient, which is added, summed up too, and LayerNorm again.
+        factors: z is res + a scaled branch. sums: dz is given and summed too, and the norm's output is written again.
         kind: dtype=torch.float32 for a stream and parameters in fp32 around a branch in 16 bit.
         """
 
@@ -191,10 +191,10 @@ def _sums(s: Sizes) -> dict[str, Launcher]:
 def _patch_embedding(
     s: Sizes, prefix: int = 1, mean: tuple | None = None, std: tuple | None = None, across: int = 0, together=False
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward; of raw pixels where they have a mean.
+    """Forward and backward; the images are raw pixels where a mean is given.
 
-    across: patches in a row of an oblong image, whose prefix tokens have no position. together: of the raw patches of
-    images of many sizes.
+    across: patches in a row of an oblong image, whose prefix tokens have no position. together: the images have many
+    sizes and come as patches.
     """
     d, edge, tall = s.width, across > 0, s.image // s.patch
     patches = tall * (across or tall)
@@ -209,7 +209,7 @@ def _patch_embedding(
         return images, *parameters, t.values(*positions), *((t.offsets(2 * s.batch, count),) if together else ())
 
     def unpack(*tokens) -> tuple:
-        """cls_token, pos_embed, and where the tokens of packed images lie."""
+        """(cls_token, pos_embed, token_rows of packed images or None)."""
         if together:
             return *tokens[:2], packed.token_rows(tokens[2], count, 1)
         return *(() if prefix else (None,)), *tokens, None

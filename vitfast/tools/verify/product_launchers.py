@@ -13,7 +13,7 @@ SPLITS = 7  # slices of a weight gradient that are added up
 
 
 def activated(activation: str, *pre: Tensor) -> Tensor:
-    """act(pre), or of two, up and gate: act(gate) * up."""
+    """act(pre), or for two, up and gate, act(gate) * up."""
     h = ref.ACTIVATIONS[activation](pre[-1])
     return h if len(pre) == 1 else h * pre[0]
 
@@ -34,7 +34,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
         return t.values(m, inner), t.weight(out, inner), t.values(out)
 
     def with_activation(count: int, activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
-        """Forward and backward of one layer and an activation, or of two, up and gate."""
+        """Forward and backward of one layer and its activation, or of two layers, up and gate."""
         launcher, backward = ((mlp.linear_gelu, mlp.dgelu_matmul), (gated.gated_linear, gated.dgated_matmul))[count - 1]
 
         def make(t: Draw) -> tuple:
@@ -69,7 +69,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
             weight_grad.weight_grad,
             lambda g, x: g.t() @ x,
         )
-    for name in ("fc1", "qkv", "proj"):  # fc2's is dgelu
+    for name in ("fc1", "qkv", "proj"):  # fc2's input gradient is part of dgelu
         found[f"input gradient, {name}"] = Launcher(
             lambda t, size=weights[name]: (t.values(m, size[0]), t.weight(*size)), linear.input_grad, lambda g, w: g @ w
         )
@@ -86,7 +86,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
             lambda slices, like: weight_grad.sum_products(slices, None, like.dtype),
             lambda slices, like: slices.sum(0),
         )
-    # Where another provider multiplies, these run beside it.
+    # These run after a product by another provider.
     for name, count, launcher, activation in (
         ("gelu backward", 1, mlp.gelu_bwd, "gelu"),
         ("gated backward", 2, gated.gated_bwd, "silu"),
