@@ -1,14 +1,14 @@
 """A memory sanitizer for Triton kernels in Triton's interpreter, without a GPU or a changed kernel.
 
-    # TRITON_INTERPRET=1 in the environment, before triton is imported; vitfast's operations: with ops.use_kernels("on")
-    interpreter.quicken(), interpreter.mend_bfloat16()  # of vitfast: twice as quick, bfloat16 right
+    # TRITON_INTERPRET=1 must be in the environment before triton is imported; vitfast needs ops.use_kernels("on")
+    interpreter.quicken(), interpreter.mend_bfloat16()  # vitfast's: twice as quick, bfloat16 right
     with Sanitizer() as watch:
         ...launches on CPU tensors...
-    print(watch)                                        watch.findings: the same as a list
+    print(watch)                                        # watch.findings has the same as a list
 
-It looks at each element that a program reads or writes where its mask is true:
+It looks at each element that a program reads or writes where its mask is true. The kinds of findings are:
 
-    out of bounds        no element of the tensor: a neighbour in the same storage (k beside q in a packed qkv) is none
+    out of bounds        no element of the tensor; its neighbours in the same storage (k beside q in one qkv) are none
     write-write race     two programs of a launch write one element
     read-write race      a program reads what another program of the launch writes, in either order
     missing barrier      a program reads or writes again what it wrote, or writes what it read through other pointers
@@ -16,15 +16,15 @@ It looks at each element that a program reads or writes where its mask is true:
     two values           the lanes of one store write different values to one element
     uninitialised read   of an element of torch.empty that nothing has written
     left unwritten       such an element at the end, in a tensor that a kernel was given
-    false hint           tl.multiple_of of a number that is none (of a contiguous run, its first)
+    false hint           tl.multiple_of a number that is no multiple (for a contiguous run, its first number)
     atomic operation     vitfast has none: the order of additions would change from run to run, and the bits with it
 
-Lanes that a mask leaves out of a load without `other=` are NaN, as undefined as on a GPU; the interpreter has zeros.
-
-All of it is about addresses, not about time: the interpreter runs programs one after the other, and what the compiler
-makes of a kernel is not seen. A column too many of a contiguous tensor is the next row's first: run kernels on views of
-wider tensors too. Pointers must come from arguments, not from memory. Integers are not watched for uninitialised reads:
-every pattern may be a value. One thread launches at a time. All that torch.empty gives inside is kept until the end.
+Lanes that a mask leaves out of a load without `other=` become NaN, since a GPU leaves them undefined (the interpreter
+has zeros). The findings are about addresses, not about time: the interpreter runs programs one after the other, and
+does not see what the compiler makes of a kernel. One column too many in a contiguous tensor is the next row's first, so
+kernels should run on views of wider tensors too. Pointers must come from arguments, not from memory. Integers are not
+watched for uninitialised reads, as every pattern may be a value. Only one thread may launch at a time. All memory that
+torch.empty gives inside is kept until the end.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Finding:
     kind: str
     kernel: str
     tensor: str  # the kernel's argument
-    source: str  # "rows.py:40 < layer_norm.py:58": the line, and the lines that called it
+    source: str  # "kernels/rows.py:40 < layer_norm/forward.py:58": the line, and the lines that called it
     program: shadow.Program | None
     detail: str  # with the element's index
     count: int = 1
@@ -72,9 +72,9 @@ class Finding:
 class Sanitizer:
     """Watches every launch of an interpreted kernel inside a with block, poisoning torch.empty's memory.
 
-    findings: what was found, complete after the end. counts: of launches, programs, reads, writes and their elements.
-    A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of
-    another Sanitizer.
+    findings: a list, complete after the block. counts: the numbers of launches, programs, reads, writes and their
+    elements. A read or write out of bounds is reported and not done; an atomic operation is reported and done. Raises
+    RuntimeError inside of another Sanitizer.
     """
 
     def __init__(self):
@@ -82,8 +82,8 @@ class Sanitizer:
         self._found: dict[tuple[str, str, str, str], Finding] = {}
         self._launch: shadow.WatchedLaunch | None = None  # the one under way
         self._fresh: dict[int, UntypedStorage] = {}  # poisoned storages by their address
-        self._given: dict[int, dict[tuple, tuple[str, str]]] = {}  # storage -> views of it -> the first kernel and name
-        self._open = False  # a hook that somebody has put back after the end does nothing
+        self._given: dict[int, dict[tuple, tuple[str, str]]] = {}  # storage -> its views -> first kernel, argument
+        self._open = False  # so that a hook which other code restores after the end does nothing
 
     @property
     def findings(self) -> list[Finding]:
@@ -100,7 +100,7 @@ class Sanitizer:
         first.count += first is not finding
 
     def _unwritten(self) -> None:
-        """Looks for poison in what kernels were given."""
+        """Looks for poison that is left in the poisoned tensors that kernels were given."""
         for key, views in self._given.items():
             for (shape, strides, offset, dtype), (kernel, name) in views.items():
                 if dtype.is_floating_point:
@@ -130,7 +130,7 @@ class Sanitizer:
         self._given.clear()
 
     def _hooks(self) -> Iterator[tuple[object, str, Callable]]:
-        """Owner, name and replacement of each hook into Triton and torch; it is given the original first."""
+        """Yields (owner, name, replacement) of each hook; the replacement gets the original first."""
         yield GridExecutor, "_init_args_hst", self._bind_arguments
         yield GridExecutor, "_restore_args_dev", self._return_arguments
         yield interpreter, "_implicit_cvt", self._convert
@@ -215,7 +215,7 @@ class Sanitizer:
 
 
 def _hooked(hook: Callable, original: Callable) -> Callable:
-    """A plain function, as a class binds it, that stands in the place of `original`."""
+    """A plain function, so that classes bind it as a method, that calls `hook` in place of `original`."""
 
     def hooked(*args, **kwargs):
         return hook(original, *args, **kwargs)
@@ -225,7 +225,7 @@ def _hooked(hook: Callable, original: Callable) -> Callable:
 
 
 def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among a kernel's arguments, in tuples and behind descriptors too, by name."""
+    """Yields a kernel's tensor arguments by name, those in tuples and behind descriptors included."""
     for name, value in arguments.items():
         if isinstance(value, TensorDescriptor):
             yield name, value.base
@@ -236,7 +236,7 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:
 
 
 def _undefined(ptrs: TensorHandle) -> TensorHandle:
-    """Values of a load without `other` where its mask is false: poison; zeros of integers."""
+    """Values of a load without `other` where its mask is false: poison, or for integers zeros."""
     dtype = ptrs.get_element_ty()
     values = np.zeros(ptrs.data.shape, interpreter._get_np_dtype(dtype))
     if dtype.is_floating():

@@ -1,7 +1,7 @@
-"""Shadow memory of one interpreted launch: who has read and written each element (for sanitizer.py).
+"""Shadow memory of an interpreted launch: who reads and writes each element (for sanitizer.py).
 
-Every pointer carries the number of its kernel argument in its upper 16 bits, which pointer arithmetic leaves alone. An
-address is thus judged by the tensor it was reached through, whatever else lies there.
+Every pointer carries the number of its kernel argument in its upper 16 bits, which pointer arithmetic leaves alone. So
+an address is judged by the tensor through which it was reached, whatever else lies there.
 """
 
 from collections.abc import Callable, Container
@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 from triton.runtime.interpreter import TensorHandle
 
 _SHIFT, _ADDRESS = np.uint64(48), np.uint64((1 << 48) - 1)
-_SEVERAL = -1  # in place of a reader's stamp
+_SEVERAL = -1  # stands for several readers in place of one's stamp
 
 Program = tuple[int, ...]
 Touched = list[tuple["ShadowView", np.ndarray]]
@@ -20,12 +20,12 @@ Report = Callable[[str, str, str], None]
 
 
 def plain(pointers: TensorHandle) -> TensorHandle:
-    """Without the numbers of arguments."""
+    """The pointers without the numbers of arguments."""
     return TensorHandle(pointers.data & _ADDRESS, pointers.dtype)
 
 
 class Memory:
-    """One storage: for each element the stamps of its last writer and reader."""
+    """One storage, with the stamps of the last writer and the last reader of each element."""
 
     def __init__(self, storage: UntypedStorage, itemsize: int):
         self.start, self.itemsize = storage.data_ptr(), itemsize
@@ -41,17 +41,17 @@ class ShadowView:
         self.shape, self.strides, self.offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         steps = self.itemsize // memory.itemsize  # more than 1 where the storage is seen in a smaller dtype too
         self.span = np.arange(steps) if steps > 1 else None
-        self.inside = np.zeros(len(memory.writer), bool)  # of a huge storage, only the touched pages become real
+        self.inside = np.zeros(len(memory.writer), bool)  # even of a huge storage, only touched pages take memory
         if tensor.numel():
             inside, strides = torch.from_numpy(self.inside), [steps * s for s in self.strides]
             inside.as_strided(self.shape, strides, steps * self.offset).fill_(True)
 
     def locate(self, addresses: np.ndarray) -> np.ndarray:
-        """Where in its memory the elements at these addresses begin."""
+        """The indices, in its memory, at which the elements at these addresses begin."""
         return ((addresses & _ADDRESS).view(np.int64) - self.memory.start) // self.memory.itemsize
 
     def holds(self, at: np.ndarray) -> np.ndarray:
-        """Which of these are elements of the tensor."""
+        """Whether each of these indices is an element of the tensor."""
         within = at.view(np.uint64) < len(self.inside)  # negative ones are huge
         if within.all():
             return self.inside[at]
@@ -63,14 +63,14 @@ class ShadowView:
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
             if self.strides[axis]:
                 index[axis], rest = divmod(rest, self.strides[axis])
-        beyond = f" + {rest} elements" if rest else ""  # between two elements of a view with gaps
+        beyond = f" + {rest} elements" if rest else ""  # it lies between two elements of a view with gaps
         return f"{self.name}{index}{beyond} of {self.shape}"
 
 
 class WatchedLaunch:
-    """Watches what a launch's programs do to its tensors; `report(kind, tensor, detail)` gets faults.
+    """Watches a launch's programs access its tensors; calls `report(kind, tensor, detail)` for faults.
 
-    A stamp is a phase of a program, which lasts from its start or a barrier to the next. They rise through the launch.
+    A stamp stands for a phase of a program, from its start or a barrier to the next. Stamps rise through the launch.
     fresh: addresses of the storages that were poisoned.
     """
 
@@ -97,16 +97,16 @@ class WatchedLaunch:
                 pointer.data = pointer.data | (np.uint64(number) << _SHIFT)
 
     def next_phase(self, program: Program | None = None) -> None:
-        """A program begins, or (None) has passed a barrier."""
+        """Begins a phase: of a new program, or with None of the same one after a barrier."""
         self.programs.append(program or self.program)
         self.now = len(self.programs) - 1
         self.first = self.now if program else self.first
         self.loads = []
 
     def access(self, handle: TensorHandle, mask: np.ndarray, what: str) -> tuple[np.ndarray, Touched]:
-        """The mask without what lies out of bounds, and what is left of each tensor: where in its memory.
+        """(mask without the lanes out of bounds, indices of the other lanes in each tensor's memory).
 
-        What is reached through a pointer cast to another size is not among the latter: its bounds alone are checked.
+        Lanes of a pointer that was cast to another size are not among the latter: only their bounds are checked.
         """
         pointers, itemsize = handle.data, max(1, handle.get_element_ty().primitive_bitwidth // 8)
         mask = np.broadcast_to(mask, pointers.shape)
@@ -134,7 +134,7 @@ class WatchedLaunch:
         return np.ascontiguousarray(mask), touched
 
     def load(self, pointers: np.ndarray, mask: np.ndarray, touched: Touched) -> None:
-        """Looks for those who write what is read, and keeps who read it."""
+        """Reports elements that are read after a conflicting write, and notes who has read them."""
         for view, at in touched:
             memory = view.memory
             self._after_writes(view, at, "read-write race", "reads")
@@ -144,7 +144,7 @@ class WatchedLaunch:
             self.loads.append((memory, pointers & _ADDRESS, mask))
 
     def store(self, pointers: np.ndarray, mask: np.ndarray, touched: Touched, values: np.ndarray) -> None:
-        """Looks for those who read or write what is written, and keeps who wrote it."""
+        """Reports elements that are written after a conflicting access, and notes who has written them."""
         for view, at in touched:
             memory = view.memory
             self._after_writes(view, at, "write-write race", "writes")
@@ -161,7 +161,7 @@ class WatchedLaunch:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
 
     def _after_writes(self, view: ShadowView, at: np.ndarray, race: str, verb: str) -> None:
-        """Looks for earlier writes to what is now accessed: of other programs, and of this one's phase."""
+        """Reports accessed elements that another program, or this one in this phase, has written before."""
         if view.memory.written:
             writer = view.memory.writer[at]
             self._found(race, view, at, (writer > 0) & (writer < self.first), verb + " what {} wrote,", writer)
@@ -169,7 +169,7 @@ class WatchedLaunch:
             self._found("missing barrier", view, at, writer == self.now, again)
 
     def hint(self, values: np.ndarray, divisors: list[int]) -> None:
-        """Looks for the first of a contiguous run, along each axis, that is no multiple of its divisor."""
+        """Reports, along each axis, a contiguous run whose first number is no multiple of the divisor."""
         for axis, divisor in enumerate(divisors):
             if divisor > 1:
                 along = np.moveaxis(values, min(axis, values.ndim - 1), 0)
@@ -180,7 +180,7 @@ class WatchedLaunch:
                     self.report("false hint", "tl.multiple_of", f"{wrong.flat[0]} is no multiple of {divisor}")
 
     def _read_otherwise(self, memory: Memory, addresses: np.ndarray, mask: np.ndarray) -> bool:
-        """Whether this phase read any of these through pointers in another order: by other threads, that is."""
+        """Whether this phase has read any of these in another order of pointers, so by other threads."""
         others = [(a, m) for of, a, m in self.loads if of is memory and not np.array_equal(a, addresses)]
         return any(np.isin(a[m], addresses[mask]).any() for a, m in others)
 
@@ -192,7 +192,7 @@ class WatchedLaunch:
             self._found("two values", view, at, bits[last[at]] != bits, "lanes disagree on")
 
     def initialised(self, pointers: np.ndarray, mask: np.ndarray, result: TensorHandle) -> None:
-        """Looks for poison, all bits of a float, in what was loaded."""
+        """Reports loaded numbers that are poison: floats with all bits set."""
         if result.dtype.scalar.is_floating():
             bits = result.data.view(f"u{result.data.itemsize}")
             poison = (bits == np.iinfo(bits.dtype).max) & mask
@@ -202,7 +202,7 @@ class WatchedLaunch:
                 self._found("uninitialised read", view, at, view.holds(at) & view.fresh, "reads what nothing wrote,")
 
     def _found(self, kind: str, view: ShadowView, at: np.ndarray, wrong: np.ndarray, text: str, stamps=None) -> None:
-        """Reports the first that is wrong of the elements `at`, by whom its stamp names."""
+        """Reports the first wrong one of the elements `at`, with the program that its stamp stands for."""
         if wrong.any():
             first = np.flatnonzero(wrong)[0]
             if stamps is not None:
