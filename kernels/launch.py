@@ -48,7 +48,7 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own cdiv is made for kernels and would cost a launcher 2 us."""
+    """a / b, rounded up. Triton's own is made for kernels, and takes 2 us of a launcher's time."""
     return -(-a // b)
 
 
@@ -67,7 +67,7 @@ def settle(kernel) -> None:
 
 
 def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among the arguments, those in tuples included."""
+    """The tensors among arguments, in tuples too."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -123,7 +123,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects the launches inside instead of making them; meta tensors do, so no GPU is needed."""
+    """Collects the launches inside instead of making them; on meta tensors, those a GPU would get."""
     global _recorder
     before, _recorder = _recorder, []
     try:

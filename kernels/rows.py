@@ -33,7 +33,7 @@ def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside.
 
-    Stride 0 gives a vector (D,) to every row. In this layout each warp loads what it needs by itself, whereas a
+    Stride 0 gives a vector (D,) to every row: in this layout each warp loads what it needs by itself, where a
     (1, BLOCK_D) load would be exchanged through shared memory.
     """
     # This shows the compiler that ALIGN = 8 divides strides such as 1000; tl.multiple_of crashes it where BLOCK_M is 1.
@@ -47,7 +47,7 @@ def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_
 
 @triton.jit
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes `value` to chunk i of some rows of a contiguous (M, D) matrix."""
+    """Writes chunk i of rows of a contiguous (M, D) matrix."""
     offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask = row_mask(rows, M, i, D, BLOCK_D)
     tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=mask)
@@ -139,7 +139,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
-    """Persistent programs along the rows: `per_sm` per multiprocessor for all strips, `blocks` at most."""
+    """Persistent programs along the rows: `per_sm` a multiprocessor for all strips, at most `blocks`."""
     return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
 
 
@@ -148,7 +148,7 @@ def contiguous_or_none(t: Tensor | None) -> Tensor | None:
 
 
 def row_factors(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
-    """(B,) -> (M, 1): the factor of every row, for providers other than our kernels."""
+    """(B,) -> (M, 1): the factor of every row, for providers that are no kernels of ours."""
     return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
 
 
@@ -188,7 +188,7 @@ def scale_rows(
     want_sum: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(g = drop_path[b] * layer_scale * dout (M, D) in out_dtype, its column sum (D,) in fp32)."""
+    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), its column sum (D,) in fp32."""
     M, D = dout.shape
     flags = dict(tiles.lookup("scale_rows", dout, f"d{D}").meta)
     strips = cdiv(D, flags["BLOCK_D"])

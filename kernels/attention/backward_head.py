@@ -86,7 +86,7 @@ def times(p, dp, dtype: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def add_dq(acc, ds, k, rows, N, scale, before, FIRST: tl.constexpr, HEAD: tl.constexpr):
-    """Adds scale dS K for one chunk of the head to acc, or overwrites acc unless `before`.
+    """Adds scale dS K for one chunk of the head to acc, or overwrites acc where not `before`.
 
     ds is (keys, queries). A wgmma has 64 rows: the chunk's columns where 64 divides their number, else the queries.
     """
@@ -187,7 +187,7 @@ def _attention_bwd_head_kernel(
     LAST_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk and dv of the heads of a program, in blocks of BLOCK_N keys by BLOCK_M queries.
+    """dq, dk, dv of the heads of a program, in BLOCK_N keys by BLOCK_M queries.
 
     LAST_N: how many keys step 1 does; 0 where BLOCK_N divides N or where the last block of keys is masked instead.
     """

@@ -1,4 +1,4 @@
-"""Attention backward in blocks: dQ of a block of queries, dK and dV of a block of keys.
+"""Attention backward in blocks: dQ of some queries, dK and dV of some keys, against all others.
 
 The part for dQ also writes delta = rowsum(o do), which the other reads. The two parts are two kernels with a program
 for each block; or, where a head is short enough to stay in the cache, two phases of one program for each head. They
@@ -86,7 +86,7 @@ def queries_bwd(
     LAST_N: tl.constexpr,
     VARIES: tl.constexpr,
 ):
-    """Writes dQ and delta of BLOCK_M queries from `first` on, looping over blocks of keys; returns dQ."""
+    """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
     ROTATES: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
@@ -132,7 +132,7 @@ def _dkdv_step(
 ):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
 
-    Everything is transposed, so that P^T and dS^T are left operands as the products give them.
+    Everything is transposed, so that P^T and dS^T are left operands as they come.
     """
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
@@ -166,7 +166,7 @@ def keys_bwd(
     LAST_M: tl.constexpr,
     VARIES: tl.constexpr,
 ):
-    """Writes and returns dK and dV of BLOCK_N keys from `first` on, looping over blocks of queries."""
+    """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
     k = load_rotated_rows(k_head, rope, cols, keys, True, QK)

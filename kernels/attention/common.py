@@ -84,7 +84,7 @@ def load_head_chunk(
     HEAD: tl.constexpr,
     END: tl.constexpr = 0,
 ):
-    """Loads columns FIRST..FIRST + SIZE of rows of a head, zeros outside; MASK_ROWS: rows may pass N.
+    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N.
 
     END: the first column that is outside; 0 stands for the head's own end.
     """
@@ -186,7 +186,7 @@ def accumulate(acc, w, x, HEAD: tl.constexpr):
 
 @triton.jit
 def exp_difference(s, m, scale):
-    """exp(scale (s - m)), where m is a column.
+    """exp(scale (s - m)), m a column.
 
     The difference comes first. Logits in the thousands agree with m but for their last bits, which multiplying each by
     scale log2(e) would round away, and the weight of a lone key must be 1. The one instruction more than a
@@ -206,7 +206,7 @@ def row_dot(a, b):
 
 @triton.jit
 def bounds(offsets_ptr, samples, tokens):
-    """First token and number of tokens of samples, clamped to the tokens there are."""
+    """First token and number of tokens of samples, within the tokens there are whatever the offsets say."""
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples).to(tl.int32), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples + 1).to(tl.int32), first), tokens)
     return first, end - first

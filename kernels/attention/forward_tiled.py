@@ -51,7 +51,7 @@ def _fwd_step(
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
-    # where every key so far is hidden, nothing is subtracted: -inf - -inf would be NaN
+    # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
     p = exp_difference(s, shift[:, None], logit_scale(bias, scale))
     decay = exp_difference(m, shift, logit_scale(bias, scale))
@@ -68,7 +68,7 @@ def _attention_fwd_tiled_kernel(
     o,
     lse_ptr,  # (B, H, N)
     terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
-    # key lengths (B,); each may be None
+    # key lengths (B,); each or None
     table_ptr,  # of the tiles of packed samples (common.py), or None
     tokens,  # of all packed samples
     N,

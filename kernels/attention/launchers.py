@@ -148,7 +148,7 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """(o (B, N, H, Dh), lse (B, H, N) in fp32) for q, k, v (B, N, H, Dh) of unit last stride; scale > 0."""
+    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
     B, N, H, _ = q.shape
     config = _lookup("attention_fwd", q, options)
     if config.provider in tiles.ATTENTION_LIBRARIES:
@@ -305,7 +305,7 @@ def attention_bwd_dkdv(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v (B, N, H, Dh) are the slices, in order, of one (B, N, 3, H, Dh) tensor."""
+    """Whether q, k and v (B, N, H, Dh) are slices of one (B, N, 3, H, Dh) tensor, each after the other."""
     strides, start = q.stride(), q.storage_offset()
     step = q.shape[2] * strides[2]
     if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):

@@ -15,7 +15,7 @@ class AttentionOptions(NamedTuple):
     sin: Tensor | None = None
     bias: Tensor | None = None  # (H, N, N) or (B or 1, H, N, N)
     key_lengths: Constant | None = None  # (B,)
-    offsets: Constant | None = None  # (S + 1,), for packed samples, where B is 1 and num_prefix 0
+    offsets: Constant | None = None  # (S + 1,), of packed samples: then B is 1, and num_prefix 0
     interleaved: bool = False
     num_prefix: int = 0
     longest: int = 0  # tokens of the longest packed sample, or more

@@ -188,7 +188,7 @@ def bias_of(bias, b, h):
 
 @triton.jit
 def keys_of(lengths_ptr, b, N):
-    """How many keys of a sample count, from 0 to N."""
+    """How many keys of a sample count."""
     if lengths_ptr is None:
         return N
     else:

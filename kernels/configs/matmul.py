@@ -1,4 +1,4 @@
-"""Tiles of matrix products, and of the element-wise work around them."""
+"""Tiles of matrix products and of what is fused around them."""
 
 import dataclasses
 

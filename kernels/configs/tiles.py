@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 GENERATIONS = (80, 89, 90, 100, 120)
-# Bytes of shared memory that a program may use, by GPU generation.
+# Shared memory a program may use, bytes.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -86,11 +86,11 @@ LIBRARIES = {"torch": "", "cublaslt": "cublaslt", **dict.fromkeys(ATTENTION_LIBR
 
 
 def library(name: str) -> ModuleType:
-    """A file of libraries/, imported when a configuration first names it."""
+    """A file of libraries/, imported when a tile first names it."""
     return importlib.import_module(f"..libraries.{name}", __package__)
 
 
-# Family -> its operations. The family's file is imported when one of its operations is first looked up.
+# Family -> its operations. The family's file is imported when one of them is first looked up.
 FAMILIES = {
     "layer_norm": "layer_norm_fwd layer_norm_bwd scale_rows column_sums",
     "attention": "attention_fwd attention_bwd attention_bwd_dq attention_bwd_dkdv attention_bwd_bias rope_bwd",
@@ -167,7 +167,7 @@ _scope = _Scope()
 def using(
     op: str = "", config: KernelConfig | None = None, shape: str | None = None, *, sm: int | None = None
 ) -> Iterator[dict[tuple[str, str, str], KernelConfig]]:
-    """Changes the lookups inside; yields what they find: (operation, bits, shape class) -> KernelConfig.
+    """Changes the lookups inside; yields what they take: (operation, bits, shape class) -> KernelConfig.
 
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
     lookups are for this GPU generation whatever the device, as in offline compilation. Raises ValueError for an
@@ -268,7 +268,7 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
 
 def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library cannot do the operation on x; None where it can, and for our own kernels."""
+    """Why a library cannot do the operation on x; None where it can, and for kernels of ours."""
     if provider not in LIBRARIES:
         return None
     if _scope.sm is not None or x.device.type == "meta":

@@ -176,7 +176,7 @@ def layer_norm_bwd_kernel(
 
 
 class Grads(NamedTuple):
-    """The results of `layer_norm_bwd`: gradients and y, each None unless it was asked for."""
+    """Gradients of `layer_norm_bwd`, and y; None where not asked for."""
 
     dres: Tensor | None
     dx: Tensor | None
@@ -206,7 +206,7 @@ def layer_norm_bwd(
     want_dz_sum: bool = False,
     want_y: bool = False,
 ) -> Grads:
-    """The backward in one pass over dy, z (and dz, branch), all (M, D) with last stride 1.
+    """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
 
     dres has z's dtype. dx has dy's dtype, and is None without layer_scale and drop_path, where it would equal dres.
     dweight, dbias and dlayer_scale have the dtype of their parameter. dz_sum, the column sum of dz, is in fp32. y =

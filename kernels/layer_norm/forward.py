@@ -78,7 +78,7 @@ def layer_norm_fwd_kernel(
                 value *= ls[i].to(tl.float32)
             if dp_ptr is not None:
                 value *= dp
-            # The rounded z is normalised, since backward reads that one.
+            # Normalise what is stored: backward reads the rounded z.
             rounded = (res[i].to(tl.float32) + value).to(z_ptr.dtype.element_ty)
             store_chunk(z_ptr, rounded, rows, M, i, D, BLOCK_D)
             value = rounded.to(tl.float32)
@@ -116,7 +116,7 @@ def layer_norm_fwd(
     out_dtype: torch.dtype | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x (M, D), last stride 1 -> y (M, D) in out_dtype, mean (None for RMSNorm), rstd (M,) in fp32."""
+    """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean (None for RMSNorm), rstd (M,) fp32."""
     y, _, mean, rstd = add_layer_norm_fwd(x, None, weight, bias, eps, None, None, 1, out_dtype, rms)
     return y, mean, rstd
 
@@ -133,9 +133,9 @@ def add_layer_norm_fwd(
     out_dtype: torch.dtype | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, z, mean, rstd) for x, residual (M, D) of last stride 1; z is None without one, mean with rms.
+    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; z is None without one, mean with rms.
 
-    y (M, D) is in out_dtype (x's by default), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
+    y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
     """
     M, D = x.shape
     config = tiles.lookup("layer_norm_fwd", x, layer_norm_class(D, residual is not None))

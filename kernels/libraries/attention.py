@@ -192,7 +192,7 @@ def backward(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Returns contiguous dqkv (B, N, 3, H, Dh) where `packed`, else contiguous dq, dk, dv (B, N, H, Dh).
 
-    o and lse are contiguous, as forward returns them. PyTorch's backwards cannot write into dqkv, so theirs are copied.
+    o and lse are contiguous, as forward returns them. PyTorch's backwards cannot write into dqkv: theirs are copied.
     """
     B, N, H, D = q.shape
     q, k, v, o, do = map(_aligned, (q, k, v, o, do.contiguous()))

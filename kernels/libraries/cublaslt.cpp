@@ -4,13 +4,13 @@
 // Nothing is kept here, so any thread may call. Both functions return nullptr, or a message about what went wrong.
 //
 // cuBLASLt is column-major: x (M, K) in rows is x^T (K, M) in columns. So it is asked for out^T (N, M) = W x^T + res^T,
-// with W (N, K) transposed from what it takes for (K, N). Its bias epilogue then adds b (N,) down the columns.
+// with W (N, K) transposed from what it takes for (K, N); b (N,) then goes down the columns as its bias epilogue does.
 
 #include <exception>
 #include <stdexcept>
 #include <string>
 
-// cublasLt.h names two types of the fp16 and bf16 headers; these need CUDA's C++ library, which not every torch brings.
+// cublasLt.h names two types of the fp16 and bf16 headers, which need CUDA's C++ library: not every torch brings it.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 struct __half;
@@ -76,7 +76,7 @@ struct Preference {
   Preference(const Problem& p, uint64_t workspace) {
     check("cublasLtMatmulPreferenceInit", cublasLtMatmulPreferenceInit(&opaque));
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
-    // K may be cut into slices only if a second pass adds them up in fp32: other schemes round them to 16 bit first.
+    // K in slices only where they are added up in fp32, by a second pass: the other schemes round them to 16 bit first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(p.align_w));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(p.align_x));

@@ -51,13 +51,13 @@ class Problem(NamedTuple):
 
 
 def find_cublaslt() -> tuple[Path, list[Path]]:
-    """(torch's libcublasLt, the folders of its headers). Raises RuntimeError where there is none."""
+    """torch's libcublasLt and the folders of its headers. Raises RuntimeError where there is none."""
     name = f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations] if spec else []
     for library in (found for folder in folders for found in folder.glob(f"*/lib/{name}")):
         wheel = library.parents[1]
-        # CUDA 12's wheels have a folder each. None of them has crt/host_defines.h, but Triton has it.
+        # CUDA 12's wheels have a folder each; crt/host_defines.h is in none of them, but Triton has it.
         headers = [wheel / "include", wheel.parent / "cuda_runtime" / "include"]
         return library, [*headers, Path(triton.__file__).parent / "backends" / "nvidia" / "include"]
     raise RuntimeError(f"no {name} in the nvidia wheels beside torch {torch.__version__}")
@@ -134,7 +134,7 @@ def unsupported_reason(x: Tensor, provider: str = "cublaslt", backward: bool = F
 
 
 def _handle_and_stream() -> tuple[int, int]:
-    """(torch's cuBLAS handle, which cuBLASLt takes too, the current stream) of the current device."""
+    """torch's own cuBLAS handle, which cuBLASLt takes too, and the stream; of the current device."""
     return torch.cuda.current_blas_handle(), torch.cuda.current_stream().cuda_stream
 
 
@@ -173,7 +173,7 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     if not out.numel():
         return out
     x, weight, residual = _rows(x), _rows(weight), _rows(residual)
-    bias = None if bias is None else bias.to(residual.dtype).contiguous()  # cuBLASLt takes it in out's dtype
+    bias = None if bias is None else bias.to(residual.dtype).contiguous()  # cuBLASLt has it in out's dtype
     with torch.cuda.device_of(x):
         handle, stream = _handle_and_stream()
         library, reason = _library()

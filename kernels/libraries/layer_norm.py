@@ -64,7 +64,7 @@ def backward(
         dtype = _dtype_of(z, dy.dtype, _dtype(weight), _dtype(bias))
         inputs, parameters = _as(dtype, dy, z), _as(dtype, weight, bias)
         if mean is None:
-            backward = aten._fused_rms_norm_backward.default  # the CPU has its decomposition only
+            backward = aten._fused_rms_norm_backward.default  # on the CPU there is its decomposition alone
             backward = backward if z.device.type == "cuda" else decomposition_table[backward]
             grads = *backward(*inputs, [width], rstd[:, None], parameters[0], wanted[:2]), None
         else:

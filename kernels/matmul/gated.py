@@ -247,7 +247,7 @@ def gated_linear(
     return h, *(saved or (empty, empty))
 
 
-# (dup, dgate, h, column sums of dup and of dgate in fp32); h is None unless wanted, and so are both sums.
+# (dup, dgate, h, column sums of dup and of dgate in fp32): h is None where not wanted, and so are both sums.
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -260,7 +260,7 @@ def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict
 
 
 def _gradients(pointers: dict) -> Gradients:
-    """The results of a launch, for which its workspaces are added up in a fixed order."""
+    """The results of a launch: its workspaces are added up in a fixed order."""
     sums = pointers["sum_ptrs"]
     return *pointers["out_ptrs"], *column_sums(sums[0], sums)
 

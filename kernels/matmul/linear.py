@@ -98,7 +98,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K) is added, and may be overwritten."""
+    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
     config = tiles.lookup("input_grad", g, product_class(*weight.shape))
     if config.provider == "cublas":
         return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)

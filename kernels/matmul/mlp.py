@@ -172,7 +172,7 @@ def dgelu_matmul(
     """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
 
     g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; dbias (F,) in
-    fp32. act and dbias are None unless wanted.
+    fp32. act and dbias are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
     config = tiles.lookup("dgelu_matmul", g, product_class(k, n))

@@ -21,10 +21,10 @@ from ..launch import cdiv, fp32_precision
 
 @triton.jit
 def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's block of the output: (its index along M, its first row, its first column)."""
+    """This program's block of the output: its index along M, first row and column."""
     pid = tl.program_id(0)
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    # programs go column by column within GROUP_M rows of blocks
+    # column by column within GROUP_M rows of blocks
     first = pid // (GROUP_M * blocks_n) * GROUP_M
     height = min(blocks_m - first, GROUP_M)
     within = pid % (GROUP_M * blocks_n)
@@ -39,7 +39,7 @@ def product(
     first,  # row, column and k that this program begins at
     sizes,  # M, N, and the number of k that it sums over
     strides,  # of a along M, K and of b along K, N
-    LOADS: tl.constexpr,  # as `operands` returns it
+    LOADS: tl.constexpr,  # as `operands` says
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,7 +115,7 @@ def output_block(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """This program's block of A B: (index along M, its rows, its first column, its sums in pieces)."""
+    """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
     index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
@@ -162,7 +162,7 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
 
 
 def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """(grid, common arguments) of a kernel that writes a (M, K) times b, of kind "nn" or "nt"."""
+    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
     blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)

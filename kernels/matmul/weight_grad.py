@@ -65,7 +65,7 @@ def weight_grad_kernel(
 @triton.jit
 def weight_grad_sum_kernel(
     part_ptr,  # (SPLITS, N, K)
-    w_ptr,  # (N, K); None where dls is not wanted
+    w_ptr,  # (N, K); None where no dls is wanted
     ls_ptr,  # (N,) or None
     out_ptr,  # (N, K)
     dls_ptr,  # (N,); None where w_ptr is
@@ -134,7 +134,7 @@ def sum_products(
 ) -> tuple[Tensor, Tensor | None]:
     """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32.
 
-    dW (N, K) is in `dtype`; dlayer_scale (N,) is in fp32, or None without a weight.
+    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight.
     """
     splits, n, k = part.shape
     config = tiles.lookup("weight_grad_sum", part, product_class(k, n))

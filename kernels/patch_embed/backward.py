@@ -1,4 +1,4 @@
-"""Backward of the patch embedding; without atomics, so it gives the same bits every time.
+"""Backward of the patch embedding; no atomics, so the same bits every time.
 
 dW = dy^T patches. The patches are gathered from the image again, and the rows are split: each split writes an fp32
 partial sum, and a second kernel adds these in order. The sum of dy over the batch, made in one pass, is the gradient of
@@ -186,7 +186,7 @@ def _patch_rows(dy: Tensor, prefix: int, packed: Packed | None) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of `patch_embed_fwd`, or the dtypes of the wanted ones; None for those not wanted."""
+    """Gradients of `patch_embed_fwd`, or the dtypes of those that are wanted; None where one is not."""
 
     images: Tensor | torch.dtype | None
     weight: Tensor | torch.dtype | None
@@ -275,7 +275,7 @@ def patch_embed_bwd(
 ) -> Gradients:
     """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`.
 
-    They have the dtypes of `wanted`. `images` may be None where neither its gradient nor the weight's is wanted. mean
+    They have the dtypes of `wanted`. `images` may be None where neither its gradient nor the weight's is wanted; mean
     and std are read for uint8 images only.
     """
     dy = dy.contiguous()

@@ -66,7 +66,7 @@ def patch_embed_fold_kernel(
 
 @triton.jit
 def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
-    """Writes the tokens of some patches, to which it adds bias and positions."""
+    """Writes the tokens of some patches, with their bias and positions."""
     mask = mask_m[:, None] & (offs_d < D)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
@@ -129,7 +129,7 @@ def patch_embed_fwd_kernel(
                 acc = tl.dot(x, w, acc, input_precision=PRECISION)
         if SECOND:
             acc = tl.trans(acc)
-        # This goes in two halves, because positions and accumulator together are more than the registers hold.
+        # In two halves: positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
         out_row = token_row(row, image, prefix, packed, mask_m)
@@ -212,7 +212,7 @@ def patch_embed_fwd(
 def _packed_tokens(
     patches: Tensor, cls_token: Tensor | None, pos_embed: Tensor | None, rows: Tensor, starts: Tensor
 ) -> Tensor:
-    """(N, D) -> (N + S T, D): `_with_prefix` for images of many sizes; pos_embed is (N, D)."""
+    """(N, D) -> (N + S T, D): `_with_prefix` of images of many sizes; pos_embed (N, D)."""
     prefix, width = 0 if cls_token is None else cls_token.shape[1], patches.shape[1]
     out = patches.new_empty(len(patches) + len(starts) * prefix, width)
     out[rows] = patches if pos_embed is None else patches + pos_embed

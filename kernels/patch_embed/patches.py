@@ -34,7 +34,7 @@ class Axes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The patches of an image and those of a row of its grid, with the numbers of `_magic` for both."""
+    """How many patches an image has and how many lie side by side, with the numbers of `_magic` for both."""
 
     patches: int
     columns: int
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def divide(x, magic, shift):
-    """x // d by the numbers of `_magic(d)`: divisions would cost as much as the product they stand in."""
+    """x // d with the numbers of `_magic(d)`: in the inner loop a division costs as much as the product."""
     return ((x.to(tl.int64) * magic) >> shift).to(tl.int32)
 
 
@@ -60,7 +60,7 @@ def k_offsets(k, strides, AXES: tl.constexpr):
 
 @triton.jit
 def locate(row, layout, strides, AXES: tl.constexpr):
-    """For each row, a patch of the batch: (its image, its number there, the offset of its first pixel)."""
+    """For each row, one patch of the batch: its image, its number there, the offset of its first pixel."""
     image = divide(row, layout.patches_magic, layout.patches_shift)
     patch = row - image * layout.patches
     y = divide(patch, layout.columns_magic, layout.columns_shift)
@@ -73,7 +73,7 @@ def locate(row, layout, strides, AXES: tl.constexpr):
 def token_row(row, image, prefix, packed, mask):
     """The row of a patch among all tokens (B, T+N, D), where each image begins with `prefix` tokens.
 
-    packed: (rows, starts) for images of many sizes, see geometry_of, or None.
+    packed: (rows, starts) of images of many sizes, see geometry_of, or None.
     """
     if packed is None:
         return (row + (image + 1) * prefix).to(tl.int64)
@@ -92,7 +92,7 @@ def load_patches(ptrs, mask, dtype: tl.constexpr):
 
 @triton.jit
 def channel_values(channel, VALUES: tl.constexpr):
-    """VALUES[channel], where the values are known at compile time."""
+    """VALUES[channel], the values being known at compile time."""
     value = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(VALUES)):
         value = tl.where(channel == i, VALUES[i], value)
@@ -100,7 +100,7 @@ def channel_values(channel, VALUES: tl.constexpr):
 
 
 def _magic(divisor: int) -> tuple[int, int]:
-    """(m, s) so that x // divisor == x * m >> s for all 0 <= x < 2^31 (Granlund and Montgomery, 1994)."""
+    """(m, s) with x // divisor == x * m >> s for all 0 <= x < 2^31 (Granlund and Montgomery, 1994)."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -149,7 +149,7 @@ def in_image_order(weight: Tensor, images: Tensor) -> Tensor:
 
 
 def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict:
-    """The arguments of the kernels that read or write `weight` (D, C, P, Q) in the image's order.
+    """Arguments of the kernels that go through `weight` (D, C, P, Q) in the image's order.
 
     SCALES and SHIFTS: a and c of each channel; C_INNER: how many k lie between one channel and the next.
     """
@@ -175,7 +175,7 @@ def patch_class(images: Tensor, geometry: dict, width: int) -> str:
 def patch_matrix(
     images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """(M, C*P*Q) for a library's product: all patches in (c, p, q) order, raw images normalised."""
+    """(M, C*P*Q) for a library's product: every patch, c before p before q, raw images normalised."""
     if images.dtype == torch.uint8:
         mean, std = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))
         images = (images.float() / 255 - mean) / std

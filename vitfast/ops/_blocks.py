@@ -34,7 +34,7 @@ if NO_TRITON is None:
 
 
 def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(the norm's output (M, D) in in_weight's dtype, mean (None for RMSNorm), rstd), (M,) in fp32."""
+    """The norm's output (M, D) in in_weight's dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
 
 

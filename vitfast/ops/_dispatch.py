@@ -112,7 +112,7 @@ def _too_old(device: torch.device) -> bool:
 
 
 def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
-    """Why no kernel can run on x; None where one can. `unsupported` is a reason from other arguments."""
+    """Why no kernel can run on x, None where one can."""
     if NO_TRITON is not None:
         return NO_TRITON
     if x.device.type == "cuda":
@@ -168,7 +168,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
 
 
 def reason_for_plain(weight: Tensor) -> str | None:
-    """Why operations on a weight like this one now run plain PyTorch; None where they run kernels."""
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
     mode = current_mode()
     if mode == "off":
         return "use_kernels('off')"

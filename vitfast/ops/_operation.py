@@ -26,7 +26,7 @@ Constant = Annotated[Tensor, "constant"]
 PassedOn = Annotated[Tensor, "passed on"]
 _TENSORS = (Tensor, Constant, PassedOn)
 _SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
-_ABSENT = (0,) * 6  # stands for None where an operation must return a tensor: no real output has six axes
+_ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
 
 _filling = threading.RLock()  # all threads share PyTorch's one switch
 
@@ -78,7 +78,7 @@ def _own_fields(arguments: type) -> list[_Field]:
 
 
 def _fields(arguments: type) -> list[_Field]:
-    """The fields of a NamedTuple type, with those of NamedTuples in it: an operation's arguments."""
+    """The fields of a NamedTuple, those of NamedTuples in it included: an operation's arguments."""
     parts = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _own_fields(arguments))
     return [field for part in parts for field in part]
 
@@ -213,7 +213,7 @@ def only_once(backward_op, name: str) -> None:
     """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
 
     def refuse(ctx, *grads):
-        # PyTorch's fused attention, which the same model may use, cannot be differentiated twice either.
+        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
         math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
         raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
@@ -235,7 +235,7 @@ def sample_rows(x: Tensor) -> int:
 
 
 def resized(x: Tensor, *shape: int) -> Tensor:
-    """x itself, which was just made, in another shape.
+    """x itself, freshly made, in another shape.
 
     The result is no view of x: a view that an operation returns may not be changed in place, and FSDP2 warns of it.
     """
@@ -244,7 +244,7 @@ def resized(x: Tensor, *shape: int) -> Tensor:
 
 @_unfilled
 def meta_like(x: Tensor | None) -> Tensor | None:
-    """A tensor with x's shape, dtype and device, for backward to read these from; it stores one number."""
+    """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)
 
 

@@ -149,7 +149,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The tensors kept for backward."""
+    """Kept for backward."""
 
     out: Tensor | None  # (B, N, H, Dh)
     lse: Tensor | None  # (B, H, N) in fp32

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
-Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer itself
+Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 

@@ -42,7 +42,7 @@ class _Arguments(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """The statistics kept for backward, (M,) in fp32."""
+    """Kept for backward, (M,) in fp32."""
 
     mean: Tensor | None  # None for RMSNorm
     rstd: Tensor | None

@@ -71,7 +71,7 @@ def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
 
 
 def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
-    """(dweight, dlayer_scale without the bias's part) from g (M, D) and x (M, K)."""
+    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
     weight, dtype = as_matrix(t.out_weight), t.out_weight.dtype
     if needs.layer_scale:
         return weight_grad_scaled(g, x, weight, t.layer_scale, dtype)

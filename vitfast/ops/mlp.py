@@ -78,7 +78,7 @@ class Hidden(NamedTuple):
 
 
 class HiddenSaved(NamedTuple):
-    """The tensors kept for backward."""
+    """Kept for backward."""
 
     pre: Tensor | None = None  # (M, F)
     up: Tensor | None = None  # (M, F), for a gated MLP only
@@ -109,7 +109,7 @@ def fake_hidden(x: Tensor, t: Hidden) -> HiddenSaved:
 
 
 def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
-    """The input of the last layer, computed again."""
+    """The input of the last layer, once more."""
     if t.inner_norm_weight is not None:
         return layer_norm_fwd(saved.inner_h, t.inner_norm_weight, t.inner_norm_bias, t.inner_eps)[0]
     act = activated(saved.pre, t.activation)
@@ -268,7 +268,7 @@ def linear_gelu(
 
     x (..., D); weight (F, D); bias (F,) or None. Returns (..., F). activation: "gelu" (by erf; the default),
     "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)) or "silu" (x sigmoid(x)). approximate: torch's word for the first
-    two, "none" or "tanh". Raises ValueError where it contradicts activation.
+    two, "none" or "tanh"; a ValueError where it contradicts activation.
     """
     check_linear("linear_gelu", x, weight, bias)
     activation = one_activation("linear_gelu", activation, approximate)
@@ -320,7 +320,7 @@ def gated_mlp(
 
     x (..., D); up_weight, gate_weight (F, D), also halves of one (2F, D); down_weight (D', F); biases may be None.
     activation: "silu" for SwiGLU, "gelu" for GeGLU, or another of linear_gelu's. The inner norm, LayerNorm (EVA-02),
-    is applied where its weight (F,) is given. Returns (..., D').
+    is there where its weight (F,) is given. Returns (..., D').
     """
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check_linear(op, x, up_weight, up_bias, "up_")

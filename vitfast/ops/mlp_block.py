@@ -62,7 +62,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The tensors kept for backward."""
+    """Kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32

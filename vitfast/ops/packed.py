@@ -186,7 +186,7 @@ def pack(
     (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, to be pinned and sent as one,
     so call this in the collate function of a DataLoader. Gradients flow back to images that require them.
 
-    Raises ValueError or TypeError, whose text names the image.
+    Raises ValueError or TypeError, which name the image.
     """
     patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
     whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)

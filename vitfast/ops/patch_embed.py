@@ -45,7 +45,7 @@ class _Arguments(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """How many prefix tokens an image has."""
+        """Prefix tokens of an image."""
         return 0 if self.cls_token is None else self.cls_token.shape[1]
 
 
@@ -119,7 +119,7 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
 
 
 def _numbers(values: list[float] | Tensor | None, default: float, chans: int) -> list[float]:
-    """A list of one number for each channel, as the kernel takes them."""
+    """A number for each channel, as the kernel takes them."""
     values = [default] if values is None else values.tolist() if isinstance(values, Tensor) else values
     return values * chans if len(values) == 1 else values
 

@@ -35,7 +35,7 @@ def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is active."""
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
     if forward_ad._current_level >= 0:
         return True
     # Dynamo would always answer yes to the second question; the transforms that it traces raise where they must.
@@ -118,7 +118,7 @@ def layer_norm(x, weight, bias, eps=1e-6):
 
 @_upcastable
 def rms_norm(x, weight, eps=1e-6):
-    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D) in x's dtype, computed in fp32 at least."""
+    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D), in x's dtype; at least fp32 inside."""
     work = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype)
 
@@ -243,7 +243,7 @@ def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bi
 def attention_probabilities(q, k, **options):
     """The softmax of attention_logits over the keys.
 
-    The row of a query that sees no key is zero, as in PyTorch's fused attention.
+    A query that sees no key has zeros, as in PyTorch's fused attention.
     """
     logits = attention_logits(q, k, **options)
     if options.get("bias") is None and options.get("key_lengths") is None:
@@ -313,7 +313,7 @@ def self_attention(x, qkv_weight, qkv_bias, proj_weight, proj_bias, *, num_heads
 
 
 def _block(branch):
-    """Makes the operation x + drop_path[b] * layer_scale * branch(norm(x)), (B, N, D) in x's dtype.
+    """The operation x + drop_path[b] * layer_scale * branch(norm(x)), (B, N, D) in x's dtype.
 
     layers, options: the arguments of `branch` after its input. compute_dtype: that of the matrix products.
     """

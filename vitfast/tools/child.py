@@ -13,14 +13,14 @@ from ..errors import InputError
 class Lost(Exception):
     """A process that gave no result: "died with exit code 3", "took longer than 25 s".
 
-    A function may raise it too, with a text of its own, where its process is of no more use.
+    A function may raise it, with its own words, where its process is of no more use.
     """
 
 
 class Children:
     """Processes forked from a server process, which has imported `module` and has touched no GPU.
 
-    at_once: how many submitted functions run at a time.
+    at_once: how many of those that are submitted run at a time.
     """
 
     def __init__(self, module: str, at_once: int = 1):
@@ -64,7 +64,7 @@ class Children:
             process.join()
 
     def submit(self, *arguments) -> Future:
-        """A future of run(*arguments)."""
+        """The future of `run`."""
         return self.threads.submit(self.run, *arguments)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def _serve(connection, sends: bool, function: Callable, *arguments) -> None:
 
 
 def _end(process) -> None:
-    """Kills a process and the processes that it has started."""
+    """Kills a process and what it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

@@ -113,14 +113,14 @@ EDGES = "edges of "
 
 
 def device() -> torch.device:
-    """The device that kernels run on: the GPU, or the CPU where they are interpreted."""
+    """Where the kernels run: the GPU, or the CPU where they are interpreted."""
     if not torch.cuda.is_available() and not INTERPRETED:
         raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def prepare() -> None:
-    """Prepares Triton's interpreter, in a process that interprets kernels."""
+    """Readies Triton's interpreter, in a process that interprets kernels."""
     if INTERPRETED:
         interpreter.quicken()
         with contextlib.suppress(ImportError):  # without ml_dtypes there is no bfloat16
@@ -142,7 +142,7 @@ def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
-    """The checks to make, in every dtype that runs here or in the given one.
+    """The checks to make, in every dtype that runs here or in one.
 
     interpreted: launchers are also checked at the edges of their tiles, in bfloat16 and fp32 (fp16 takes bfloat16's
     tiles) unless a dtype is given. only: a name that is an operation's selects it in all its forms ("attention" selects
@@ -191,9 +191,9 @@ def check_at_edges(task: Task) -> Result:
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """Yields results of `work`, each from a process of its own; one that dies gives a failed result.
+    """Yields results of `work`, each from a process of its own; one that dies is a failed result.
 
-    jobs: how many processes run at a time.
+    jobs: how many run at a time.
     """
     children = Children(__name__, jobs)
     try:

@@ -42,7 +42,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether something ran on vitfast and gave the library's numbers."""
+        """Whether something ran on vitfast, and gave the library's numbers."""
         return not self.failure and bool(self.operations) and max(self.logits, self.gradients) <= SAME
 
 
@@ -64,7 +64,7 @@ def judge(family: Family, device: str = "cpu") -> Row:
                 ours = _run(family, model, batch)
             theirs, report = _run(family, original, batch), acceleration_report(model)
             errors = [_error(a, b) for a, b in zip(ours, theirs)]
-    except Exception as error:  # such as a library of another version: the row says so, and the others follow
+    except Exception as error:  # a library of another version: a row says so, and the others follow
         return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
     parts, left = (dict(Counter(of)) for of in ((e.part for e in report.replaced), (e.why for e in report.left)))
     return Row(

@@ -20,7 +20,7 @@ quickened = False
 
 
 def mend_bfloat16() -> None:
-    """Makes kernels that are interpreted from now on compute bfloat16 as a GPU does.
+    """Makes kernels interpreted from now on compute bfloat16 as a GPU does.
 
     Raises ImportError where ml_dtypes is missing.
     """
@@ -69,10 +69,10 @@ def mend_bfloat16() -> None:
 
 
 def quicken() -> None:
-    """Doubles the interpreter's speed: patches triton.language only once, leaves overflow unchecked.
+    """Doubles the speed: patches triton.language once, leaves integer overflow unchecked.
 
-    By itself the interpreter replaces triton.language's functions at every launch and every call of a helper, and then
-    restores them. A process that compiles kernels too must not call this. Integer overflow is what is left unchecked.
+    The interpreter replaces triton.language's functions at every launch and every call of a helper, and puts them back.
+    A process in which kernels are compiled too must not call this.
     """
     global quickened
     if quickened:

@@ -73,7 +73,7 @@ def rates(gpu: str = "H200", dtype: str = "bf16", ceilings: str | Path | None = 
 
 
 def _measured(path: Path, dtype: str) -> tuple[float, float]:
-    """(FLOP/s, bytes/s) from a file of measured ceilings."""
+    """(FLOP/s, bytes/s) of a file of ceilings."""
     try:
         found = json.loads(path.read_text())
         for key in ("machine_info", "vitfast", "ceilings"):

@@ -31,7 +31,7 @@ class Operation:
     backward: Kernels
 
     def row(self, device: Rates) -> dict:
-        """FLOPs, bytes and floor in seconds of running the operation once, forward and backward."""
+        """One run's FLOPs, bytes and floor in seconds, forward and backward."""
         found = dict(name=self.name, times=self.times)
         for direction, kernels in (("forward", self.forward), ("backward", self.backward)):
             found[f"{direction}_flops"] = work.total_flops(kernels)
@@ -160,7 +160,7 @@ def flops_per_image(model: ViT) -> float:
 
 
 def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
-    """FLOPs of any model's forward pass for one image; torch counts where `operations` cannot.
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
 
     image: (C, H, W). Raises InputError for an image that the model does not take.
     """

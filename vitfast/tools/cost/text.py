@@ -1,4 +1,4 @@
-"""Writes the results of `estimate` and of `estimate_baseline` as text."""
+"""The results of `estimate` and of `estimate_baseline` in words."""
 
 from ...model.activation_memory import USABLE
 from .gpus import GIB

@@ -35,7 +35,7 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
         get_current_stream=lambda device: 0,
     )
     config = triton.runtime.driver
-    before = config._active  # config's own reset would look for a GPU
+    before = config._active  # its own reset looks for a GPU
     config.set_active(driver)
     try:
         yield
@@ -56,7 +56,7 @@ def _warm_up(launch: Launch):
 
 
 def compiled(launch: Launch, capability: int):
-    """Triton's compiled kernel of a launch, from its cache if it is there. capability: 90 for 9.0."""
+    """Triton's compiled kernel of a launch, from its cache where it is there. capability: 90 for 9.0."""
     with _front_end(capability, capability):
         return _warm_up(launch)
 

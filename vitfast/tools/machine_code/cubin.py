@@ -27,7 +27,7 @@ TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # on sm_100; on sm_90; on older GPUs
 
 
 def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs one of Triton's binaries; raises RuntimeError with the binary's own text where it fails."""
+    """Runs one of Triton's binaries; raises RuntimeError with its own words where it fails."""
     done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{program.name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -65,7 +65,7 @@ class Code:
 
     @property
     def tensor_core(self) -> str:
-        """The first of TENSOR_CORE that the instructions contain, or ""."""
+        """The first of TENSOR_CORE that is among the instructions, or ""."""
         names = Counter(map(name_of, self.instructions))
         return next((name for name in TENSOR_CORE if names[name]), "")
 
@@ -126,7 +126,7 @@ def assembler_notes(ptx: str, capability: int) -> list[str]:
 
 
 def ptxas_version(capability: int) -> str:
-    """The version, "12.9", of the ptxas that Triton runs for a GPU generation, or why there is none."""
+    """The version of the ptxas that Triton runs for a compute capability, "12.9", or why there is none."""
     from triton.backends.nvidia import compiler
 
     try:

@@ -1,4 +1,4 @@
-"""Register hazards of wgmma: instructions that touch what an asynchronous product still uses.
+"""Register hazards of wgmma: instructions touch what an asynchronous product still uses.
 
 wgmma, HGMMA in SASS, returns before it is done. Until a wait covers its group, nothing may write the registers that
 hold its first operand, and nothing but another wgmma may touch its accumulators; otherwise the result is undefined

@@ -36,7 +36,7 @@ HANGS = 60  # seconds after which a candidate's trial, which takes 0.1 s, is giv
 
 def machine() -> tuple:
     """(device, GPU's name, clock, compiler). Raises InputError in Triton's interpreter."""
-    from ..machine_code.compiler import Compiler  # importing it takes half a second
+    from ..machine_code.compiler import Compiler  # whose import takes half a second
 
     device = torch.device("cuda")
     return device, torch.cuda.get_device_name(), DeviceClock(device), Compiler(tiles.capability(device))
@@ -50,7 +50,7 @@ def gpu_lock():
 
 
 def work(send: Callable, model: str, settings: SimpleNamespace, done: set[tuple], seconds: float) -> bool:
-    """Tunes the problems of a model whose keys are not in `done` yet, and prints the outcomes.
+    """Tunes the problems of a model whose keys are not `done` yet, and prints what comes of it.
 
     settings: the options of `tune`. seconds: how long it may take. Sends "trying" with an entry of the table or None,
     and "kept" and "done" with a problem's key. Returns whether all was tried. Raises Lost where a candidate has broken
@@ -97,7 +97,7 @@ def tune(
     batch_size: int | None = None,
     deterministic: bool = False,
 ) -> int:
-    """Tunes these models on this GPU and prints the outcomes. Returns the exit code.
+    """Tunes these models on this GPU and prints what came of it. Returns the exit code.
 
     seconds: for all models, SECONDS each unless given. deterministic: libraries whose backward may add in any order are
     no candidates. Raises InputError for wrong options, without a GPU, in Triton's interpreter, and where another
@@ -153,7 +153,7 @@ def _in_a_process(told: dict[str, set], model: str, settings: SimpleNamespace, s
 
 @contextlib.contextmanager
 def _bar(total: int, name: str):
-    """A progress bar, if tqdm is installed and this is a terminal, and a print that does not break it."""
+    """A progress bar with the time left, on a terminal that has tqdm, and a print that leaves it whole."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:

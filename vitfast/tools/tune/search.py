@@ -1,4 +1,4 @@
-"""Climbs from tile to faster tile, a wave of candidates at a time; the caller times them."""
+"""Climbs from tile to faster tile, a wave of candidates at a time. Whoever asks times them."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ def _near(name: str, value: int) -> list[int]:
 
 
 def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
-    """Tiles with one number, flag or limit of registers changed; a library's tile has none."""
+    """Tiles with one number, flag or limit of registers changed; none for a library's."""
     if not config.blocks:
         return
     numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.blocks)}
@@ -79,7 +79,7 @@ class Search:
         return fastest if self.time(fastest) < GAIN * self.time(self.start) else self.start
 
     def advance(self) -> list[KernelConfig]:
-        """The next wave of candidates, once this one's times are known; empty when no climb goes on."""
+        """The next wave, once this one's times are in; empty when no climb goes on."""
         self._waves += 1
         if self._waves > 1:
             steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]

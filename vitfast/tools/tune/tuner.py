@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass
 class Attempt:
-    """A problem being searched, its candidates' compilations, and in the end the outcome."""
+    """A problem being searched, its candidates' compilations; and in the end what came of it."""
 
     problem: Problem
     search: Search
@@ -74,7 +74,7 @@ class Attempt:
 
     @property
     def after(self) -> float:
-        """Seconds of the best tile."""
+        """Seconds of the best."""
         return self.search.time(self.best)
 
     def compiled(self, *candidates: KernelConfig) -> bool:
@@ -111,7 +111,7 @@ class Tuner:
 
     device, clock and compiler are given, so that tests need no GPU: `clock.now()`, `clock.lost()`,
     `clock.seconds(problem, tile, run)`; `compiler.submit(launch)` -> a future of (bytes of shared memory, "" or what
-    went wrong). trying: called with a candidate's entry of the table before it runs, and with None after it has run.
+    went wrong). trying: called with a candidate's entry of the table before it runs, and with None after it.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Tuner:
         return self.deadline - self.clock.now()
 
     def problems(self, sizes: Sizes, only: str = "") -> list[Problem]:
-        """The tiles that the launchers use at these sizes, each with the plainest launcher that uses it.
+        """The tiles that the launchers use at these sizes, each with the plainest launcher that does.
 
-        only: operations count whose name contains this.
+        only: the operations whose name contains this are taken.
         """
         found: dict[tuple, tuple[int, Problem]] = {}
         for name, launcher in launchers(sizes).items():

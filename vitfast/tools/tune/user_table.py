@@ -47,7 +47,7 @@ def _changing() -> Iterator[dict[str, list[dict]]]:
 
 
 def keep(entry: dict) -> None:
-    """Puts an entry (tiles.to_record) into the table, where it replaces one with the same KEY."""
+    """Puts an entry (tiles.to_record) into the table, in the place of one with the same KEY."""
     with _changing() as table:
         table["tiles"] = [e for e in table["tiles"] if any(e[k] != entry[k] for k in KEY)] + [entry]
 

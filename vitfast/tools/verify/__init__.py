@@ -1,4 +1,4 @@
-"""Runs operations and launchers on random inputs, and judges their results against float64."""
+"""Running operations and launchers on random inputs, and judging what they return against float64."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from .launcher import Launcher, outputs
 
 # The relative error that rounding the result alone may cost: half a unit in the last place, just above a power of two.
 EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# The error that several roundings in a row may cost a whole model or a training step, where benchmarks compare them.
+# What several roundings one after the other may cost a whole model or a training step, where benchmarks compare them.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # The limit for a single number, relative to its size plus its row's average size, is ELEMENT times that for a row.
 ELEMENT = 10
@@ -49,7 +49,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions, by whose errors ours are judged, from their default of TF32.
+    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32.
 
     backend: torch.backends.cuda.matmul does so for products, ours too, which use TF32 if the user has asked for it.
     """
@@ -72,7 +72,7 @@ def settle_lookups() -> None:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills fresh memory with NaN, so that elements that a candidate leaves unwritten are wrong."""
+    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
 
     def filling(allocate: Callable) -> Callable:
         def filled(*args, **kwargs):
@@ -217,7 +217,7 @@ def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None
 
 
 def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest relative error of a pair of tensors, by norm; infinite where a value is not finite."""
+    """The largest relative error over pairs of tensors, by norm; infinite where a value is not finite."""
     errors = []
     for a, t in zip(actual, truth, strict=True):
         error = (a.double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)

@@ -15,7 +15,7 @@ PREFIX = 1  # tokens that rotary positions do not rotate
 
 
 def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
-    """(o, lse); lse is +inf for a query that sees no key, as in the kernels."""
+    """(o, lse); +inf for a query that sees no key, as the kernels have it."""
     if options.get("offsets") is not None:
         return _each_sample(q, k, v, scale, **options)
     lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options).logsumexp(-1)
@@ -55,7 +55,7 @@ def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **opti
 
 
 def attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward of each kind of attention, and the parts of the backward."""
+    """Forward and backward of each kind, and the parts of the backward."""
     scale = s.head**-0.5
     offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
     found = {}
@@ -132,7 +132,7 @@ def _pair(
 
 
 def _parts(s: Sizes) -> dict[str, Launcher]:
-    """The tiled backward's two kernels, and the gradients of a bias and of learned rotary tables."""
+    """The tiled backward's two kernels, and the gradients of a bias and of tables that are learned."""
     scale = s.head**-0.5
 
     def with_delta(t: Draw) -> tuple:

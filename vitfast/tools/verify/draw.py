@@ -1,4 +1,4 @@
-"""Sizes and random inputs of launchers and operations, in every layout that callers may use."""
+"""Sizes and random inputs of launchers and operations, in every layout that callers may hand over."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class Draw:
         return drawn
 
     def offsets(self, count: int, total: int) -> Tensor:
-        """Offsets (count + 1,) in int32 from 0 to `total`: samples of many sizes, perhaps 0."""
+        """Offsets (count + 1,) in int32 from 0 to `total`: samples of many sizes, some perhaps empty."""
         ends = (torch.rand(count, generator=self.generator, device=self.device) + 0.05).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends / ends[-1] * total]).round().int()
 

@@ -10,7 +10,7 @@ from ...kernels.configs import tiles
 from ...kernels.configs.tiles import KernelConfig
 from .draw import Draw
 
-Override = tuple[str, KernelConfig, str]  # (operation, its tile, shape class)
+Override = tuple[str, KernelConfig, str]  # an operation, its tile, a shape class
 
 
 @dataclass(frozen=True)

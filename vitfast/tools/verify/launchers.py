@@ -25,7 +25,7 @@ MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.26)
 
 
 def every_launcher(s: Sizes) -> dict[str, Launcher]:
-    """Name -> launcher, at these sizes; those that matter most in a training step come first."""
+    """Name -> launcher, at these sizes, those that matter most in a training step first."""
     return products(s) | attentions(s) | _norms(s) | _norm_backwards(s) | _sums(s) | _patch_embeddings(s)
 
 
@@ -38,7 +38,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
 
 def statistics(x: Tensor, rms: bool = False) -> tuple[Tensor, ...]:
-    """LayerNorm's (mean, rstd) of every row, or RMSNorm's (rstd,)."""
+    """LayerNorm's mean and rstd of every row; RMSNorm's rstd."""
     work = x.to(wide(x))
     if rms:
         return ((work.square().mean(-1) + EPS).rsqrt(),)
@@ -67,7 +67,7 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
         return ref.layer_norm(x, w, b, EPS), *statistics(x)
 
     def added(t: Draw, factors: bool = False, **stream) -> tuple:
-        """x, the residual, weight and bias; with factors the layer scale and the drop path too.
+        """x, the residual, weight and bias; with factors the layer scale and the drop path.
 
         stream: dtype= for the residual and the parameters.
         """

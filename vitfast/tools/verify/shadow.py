@@ -1,4 +1,4 @@
-"""Shadow memory of an interpreted launch: who reads and writes each element (for sanitizer.py).
+"""Shadow memory of one interpreted launch: who has read and written each element (for sanitizer.py).
 
 Every pointer carries the number of its kernel argument in its upper 16 bits, which pointer arithmetic leaves alone. So
 an address is judged by the tensor through which it was reached, whatever else lies there.
@@ -63,12 +63,12 @@ class ShadowView:
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
             if self.strides[axis]:
                 index[axis], rest = divmod(rest, self.strides[axis])
-        beyond = f" + {rest} elements" if rest else ""  # it lies between two elements of a view with gaps
+        beyond = f" + {rest} elements" if rest else ""  # between two elements of a view with gaps
         return f"{self.name}{index}{beyond} of {self.shape}"
 
 
 class WatchedLaunch:
-    """Watches a launch's programs access its tensors; calls `report(kind, tensor, detail)` for faults.
+    """Watches what a launch's programs do to its tensors; `report(kind, tensor, detail)` gets faults.
 
     A stamp stands for a phase of a program, from its start or a barrier to the next. Stamps rise through the launch.
     fresh: addresses of the storages that were poisoned.
