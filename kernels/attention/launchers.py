@@ -310,8 +310,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     step = q.shape[2] * strides[2]
     if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):
         return False
-    shared_pair_angle = strides == k.stride() == v.stride()
-    return shared_pair_angle and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
+    same_strides = strides == k.stride() == v.stride()
+    return same_strides and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
 
 
 _BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))

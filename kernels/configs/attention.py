@@ -1,4 +1,4 @@
-"""Launch configurations of attention, as tables that are read from the top: the first row that matches is taken.
+"""Launch configurations of attention, as tables: the first row that matches is taken.
 
 A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128. Each is
 (warps, stages, BLOCK_M, BLOCK_N), the largest that compiles for every head size, rotary layout and mask of its cell
@@ -52,7 +52,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "attention_fwd": (
         Rule(config(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
         *_forward(MMA_SYNC, PLAIN, (4, 2, 64, 32), (4, 2, 64, 32), (8, 2, 64, 32)),
-        *_forward(MMA_SYNC, MASKED, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 64, 16)),
+        *_forward(MMA_SYNC, MASKED, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 32, 32)),
         *_forward(MMA_SYNC, ROTARY, (8, 1, 64, 32)),
         *_forward(MMA_SYNC, PACKED, (8, 2, 64, 32)),
         # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.

@@ -146,7 +146,7 @@ the second tile of a sample for the first | attention, packed | attention/common
 - tl.store(ptrs + 2, index, mask=mask)
 + tl.store(ptrs + 2, index + 1, mask=mask)
 sums of a program that is left over | attention backward, packed | attention/backward_tiled.py
-- store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+- store_sums(sums_ptr, zero_head_rows(16, QK), tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
 + pass
 # uninitialised read
 delta of nobody | attention backward, dk and dv | attention/launchers.py
@@ -208,11 +208,11 @@ tables of the first sample | attention, packed, rotary | attention/terms.py
 + first.to(tl.int64) * 0
 # read-write race
 dQ over K | attention backward, dq | attention/launchers.py
-- o, do, dq, logits
-+ o, do, k, logits
+- o, do, dq, options
++ o, do, k, options
 o over V | attention | attention/launchers.py
-- _arguments(scale, q, k, v, o, logits
-+ _arguments(scale, q, k, v, v, logits
+- _arguments(scale, q, k, v, o, options
++ _arguments(scale, q, k, v, v, options
 """
 
 

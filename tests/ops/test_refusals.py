@@ -201,6 +201,8 @@ def test_packed_images_and_jagged_tensors_that_do_not_fit_are_refused():
     jagged = lambda *sizes: torch.nested.nested_tensor([torch.zeros(n, H, 16) for n in sizes], layout=torch.jagged)  # noqa: E731
     with pytest.raises(ValueError, match="jagged q, k and v must be alike"):
         ops.attention(jagged(3, 4), jagged(4, 3), jagged(4, 3))
+    with pytest.raises(ValueError, match="bias is not for packed samples"):
+        ops.attention(*[jagged(3, 4)] * 3, bias=torch.zeros(H, 4, 4))
     with pytest.raises(ValueError, match="must be jagged, all of them"):
         ops.attention(jagged(3, 4), jagged(3, 4).values(), jagged(3, 4).values())
 

@@ -213,8 +213,9 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
     values, offsets = [x.values() for x in given], qkv.offsets()
     if qkv.lengths() is not None:
         raise ValueError("attention: a jagged tensor with gaps cannot be read; make it contiguous()")
-    longest = qkv._maybe_max_seqlen  # None unless it was computed before
-    found = attention(*values, offsets=offsets, longest=longest, **options)
+    if options["longest"] is None:
+        options["longest"] = qkv._maybe_max_seqlen  # None unless it was computed before
+    found = attention(*values, offsets=offsets, **options)
     return torch.nested.nested_tensor_from_jagged(found, offsets)
 
 
@@ -256,7 +257,8 @@ def attention(
     Returns (B, N, H, Dh) or (tokens, H, Dh), contiguous, in the input's dtype.
     """
     if isinstance(qkv, Tensor) and qkv.is_nested:
-        return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout)
+        options = dict(num_prefix=num_prefix, bias=bias, key_lengths=key_lengths, longest=longest)
+        return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout, **options)
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
     name, three = ("qkv", ("3",)) if k is None else ("q", ())

@@ -103,7 +103,7 @@ def attention_rollout(model: ViT, images: Tensor) -> Tensor:
 
 
 def reads_class_token(model: ViT) -> bool:
-    """Whether the rollout is that of the class token: the model has one, and its head does not pool the patches."""
+    """Whether the rollout is of the class token: the model has one and does not pool its patches."""
     return model.has_class_token and model.global_pool not in ("avg", "map")
 
 
