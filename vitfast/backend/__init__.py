@@ -1,0 +1,70 @@
+"""`torch.compile(model, backend="vitfast")`: vitfast's operations in any ViT that torch.compile captures.
+
+In the graph of torch.compile all encoder blocks look alike, whatever the classes are called. The backend finds them by
+structure (recognise.py), proves each one by numbers (proof.py), replaces it (rewrite.py) and hands the graph on to
+another backend, Inductor unless told otherwise. `report()` says what it did.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from .report import Entry, Report, joined
+from .rewrite import rewrite
+
+__all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
+
+_log = logging.getLogger("vitfast")
+_reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
+
+
+def compile(model: nn.Module | Callable | None = None, **options):
+    """torch.compile(model, backend="vitfast", **options), whether the entry point is installed or not.
+
+    options: those of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph ("inductor"
+    unless given, "eager", the name of another one or a callable), "mode", Inductor's mode, and the inner backend's own
+    options.
+    """
+    return torch.compile(model, backend=compile_graph, **options)
+
+
+def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
+    """The backend that torch.compile calls with each graph; raises for options that mean nothing.
+
+    An error in recognition is logged by the logger "vitfast", and the graph goes on as it is.
+    """
+    options = dict(options or {})
+    inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
+    compiler = _inner_compiler(inner, mode, options)
+    try:
+        done = rewrite(module)
+    except Exception as error:
+        _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
+        done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
+    _reports.append(done)
+    _log.info("vitfast backend: %s", done.summary())
+    return compiler(module, inputs)
+
+
+def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> Callable:
+    """The inner backend, with mode and options as torch.compile would hand them on."""
+    if inner == "vitfast" or inner is compile_graph:
+        raise ValueError("vitfast backend: inner must be another backend, got vitfast itself")
+    if inner == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, None)
+    return torch._TorchCompileWrapper(inner, mode, options, None)
+
+
+def report(graphs: int = 1) -> Report:
+    """What was replaced in the last compiled graphs, what was left and why, and the seconds that it took.
+
+    graphs: how many of them; a model with graph breaks is compiled as several. Print it; `.replaced` and `.left` are
+    lists of entries.
+    """
+    if not isinstance(graphs, int) or graphs < 1:
+        raise ValueError(f"report: graphs must be a whole number of at least 1, got {graphs!r}")
+    return joined(list(_reports)[-graphs:])

@@ -1,0 +1,74 @@
+"""Arguments of the operations, put together from what a model has: these functions stand in the rewritten graph."""
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+# How the rows of one weight are ordered that holds q, k and v.
+LAYOUTS = ("three, head, column", "head, three, column", "head, column, three")
+
+
+def pack_qkv(weights: list[Tensor], biases: list[Tensor | None], heads: int, layout: str, order: tuple, scale: float):
+    """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each, and q's multiplied by scale.
+
+    weights, biases: of the layers that compute q, k and v, whose rows one after the other have this layout, and hold q,
+    k and v in places `order`.
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    bias = biases[0]
+    if len(biases) > 1 and any(b is not None for b in biases):
+        bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b.to(w.dtype) for w, b in zip(weights, biases)])
+    return tuple(None if t is None else _packed(t, heads, layout, order, scale) for t in (weight, bias))
+
+
+def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -> Tensor:
+    if layout == LAYOUTS[0] and order == (0, 1, 2) and scale == 1:
+        return rows
+    if layout == LAYOUTS[0]:
+        three = rows.unflatten(0, (3, -1)).unbind(0)
+    elif layout == LAYOUTS[1]:
+        three = [t.flatten(0, 1) for t in rows.unflatten(0, (heads, 3, -1)).unbind(1)]
+    else:
+        three = [t.flatten(0, 1) for t in rows.unflatten(0, (heads, -1, 3)).unbind(2)]
+    q, k, v = (three[place] for place in order)
+    return torch.cat([q if scale == 1 else q * scale, k, v])
+
+
+def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The sum of masks as ops.attention takes a bias, (B or 1, heads, N, N); x (B, N, D). A False hides a key."""
+    total, tokens = None, x.shape[1]
+    for mask in masks:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+        total = mask if total is None else total + mask
+    total = total[(None,) * (4 - total.dim())].expand(-1, heads, tokens, tokens)
+    return total if total.dtype in (dtype, torch.float32) else total.to(dtype)
+
+
+def rotary_table(table: Tensor) -> Tensor:
+    """cos or sin (N, Dh), (B, 1 or H, N, Dh), without axes of length 1 before or between those."""
+    if table.dim() > 2 and table.shape[-2] == 1:
+        table = table.squeeze(-2)
+    while table.dim() > 2 and table.shape[0] == 1:
+        table = table.squeeze(0)
+    return table
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention of (B, H, N, Dh), computed by ops.attention."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    bias = None if mask is None else logit_bias([mask], q, q.shape[2], q.dtype)
+    return ops.attention(q, k, v, scale=scale, bias=bias).transpose(1, 2)
+
+
+def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The two layers of a gated MLP that are one: weight and bias of the first half of the rows, and of the second."""
+    first, second = weight.chunk(2)
+    return (first, None, second, None) if bias is None else (first, bias.chunk(2)[0], second, bias.chunk(2)[1])
+
+
+def factors(drop_path: Tensor, factor: float) -> Tensor:
+    """Drop path's factors (B, 1, 1) as (B,), times a number."""
+    return drop_path.flatten() if factor == 1 else drop_path.flatten() * factor
+

@@ -1,0 +1,273 @@
+"""Reads a graph that torch.compile captured: values, in-place changes, draws, and regions between two nodes.
+
+A region is what lies on the paths from one tensor, the source, to another, the output. What the region reads besides
+(parameters, and whatever is computed from them, factors of drop path, rotary tables) are its inputs.
+"""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+MOST_NODES = 300  # of a region; the longest encoder block seen has 60
+
+# Operations that read the shape, dtype or device of their first argument, and none of its numbers.
+_VALUE_FREE = "size dim numel stride getattr new_empty new_zeros new_ones new_full empty_like zeros_like ones_like"
+VALUE_FREE = frozenset(_VALUE_FREE.split())
+_DRAWS = "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like normal normal_ uniform_ exponential_"
+DRAWS = frozenset((_DRAWS + " multinomial geometric_ cauchy_ log_normal_ native_dropout").split())
+_INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
+INPLACE = frozenset(_INPLACE.split())
+STATES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"})
+
+
+def name_of(node: Node) -> str:
+    """The name of the function or method that a node calls."""
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", str(node.target))
+    return node.target if node.op == "call_method" else node.op
+
+
+def argument(node: Node, place: int, name: str, default=None):
+    """An argument of a node by its place or its name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def value_of(node: Node):
+    """The fake value that a node had when the graph was captured; None where it is not known."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def tensor_of(node) -> Tensor | None:
+    """The fake tensor of a node; None for what is no node or no tensor."""
+    value = value_of(node) if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def size(length) -> int:
+    """A length as a number, without a guard on a symbol: -1 where nothing is known of it."""
+    if isinstance(length, int):
+        return length
+    hint = getattr(length.node, "hint", None)
+    return -1 if hint is None else int(hint)
+
+
+def shape_of(node) -> tuple[int, ...] | None:
+    """The shape of a node's tensor, symbols replaced by the sizes of this call."""
+    tensor = tensor_of(node)
+    return None if tensor is None else tuple(map(size, tensor.shape))
+
+
+def is_symbolic(length) -> bool:
+    """Whether a length may be another one in the next call."""
+    return not isinstance(length, int)
+
+
+def storage_of(node) -> int | None:
+    """What tells the memory of a node's tensor from others: views share it with their base."""
+    tensor = tensor_of(node)
+    try:
+        return None if tensor is None else tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse tensors have no storage
+        return None
+
+
+def is_draw(node: Node) -> bool:
+    """Whether a node takes random numbers: dropout of rate 0 or out of training does not."""
+    name = name_of(node)
+    if name == "scaled_dot_product_attention":
+        return argument(node, 4, "dropout_p", 0.0) != 0
+    if name == "multi_head_attention_forward":
+        return argument(node, 10, "dropout_p", 0.0) != 0 and argument(node, 13, "training", True) is not False
+    if "dropout" in name and name != "native_dropout":
+        training = argument(node, 2, "training", node.kwargs.get("train", True))
+        return argument(node, 1, "p", 0.5) != 0 and training is not False
+    return name in DRAWS
+
+
+def _takes_inplace(node: Node) -> bool:
+    """Whether a function with an argument `inplace` got True for it."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return False
+    try:
+        signature = inspect.signature(node.target)
+        if "inplace" not in signature.parameters:
+            return False
+        return bool(signature.bind(*node.args, **node.kwargs).arguments.get("inplace", False))
+    except (TypeError, ValueError):
+        return True
+
+
+def changed_by(node: Node) -> list[Node]:
+    """The nodes whose tensors a node changes in place."""
+    name, first = name_of(node), [a for a in node.args[:1] if isinstance(a, Node)]
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return node.all_input_nodes
+    if "mutation" in name:  # higher-order operations around Triton kernels
+        return node.all_input_nodes
+    out = node.kwargs.get("out")
+    found = [out] if isinstance(out, Node) else list(out) if isinstance(out, (tuple, list)) else []
+    if name in INPLACE or (name.endswith("_") and not name.endswith("__")) or _takes_inplace(node):
+        found += first
+    return found
+
+
+class Region(NamedTuple):
+    """The nodes from a source (left out) to an output; the source comes first among the inputs."""
+
+    nodes: list[Node]  # in the graph's order, the output last
+    inputs: list[Node]
+
+    @property
+    def source(self) -> Node:
+        return self.inputs[0]
+
+    @property
+    def output(self) -> Node:
+        return self.nodes[-1]
+
+
+class Positions:
+    """A graph with the places of its nodes, for as long as it is not changed."""
+
+    def __init__(self, graph: Graph):
+        self.nodes = list(graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.changes = [(i, changed) for i, node in enumerate(self.nodes) if (changed := changed_by(node))]
+
+    def region(self, source: Node, branch: Node, output: Node) -> Region | None:
+        """What lies between source and branch, with the output after it; None where branch does not come of source."""
+        first, last = self.place[source], self.place[branch]
+        if last <= first:
+            return None
+        dependent = {source}
+        for node in self.nodes[first + 1 : last + 1]:
+            if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(node.all_input_nodes):
+                dependent.add(node)
+        if branch not in dependent:
+            return None
+        inside, stack = set(), [branch]
+        while stack:
+            node = stack.pop()
+            if node not in inside and node is not source and node in dependent:
+                inside.add(node)
+                stack += node.all_input_nodes
+        if len(inside) > MOST_NODES:
+            return None
+        return self.around([*sorted(inside, key=self.place.__getitem__), output], source)
+
+    def around(self, nodes: list[Node], source: Node) -> Region:
+        """The region of these nodes."""
+        inside = set(nodes)
+        inputs = {source: None} | {a: None for node in nodes for a in node.all_input_nodes if a not in inside}
+        return Region(nodes, list(inputs))
+
+    def obstacle(self, region: Region) -> str | None:
+        """Why a region cannot be one operation, whatever it computes; None where it can."""
+        inside, output = set(region.nodes), region.output
+        for node in region.nodes:
+            if is_draw(node):
+                return "dropout" if "dropout" in name_of(node) or "attention" in name_of(node) else "random numbers"
+            outside = [u for u in node.users if u not in inside and name_of(u) not in VALUE_FREE]
+            if node is not output and outside:
+                return f"an inner value ({name_of(node)}) is used elsewhere"
+        first, last = self.place[region.nodes[0]], self.place[output]
+        if any(name_of(node) in STATES for node in self.nodes[first : last + 1]):
+            return "autocast or gradient mode changes inside"
+        return self._change_in_place(region, inside)
+
+    def _change_in_place(self, region: Region, inside: set[Node]) -> str | None:
+        reads: dict[int | None, int] = {}
+        for node in region.nodes:
+            for a in (*node.all_input_nodes, node):
+                reads.setdefault(storage_of(a), self.place[node])
+        reads.pop(None, None)
+        given = {storage_of(node) for node in region.inputs} - {None}
+        first, last = self.place[region.nodes[0]], self.place[region.output]
+        for place, changed in self.changes:
+            storages = {storage_of(node) for node in changed}
+            if place == last and storages & given and (why := self._output_in_place(region, storages)):
+                return why
+            if not first <= place < last:
+                continue
+            if None in storages:
+                return "a change in place of something unknown"
+            if self.nodes[place] in inside:
+                if storages & given:
+                    return "a change in place of what the block reads"
+            elif any(s in reads and reads[s] < place for s in storages):
+                return "a change in place of what the block has read"
+        return None
+
+    def _output_in_place(self, region: Region, storages: set[int | None]) -> str | None:
+        """Why `x += branch` cannot be a new tensor: others see the changed x."""
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr") and storage_of(node) in storages:
+                return "the residual is changed in place, and it is an input of the graph"
+        last = self.place[region.output]
+        for node in self.nodes[last + 1 :]:
+            if any(storage_of(a) in storages and self.place[a] < last for a in node.all_input_nodes):
+                return "the residual is changed in place, and used afterwards"
+        return None
+
+
+def additions(graph: Graph) -> list[Node]:
+    """The nodes that add two tensors of one shape (B, N, D)."""
+    found = []
+    for node in graph.nodes:
+        if name_of(node) in ("add", "add_", "iadd") and len(node.all_input_nodes) == 2:
+            shapes = [shape_of(a) for a in node.all_input_nodes] + [shape_of(node)]
+            if shapes[0] is not None and len(shapes[0]) == 3 and shapes[0] == shapes[1] == shapes[2]:
+                found.append(node)
+    return found
+
+
+def autocast_dtypes(graph: Graph, device: str) -> dict[Node, torch.dtype | None]:
+    """The dtype of autocast at each node: what was on when the graph was captured, and what the graph switches."""
+    ambient = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    active, found = {}, {}
+    for node in graph.nodes:
+        if name_of(node) == "_enter_autocast" and argument(node, 0, "device_type") == device:
+            enabled = argument(node, 2, "enabled", True)
+            dtype = argument(node, 1, "dtype") or torch.get_autocast_dtype(device)
+            active[node] = dtype if enabled else None
+        elif name_of(node) == "_exit_autocast":
+            active.pop(node.args[0], None)
+        found[node] = list(active.values())[-1] if active else ambient
+    return found
+
+
+def is_number(value) -> bool:
+    """A Python number that no truth value is."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+MULTIPLIES = frozenset({"mul", "mul_", "imul", "multiply", "multiply_"})
+DIVIDES = frozenset({"div", "div_", "truediv", "itruediv", "true_divide", "divide"})
+PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mm", "baddbmm"})
+
+
+def constant_factor(nodes: list[Node]) -> float:
+    """The product of the Python numbers that these nodes multiply by."""
+    factor = 1.0
+    for node in nodes:
+        numbers = [a for a in (*node.args, *node.kwargs.values()) if is_number(a)]
+        if len(numbers) == 1 and len(node.all_input_nodes) == 1:
+            if name_of(node) in MULTIPLIES:
+                factor = factor * numbers[0]
+            elif name_of(node) in DIVIDES and not is_number(node.args[0]) and numbers[0] != 0:
+                factor = factor / numbers[0]
+    return factor
+
+
+def module_of(node: Node) -> str:
+    """The path of the module whose forward a node was captured in; empty where it is not known."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return path.replace("L['self'].", "").replace("._modules['", ".").replace("']", "")
+
+

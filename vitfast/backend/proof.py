@@ -1,0 +1,254 @@
+"""Proves by numbers that an operation computes what a region of a graph computes: outputs and every gradient.
+
+Both run on the same random float64 inputs, at two samples where the number of samples is a symbol or can be replaced.
+Casts to 16 and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes that
+the operation gives are looked at besides.
+"""
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.node import Node, map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..ops import use_kernels
+from .graph import Region, name_of, shape_of, size, tensor_of, value_of
+from .recognise import Proposal
+
+TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14
+SAMPLES = 2  # one would hide what mixes samples
+_CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_CAST_METHODS = frozenset({"float", "half", "bfloat16"})
+_RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
+
+
+class Proof(NamedTuple):
+    """The place of the proposal that holds, None where none does; the least error that was found."""
+
+    index: int | None
+    error: float
+
+
+class Unprovable(Exception):
+    """Why a region cannot be run on random numbers."""
+
+
+_known: OrderedDict[Any, Proof] = OrderedDict()  # by structure and shapes
+_MOST_KNOWN = 4096
+
+
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Nothing of the user's state is felt, and none of it changes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {device.type, "cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(use_kernels("off"))
+        yield
+
+
+def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
+    """Equal for regions that compute the same of inputs of the same shapes and dtypes, and for no others."""
+    number = {node: i for i, node in enumerate([*region.inputs, *region.nodes])}
+
+    def described(node: Node):
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            return str(tuple(value.shape)), value.dtype, value.device
+        return str(value)
+
+    calls = [(n.op, n.target, _text(n.args, number), _text(n.kwargs, number), described(n)) for n in region.nodes]
+    # Weights in place of computed tensors are told apart: drop path's factors from parameters, say.
+    return tuple(calls), tuple(map(described, region.inputs)), autocast
+
+
+def _text(arguments, number: dict[Node, int]) -> str:
+    return repr(map_aggregate(arguments, lambda a: f"%{number[a]}" if isinstance(a, Node) else a))
+
+
+def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
+    """The first proposal that computes the region, with its proof; None where none does."""
+    key = structure_of(region, autocast)
+    if (known := _known.get(key)) is not None:
+        _known.move_to_end(key)
+        found = None if known.index is None else next(p for i, p in enumerate(proposals) if i == known.index)
+        return found, known
+    found, proof = _prove(region, proposals, autocast)
+    _known[key] = proof
+    if len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+    return found, proof
+
+
+def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
+    least = float("inf")
+    with _apart(tensor_of(region.source).device):
+        values, theirs = _first_run(region)
+        upstream = _random(theirs, _generator(1))
+        gradients = None
+        for index, proposal in enumerate(proposals):
+            ours = proposal.build(functools.partial(_compute, values))
+            error = _error(theirs, ours)
+            least = min(least, error)
+            if not error < TOLERANCE:
+                continue
+            gradients = _gradients(theirs, values, upstream) if gradients is None else gradients
+            error = _gradient_error(gradients, _gradients(ours, values, upstream))
+            if not error < TOLERANCE:
+                raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
+            _try_dtypes(region, proposal, values, autocast)
+            return proposal, Proof(index, error)
+    return None, Proof(None, least)
+
+
+def _compute(values: dict[Node, Any], function, *arguments, **keywords):
+    """Calls a function now, with the values of nodes."""
+    value = lambda a: values[a] if isinstance(a, Node) else a  # noqa: E731
+    arguments, keywords = map_aggregate(arguments, value), map_aggregate(keywords, value)
+    arguments = [list(a) if isinstance(a, (list, tuple)) else a for a in arguments]
+    return function(*arguments, **keywords)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
+
+
+def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
+    """Random values of the inputs, and the output of the region: at two samples where that works."""
+    whole = tensor_of(region.source).shape[0]
+    if isinstance(whole, int) and whole > SAMPLES:
+        others = {n for node in (*region.inputs, *region.nodes) for n in (shape_of(node) or ())[1:]}
+        weights = {(shape_of(node) or (0,))[0] for node in region.inputs if node.op in ("placeholder", "get_attr")}
+        if whole not in others | weights:
+            with contextlib.suppress(Exception):
+                return _run(region, {whole: SAMPLES})
+    return _run(region, {})
+
+
+def _run(region: Region, replaced: dict[int, int]) -> tuple[dict[Node, Any], Tensor]:
+    values = _inputs(region, replaced)
+    env = dict(values)
+    for node in region.nodes:
+        env[node] = _execute(node, env, replaced)
+        want = shape_of(node)
+        if want is not None and not _is_batch_symbolic(region):
+            want = tuple(replaced.get(n, n) for n in want)
+            if env[node].shape != want:
+                raise Unprovable(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
+    return values, env[region.output]
+
+
+def _is_batch_symbolic(region: Region) -> bool:
+    return any(not isinstance(n, int) for n in tensor_of(region.source).shape)
+
+
+def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int]):
+    def value(a):
+        if isinstance(a, Node):
+            return env[a]
+        if isinstance(a, torch.dtype):
+            return torch.float64 if a in _CASTS else a
+        return a
+
+    arguments, keywords = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
+    if replaced and name_of(node) in _RESHAPES:
+        arguments = (arguments[0], *map_aggregate(arguments[1:], lambda n: replaced.get(n, n) if type(n) is int else n))
+    if node.op == "call_function":
+        return node.target(*arguments, **keywords)
+    if node.op != "call_method":
+        raise Unprovable(f"a node of kind {node.op}")
+    return getattr(arguments[0], "double" if node.target in _CAST_METHODS else node.target)(*arguments[1:], **keywords)
+
+
+def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
+    """Random float64 tensors, masks with both values, and sizes."""
+    generator, symbols, values = _generator(0), _symbols(region), {}
+
+    def length(n) -> int:
+        if isinstance(n, int):
+            return replaced.get(n, n)
+        return int(n.node.expr.subs({s: symbols.get(s, size(n)) for s in n.node.expr.free_symbols}))
+
+    for node in region.inputs:
+        value = value_of(node)
+        if isinstance(value, (int, torch.SymInt)):
+            values[node] = length(value)
+            continue
+        if not isinstance(value, Tensor):
+            raise Unprovable(f"an input that is a {type(value).__name__}")
+        shape = [length(n) for n in value.shape]
+        if value.dtype == torch.bool:
+            mask = torch.rand(shape, generator=generator, device="cpu") < 0.7
+            if shape and shape[-1] > 1:
+                mask[..., 0], mask[..., 1] = True, False
+            values[node] = mask.to(value.device)
+        elif value.is_floating_point():
+            x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            x = x * shape[-1] ** -0.5 if len(shape) == 2 else x  # a weight keeps the size of what it multiplies
+            values[node] = x.to(value.device).requires_grad_()
+        else:
+            raise Unprovable(f"an input of {value.dtype}")
+    return values
+
+
+def _symbols(region: Region) -> dict:
+    """The sizes of the symbols: two samples, and for others their size in this call."""
+    found = {}
+    for node in region.inputs:
+        value = value_of(node)
+        for n in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(n, torch.SymInt) and n.node.expr.is_symbol:
+                found[n.node.expr] = size(n)
+    samples = tensor_of(region.source).shape[0]
+    if isinstance(samples, torch.SymInt) and samples.node.expr.is_symbol:
+        found[samples.node.expr] = SAMPLES
+    return found
+
+
+def _error(theirs: Tensor, ours: Tensor) -> float:
+    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        return float("inf")
+    return ((theirs - ours).norm() / theirs.norm()).item()
+
+
+def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor]:
+    leaves = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+    if not output.requires_grad:
+        return [torch.zeros_like(v) for v in leaves]
+    found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    return [torch.zeros_like(v) if g is None else g for g, v in zip(found, leaves)]
+
+
+def _gradient_error(theirs: list[Tensor], ours: list[Tensor]) -> float:
+    """The largest relative error; a gradient that is zero but for rounding (of k's bias) is held against the others."""
+    least = 1e-6 * max((g.norm().item() for g in theirs), default=0.0)
+    errors = [(a - b).norm().item() / max(a.norm().item(), least, 1e-300) for a, b in zip(theirs, ours)]
+    return max(errors, default=0.0) if all(e == e for e in errors) else float("inf")
+
+
+def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], autocast: torch.dtype | None) -> None:
+    """Runs the operation in the dtypes of the call: they must fit, and the output has the original's dtype."""
+    real, device = {}, tensor_of(region.source).device
+    for node, value in values.items():
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
+    with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        try:
+            given = proposal.build(functools.partial(_compute, real)).dtype
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Unprovable(f"the dtypes do not fit: {error}") from error
+    if given != (want := tensor_of(region.output).dtype):
+        raise Unprovable(f"the operation gives {given} where the model has {want}")

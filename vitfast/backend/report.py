@@ -1,0 +1,56 @@
+"""The report on compiled graphs: what was replaced, how often, what was left and why, and the time it took."""
+
+from collections import Counter
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One part of a graph.
+
+    kind: the operation that it is or would be. name: the module that it was captured in. why: the reason why it was
+    left, None where an operation replaces it.
+    """
+
+    kind: str
+    name: str
+    why: str | None
+
+
+class Report(tuple):
+    """A tuple of entries that prints as a summary; recognition and proof: seconds."""
+
+    recognition = 0.0
+    proof = 0.0
+
+    @property
+    def replaced(self) -> list[Entry]:
+        return [e for e in self if e.why is None]
+
+    @property
+    def left(self) -> list[Entry]:
+        return [e for e in self if e.why is not None]
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for (kind, why), count in Counter((e.kind, e.why) for e in self).items():
+            names = [e.name for e in self if (e.kind, e.why) == (kind, why)]
+            where = names[0] if len(set(names)) == 1 else f"{names[0]} ... {names[-1]}"
+            what = f"{count} x {kind}" + (f" ({where})" if where.strip(" .") else "")
+            lines.append(f"  {'replaced' if why is None else 'left    '}  {what}" + (f": {why}" if why else ""))
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def summary(self) -> str:
+        """One line."""
+        done = ", ".join(f"{n} x {kind}" for kind, n in Counter(e.kind for e in self.replaced).items()) or "nothing"
+        seconds = f"{self.recognition:.2f} s of recognition, {self.proof:.2f} s of proof"
+        return f"{done} replaced, {len(self.left)} left ({seconds})"
+
+
+def joined(reports: list[Report]) -> Report:
+    """Several reports as one."""
+    whole = Report(entry for report in reports for entry in report)
+    whole.recognition = sum(report.recognition for report in reports)
+    whole.proof = sum(report.proof for report in reports)
+    return whole
