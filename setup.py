@@ -80,7 +80,10 @@ setup(
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },
-    entry_points={"console_scripts": ["vitfast = vitfast.cli:main"]},
+    entry_points={
+        "console_scripts": ["vitfast = vitfast.cli:main"],
+        "torch_dynamo_backends": ["vitfast = vitfast.backend:compile_graph"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX :: Linux",

@@ -112,7 +112,7 @@ FLOORS = (
     {"errors", "version", "kernels"},
     {"ops", "run"},
     {"model"},
-    {"adapters", "data"},
+    {"adapters", "backend", "data"},
     {"eval", "tools"},
     {"train"},
     {"experiments", "timm_models"},

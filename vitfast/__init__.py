@@ -61,9 +61,9 @@ class _Moved:
 
 
 def __getattr__(name: str):
-    """A module by its earlier name, `vitfast.ref` say, where nothing has imported it yet."""
-    if name in MOVED:
-        return importlib.import_module(f"{__name__}.{MOVED[name]}")
+    """The compile backend, or a module by its earlier name, where nothing has imported it yet."""
+    if name == "backend" or name in MOVED:
+        return importlib.import_module(f"{__name__}.{MOVED.get(name, name)}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

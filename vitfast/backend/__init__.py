@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="vitfast")`: vitfast's operations in any ViT that torch.compile captures.
+"""`torch.compile(model, backend="vitfast")`: vitfast's operations in any ViT that is compiled.
 
 In the graph of torch.compile all encoder blocks look alike, whatever the classes are called. The backend finds them by
 structure (recognise.py), proves each one by numbers (proof.py), replaces it (rewrite.py) and hands the graph on to
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from .report import Entry, Report, joined
-from .rewrite import rewrite
+from .reports import Entry, Report, joined
+from .rewrite import rewrite_graph
 
 __all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
 
@@ -41,7 +41,7 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
     compiler = _inner_compiler(inner, mode, options)
     try:
-        done = rewrite(module)
+        done = rewrite_graph(module)
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
@@ -60,7 +60,7 @@ def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> C
 
 
 def report(graphs: int = 1) -> Report:
-    """What was replaced in the last compiled graphs, what was left and why, and the seconds that it took.
+    """The replaced parts of the last compiled graphs, those left and why, and the seconds it took.
 
     graphs: how many of them; a model with graph breaks is compiled as several. Print it; `.replaced` and `.left` are
     lists of entries.

@@ -1,4 +1,4 @@
-"""Arguments of the operations, put together from what a model has: these functions stand in the rewritten graph."""
+"""Arguments of the operations made from a model's tensors: functions that the graph calls."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ LAYOUTS = ("three, head, column", "head, three, column", "head, column, three")
 
 
 def pack_qkv(weights: list[Tensor], biases: list[Tensor | None], heads: int, layout: str, order: tuple, scale: float):
-    """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each, and q's multiplied by scale.
+    """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each.
+
+    The rows of q are multiplied by scale.
 
     weights, biases: of the layers that compute q, k and v, whose rows one after the other have this layout, and hold q,
     k and v in places `order`.
@@ -36,7 +38,9 @@ def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -
 
 
 def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The sum of masks as ops.attention takes a bias, (B or 1, heads, N, N); x (B, N, D). A False hides a key."""
+    """The sum of masks as a bias of ops.attention, (B or 1, heads, N, N).
+
+    A False hides a key; x (B, N, D)."""
     total, tokens = None, x.shape[1]
     for mask in masks:
         if mask.dtype == torch.bool:
@@ -63,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
 
 
 def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The two layers of a gated MLP that are one: weight and bias of the first half of the rows, and of the second."""
+    """One layer as the two of a gated MLP: weight and bias of each half of its rows."""
     first, second = weight.chunk(2)
     return (first, None, second, None) if bias is None else (first, bias.chunk(2)[0], second, bias.chunk(2)[1])
 
@@ -71,4 +75,3 @@ def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, 
 def factors(drop_path: Tensor, factor: float) -> Tensor:
     """Drop path's factors (B, 1, 1) as (B,), times a number."""
     return drop_path.flatten() if factor == 1 else drop_path.flatten() * factor
-

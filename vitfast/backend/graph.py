@@ -1,15 +1,17 @@
-"""Reads a graph that torch.compile captured: values, in-place changes, draws, and regions between two nodes.
+"""Reads a graph that torch.compile captured: values, changes in place, draws, and regions.
 
 A region is what lies on the paths from one tensor, the source, to another, the output. What the region reads besides
 (parameters, and whatever is computed from them, factors of drop path, rotary tables) are its inputs.
 """
 
 import inspect
+import re
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 MOST_NODES = 300  # of a region; the longest encoder block seen has 60
 
@@ -66,7 +68,7 @@ def is_symbolic(length) -> bool:
 
 
 def storage_of(node) -> int | None:
-    """What tells the memory of a node's tensor from others: views share it with their base."""
+    """The identity of the memory of a node's tensor, which views share with their base."""
     tensor = tensor_of(node)
     try:
         return None if tensor is None else tensor.untyped_storage()._cdata
@@ -121,6 +123,7 @@ class Region(NamedTuple):
 
     nodes: list[Node]  # in the graph's order, the output last
     inputs: list[Node]
+    equal: dict[Node, Node]  # of an input, the first one that is computed in the same way from the same nodes
 
     @property
     def source(self) -> Node:
@@ -131,6 +134,12 @@ class Region(NamedTuple):
         return self.nodes[-1]
 
 
+class _Text(str):
+    """A text that prints as it is."""
+
+    __repr__ = str.__str__
+
+
 class Positions:
     """A graph with the places of its nodes, for as long as it is not changed."""
 
@@ -138,9 +147,10 @@ class Positions:
         self.nodes = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.changes = [(i, changed) for i, node in enumerate(self.nodes) if (changed := changed_by(node))]
+        self.changed = {storage_of(node) for _, changed in self.changes for node in changed} - {None}
 
     def region(self, source: Node, branch: Node, output: Node) -> Region | None:
-        """What lies between source and branch, with the output after it; None where branch does not come of source."""
+        """The nodes from source to branch, with the output after them; None where there is no path."""
         first, last = self.place[source], self.place[branch]
         if last <= first:
             return None
@@ -164,7 +174,18 @@ class Positions:
         """The region of these nodes."""
         inside = set(nodes)
         inputs = {source: None} | {a: None for node in nodes for a in node.all_input_nodes if a not in inside}
-        return Region(nodes, list(inputs))
+        texts: dict[str, Node] = {}
+        return Region(nodes, list(inputs), {node: texts.setdefault(self._expression(node), node) for node in inputs})
+
+    def _expression(self, node: Node) -> str:
+        """Equal for nodes that compute the same: their own name where that is not certain."""
+        pure = (
+            node.op in ("call_function", "call_method") and not is_draw(node) and storage_of(node) not in self.changed
+        )
+        if not pure or changed_by(node) or "empty" in name_of(node):
+            return f"%{node.name}"
+        arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self._expression(a)))
+        return f"{node.target}{arguments}"
 
     def obstacle(self, region: Region) -> str | None:
         """Why a region cannot be one operation, whatever it computes; None where it can."""
@@ -219,7 +240,7 @@ def additions(graph: Graph) -> list[Node]:
     """The nodes that add two tensors of one shape (B, N, D)."""
     found = []
     for node in graph.nodes:
-        if name_of(node) in ("add", "add_", "iadd") and len(node.all_input_nodes) == 2:
+        if name_of(node) in ADDS and len(node.all_input_nodes) == 2:
             shapes = [shape_of(a) for a in node.all_input_nodes] + [shape_of(node)]
             if shapes[0] is not None and len(shapes[0]) == 3 and shapes[0] == shapes[1] == shapes[2]:
                 found.append(node)
@@ -227,7 +248,7 @@ def additions(graph: Graph) -> list[Node]:
 
 
 def autocast_dtypes(graph: Graph, device: str) -> dict[Node, torch.dtype | None]:
-    """The dtype of autocast at each node: what was on when the graph was captured, and what the graph switches."""
+    """The dtype of autocast at each node: as the graph was captured, and as the graph switches it."""
     ambient = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     active, found = {}, {}
     for node in graph.nodes:
@@ -246,6 +267,7 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+ADDS = frozenset({"add", "add_", "iadd"})
 MULTIPLIES = frozenset({"mul", "mul_", "imul", "multiply", "multiply_"})
 DIVIDES = frozenset({"div", "div_", "truediv", "itruediv", "true_divide", "divide"})
 PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mm", "baddbmm"})
@@ -268,6 +290,4 @@ def module_of(node: Node) -> str:
     """The path of the module whose forward a node was captured in; empty where it is not known."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
-    return path.replace("L['self'].", "").replace("._modules['", ".").replace("']", "")
-
-
+    return re.sub(r"^[LG]\['\w+'\]\.?", "", path).replace("_modules['", "").replace("']", "")

@@ -1,4 +1,4 @@
-"""Proves by numbers that an operation computes what a region of a graph computes: outputs and every gradient.
+"""Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
 Both run on the same random float64 inputs, at two samples where the number of samples is a symbol or can be replaced.
 Casts to 16 and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes that
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
 from .graph import Region, name_of, shape_of, size, tensor_of, value_of
-from .recognise import Proposal
+from .parts import Proposal
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14
 SAMPLES = 2  # one would hide what mixes samples
@@ -57,7 +57,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
-    """Equal for regions that compute the same of inputs of the same shapes and dtypes, and for no others."""
+    """Equal for regions that compute the same of inputs of the same shapes and dtypes alone."""
     number = {node: i for i, node in enumerate([*region.inputs, *region.nodes])}
 
     def described(node: Node):
@@ -67,8 +67,8 @@ def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
         return str(value)
 
     calls = [(n.op, n.target, _text(n.args, number), _text(n.kwargs, number), described(n)) for n in region.nodes]
-    # Weights in place of computed tensors are told apart: drop path's factors from parameters, say.
-    return tuple(calls), tuple(map(described, region.inputs)), autocast
+    equal = tuple(number[region.equal[node]] for node in region.inputs)
+    return tuple(calls), tuple(map(described, region.inputs)), equal, autocast
 
 
 def _text(arguments, number: dict[Node, int]) -> str:
@@ -140,9 +140,10 @@ def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
 
 def _run(region: Region, replaced: dict[int, int]) -> tuple[dict[Node, Any], Tensor]:
     values = _inputs(region, replaced)
-    env = dict(values)
+    # What the region changes in place is a copy: leaves may not be changed, and the operation reads them too.
+    env = {node: v.clone() if isinstance(v, Tensor) else v for node, v in values.items()}
     for node in region.nodes:
-        env[node] = _execute(node, env, replaced)
+        env[node] = _execute(node, env, replaced, last=node is region.output)
         want = shape_of(node)
         if want is not None and not _is_batch_symbolic(region):
             want = tuple(replaced.get(n, n) for n in want)
@@ -155,7 +156,7 @@ def _is_batch_symbolic(region: Region) -> bool:
     return any(not isinstance(n, int) for n in tensor_of(region.source).shape)
 
 
-def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int]):
+def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int], last: bool):
     def value(a):
         if isinstance(a, Node):
             return env[a]
@@ -166,6 +167,8 @@ def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int]):
     arguments, keywords = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
     if replaced and name_of(node) in _RESHAPES:
         arguments = (arguments[0], *map_aggregate(arguments[1:], lambda n: replaced.get(n, n) if type(n) is int else n))
+    if last and name_of(node) in ("iadd", "add_"):  # autograd would not have it: the norm has kept what this changes
+        return torch.add(*arguments, **keywords)
     if node.op == "call_function":
         return node.target(*arguments, **keywords)
     if node.op != "call_method":
@@ -184,6 +187,9 @@ def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
 
     for node in region.inputs:
         value = value_of(node)
+        if region.equal[node] is not node:
+            values[node] = values[region.equal[node]]
+            continue
         if isinstance(value, (int, torch.SymInt)):
             values[node] = length(value)
             continue
@@ -225,7 +231,7 @@ def _error(theirs: Tensor, ours: Tensor) -> float:
 
 
 def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor]:
-    leaves = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+    leaves = list({id(v): v for v in values.values() if isinstance(v, Tensor) and v.requires_grad}.values())
     if not output.requires_grad:
         return [torch.zeros_like(v) for v in leaves]
     found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
@@ -233,14 +239,16 @@ def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> lis
 
 
 def _gradient_error(theirs: list[Tensor], ours: list[Tensor]) -> float:
-    """The largest relative error; a gradient that is zero but for rounding (of k's bias) is held against the others."""
+    """The largest relative error of a gradient.
+
+    One that is zero but for rounding, as that of k's bias, is held against the others."""
     least = 1e-6 * max((g.norm().item() for g in theirs), default=0.0)
     errors = [(a - b).norm().item() / max(a.norm().item(), least, 1e-300) for a, b in zip(theirs, ours)]
     return max(errors, default=0.0) if all(e == e for e in errors) else float("inf")
 
 
 def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], autocast: torch.dtype | None) -> None:
-    """Runs the operation in the dtypes of the call: they must fit, and the output has the original's dtype."""
+    """Runs the operation in the dtypes of the call: the output must have the original's."""
     real, device = {}, tensor_of(region.source).device
     for node, value in values.items():
         floating = isinstance(value, Tensor) and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""Replaces the encoder blocks of a graph by operations, one at a time: each is found, proven, and then written."""
+"""Replaces the encoder blocks of a graph by operations: each is found, proven, then written."""
 
 import logging
 import time
@@ -6,18 +6,31 @@ import time
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import VALUE_FREE, Positions, Region, additions, argument, autocast_dtypes, is_draw, module_of, name_of
-from .graph import shape_of, tensor_of
+from .attention import attention_alone
+from .graph import (
+    VALUE_FREE,
+    Positions,
+    Region,
+    additions,
+    argument,
+    autocast_dtypes,
+    is_draw,
+    module_of,
+    name_of,
+    shape_of,
+    tensor_of,
+)
+from .parts import Proposal, Unrecognised, parts_of
 from .proof import Proof, Unprovable, prove
-from .recognise import Proposal, Unrecognised, attention_alone, parts_of, proposals
-from .report import Entry, Report, joined
+from .recognise import proposals
+from .reports import Entry, Report, joined
 
 _log = logging.getLogger("vitfast")
 
 
-def rewrite(module: GraphModule) -> Report:
+def rewrite_graph(module: GraphModule) -> Report:
     """Rewrites a captured graph in place, with the graphs inside it (of activation checkpointing)."""
-    inner = [rewrite(child) for child in module.children() if isinstance(child, GraphModule)]
+    inner = [rewrite_graph(child) for child in module.children() if isinstance(child, GraphModule)]
     rewriter = _Rewriter(module.graph)
     start = time.perf_counter()
     report = Report(rewriter.run())
@@ -65,11 +78,14 @@ class _Rewriter:
             parts = parts_of(region)
             if not parts.attentions and len(parts.linears) < 2:
                 continue
-            kind, name = ("attention block" if parts.attentions else "MLP block"), module_of(parts.norms[0] if parts.norms else add)
+            kind, name = (
+                ("attention block" if parts.attentions else "MLP block"),
+                module_of(parts.norms[0] if parts.norms else add),
+            )
             why = self.positions.obstacle(region)
             if why is None:
                 dtype = self._autocast(region)
-                found, why = self._proven(region, proposals(region, dtype), dtype)
+                found, why = self._proven(region, proposals(region), dtype)
                 if found is not None:
                     self._write(region, found)
                     kind = found.kind
@@ -134,7 +150,9 @@ class _Rewriter:
         self.positions = Positions(self.graph)
 
     def _value_free_users(self, region: Region) -> list[tuple[Node, dict]]:
-        """Nodes outside that read an inner tensor's dtype or shape, and can read the source's: (node, its keywords)."""
+        """Nodes outside that read an inner tensor's dtype or shape, with their keyword arguments.
+
+        They can read the source's as well."""
         inside, source, found = set(region.nodes), tensor_of(region.source), []
         for node in region.nodes[:-1]:
             for user in node.users:

@@ -1,4 +1,4 @@
-"""The report on compiled graphs: what was replaced, how often, what was left and why, and the time it took."""
+"""The report on compiled graphs: parts replaced, parts left with the reason, and the time."""
 
 from collections import Counter
 from typing import NamedTuple

@@ -1,0 +1,117 @@
+"""The door of the backend: entry point, options, errors in recognition, the report, the state of the user."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compiled import block, compare
+
+from vitfast import backend, ops
+from vitfast.backend import proof, rewrite
+
+ROOT = Path(__file__).parents[2]
+X = torch.randn(3, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_fresh_process_finds_the_backend_by_its_name(tmp_path):
+    egg = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(egg, cwd=ROOT, check=True, capture_output=True)
+    script = """
+import sys, torch
+layer = torch.nn.Linear(4, 4)
+torch.compile(layer, backend="vitfast", options={"inner": "eager"})(torch.ones(2, 4))
+print(sys.modules["vitfast"].backend.report().summary())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert found.stdout.startswith("nothing replaced, 0 left"), found.stderr
+
+
+@pytest.mark.slow
+def test_the_package_loads_the_backend_when_it_is_asked_for():
+    script = "import sys, vitfast; print('vitfast.backend' in sys.modules, vitfast.backend)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("False <module 'vitfast.backend'")
+
+
+def test_options_reach_the_inner_compiler(monkeypatch):
+    seen = []
+
+    def inner(graph, inputs, **given):
+        seen.append((given, [node.target for node in graph.graph.nodes]))
+        return graph.forward
+
+    torch._dynamo.reset()
+    backend.compile(block("", ""), options={"inner": inner, "mode": "fast", "other": 3})(X)
+    assert seen[0][0] == {"mode": "fast", "options": {"other": 3}}
+    assert {ops.attention_block, ops.mlp_block} <= set(seen[0][1])
+    patches = backend._inner_compiler("inductor", "max-autotune-no-cudagraphs", {"shape_padding": False}).config
+    assert patches["max_autotune"] and patches["shape_padding"] is False
+
+
+def test_options_that_mean_nothing_are_refused():
+    for options, word in (({"inner": "vitfast"}, "another backend"), ({"inner": "nobody"}, "nobody")):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=word):
+            backend.compile(block("", ""), options=options)(X)
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        backend._inner_compiler("inductor", None, {"no_such_option": 1})
+
+
+@pytest.mark.parametrize("name", ["prove", "additions", "parts_of"])
+def test_an_error_in_recognition_breaks_no_compilation(name, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("broken on purpose")
+
+    monkeypatch.setattr(rewrite, name, broken)
+    with caplog.at_level(logging.WARNING, "vitfast"):
+        assert not compare(block("", ""), X, tolerance=1e-12)
+    assert "error in recognition" in caplog.text
+    assert any("broken on purpose" in entry.why for entry in backend.report().left)
+
+
+def test_an_error_while_writing_leaves_the_graph_as_it_was(monkeypatch):
+    monkeypatch.setattr(rewrite._Rewriter, "_value_free_users", lambda *_: 1 / 0)
+    assert not compare(block("", ""), X, tolerance=1e-12)
+
+
+def test_the_report_says_what_was_done():
+    compare(torch.nn.Sequential(*(block("", "")[0] for _ in range(3))).double(), X, tolerance=1e-9)
+    report = backend.report()
+    assert len(report) == len(report.replaced) == 6 and report.recognition > 0 and report.proof > 0
+    assert "3 x attention block" in str(report) and "replaced" in str(report)
+    compare(block("F.gelu", "F.relu"), X, tolerance=1e-9)
+    (left,) = backend.report().left
+    assert left.kind == "MLP block" and "not the same numbers" in left.why and left.name == "0.norm2"
+    assert len(backend.report(graphs=2)) == 8
+    with pytest.raises(ValueError, match="graphs"):
+        backend.report(0)
+
+
+def test_equal_layers_are_proven_once(monkeypatch):
+    proven = []
+    monkeypatch.setattr(proof, "_prove", lambda *a, real=proof._prove: [proven.append(a), real(*a)][1])
+    monkeypatch.setattr(proof, "_known", type(proof._known)())
+    compare(torch.nn.Sequential(*(block("", "")[0] for _ in range(4))).double(), X, tolerance=1e-9)
+    assert len(proven) == 2 and len(backend.report().replaced) == 8
+
+
+@torch.inference_mode()
+def test_the_users_state_is_left_alone():
+    torch._dynamo.reset()
+    proof._known.clear()
+    compiled = backend.compile(block("", "").float().eval(), options={"inner": "eager"})
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), ops.use_kernels("off"):
+            before = torch.get_rng_state()
+            compiled(X.float())
+            assert torch.equal(before, torch.get_rng_state()) and torch.get_default_dtype() == torch.float64
+            assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(backend.report().replaced) == 2

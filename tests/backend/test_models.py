@@ -1,0 +1,126 @@
+"""Models of timm, transformers and torchvision through the backend: blocks replaced, outputs and gradients equal."""
+
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from checks import randomize
+from compiled import compare, run
+
+from vitfast import backend
+
+
+def of_timm(name="vit_tiny_patch16_224", **options):
+    return timm.create_model(name, **dict(embed_dim=32, depth=2, num_heads=2, img_size=32, num_classes=3) | options)
+
+
+def of_transformers(name: str, **options):
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
+    config = getattr(transformers, f"{name}Config")(**sizes | options)
+    return getattr(transformers, f"{name}Model")(config)
+
+
+BOTH, GATED = {"attention block": 2, "MLP block": 2}, {"attention block": 2, "gated MLP block": 2}
+MODELS = {
+    "timm vit": (of_timm, BOTH),
+    "timm drop path, layer scale": (lambda: of_timm(drop_path_rate=0.5, init_values=0.1), BOTH),
+    "timm deit3": (lambda: of_timm("deit3_small_patch16_224"), BOTH),
+    "timm dinov2": (lambda: of_timm("vit_small_patch14_reg4_dinov2", patch_size=16), BOTH),
+    "timm eva02": (lambda: of_timm("eva02_tiny_patch14_224", patch_size=16), GATED),
+    "timm beit": (lambda: of_timm("beit_base_patch16_224"), BOTH),
+    "timm checkpointed": (lambda: [m := of_timm(), m.set_grad_checkpointing()][0], BOTH),
+    "timm qk norm": (lambda: of_timm(qk_norm=True), {"attention": 2, "MLP block": 2}),
+    "transformers vit": (lambda: of_transformers("ViT", intermediate_size=64), BOTH),
+    "transformers vit, eager attention": (lambda: of_transformers("ViT", attn_implementation="eager"), BOTH),
+    "transformers dinov2": (lambda: of_transformers("Dinov2", mlp_ratio=2, drop_path_rate=0.3), BOTH),
+    "transformers dinov2, swiglu": (lambda: of_transformers("Dinov2", mlp_ratio=2, use_swiglu_ffn=True), GATED),
+    "transformers dinov3": (lambda: of_transformers("DINOv3ViT", intermediate_size=64), BOTH),
+    "torchvision vit": (lambda: torchvision.models.VisionTransformer(32, 16, 2, 2, 32, 64, num_classes=3), BOTH),
+}
+QUICK = ("timm drop path, layer scale", "timm eva02", "transformers vit, eager attention", "torchvision vit")
+CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_blocks_are_replaced(name):
+    make, expected = MODELS[name]
+    torch.manual_seed(0)
+    assert compare(randomize(make()).train(), IMAGES, fullgraph=True) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_other_compilers_get_the_rewritten_graph(inner):
+    torch.manual_seed(0)
+    model = randomize(of_timm(drop_path_rate=0.5 * (inner != "inductor"), init_values=0.1))
+    assert compare(model, IMAGES, inner=inner) == BOTH
+
+
+@pytest.mark.parametrize("where", ["inside", "around", pytest.param("weights", marks=pytest.mark.slow)])
+def test_outputs_keep_their_dtype(where):
+    """Under autocast timm's residual stream is fp32; of a model in bf16 it is bf16."""
+    torch.manual_seed(0)
+    model, images = randomize(of_timm(init_values=0.1)), IMAGES
+    if where == "weights":
+        model, images = model.bfloat16(), images.bfloat16()
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "inside"):
+            return model.forward_features(x)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
+        torch._dynamo.reset()
+        expected, wanted = run(call, model, [images])
+        found, given = run(backend.compile(call, options={"inner": "eager"}), model, [images])
+    assert found.dtype == expected.dtype == (torch.bfloat16 if where == "weights" else torch.float32)
+    assert len(backend.report().replaced) == 4 and given.keys() == wanted.keys()
+    truth, right = run(model.double().forward_features, model, [images.double()])
+    error = lambda a, b: (a.double() - b).norm().item()  # noqa: E731
+    assert error(found, truth) <= 2 * error(expected, truth)
+    most = max(g.norm().item() for g in right.values())
+    for name, g in right.items():
+        assert given[name].dtype == wanted[name].dtype
+        assert error(given[name], g) <= 2 * error(wanted[name], g) + 1e-4 * most, name
+
+
+def test_other_batch_sizes_compile_once_more():
+    torch.manual_seed(0)
+    model, graphs = randomize(of_timm(depth=1)), []
+
+    def counted(graph, inputs, **options):
+        graphs.append(graph)
+        return backend.compile_graph(graph, inputs, **options)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counted, options={"inner": "eager"})
+    for batch in (3, 5, 2, 9):
+        images = torch.randn(batch, 3, 32, 32)
+        torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
+        assert len(backend.report().replaced) == 2
+    assert len(graphs) == 2
+    assert any("attention_block" in str(node.target) for node in graphs[1].graph.nodes)
+
+
+@torch.inference_mode()
+def test_a_residual_changed_in_place_is_replaced_where_nobody_sees_it():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.seen = of_timm(depth=2).eval(), False
+
+        def forward(self, x):
+            x = first = self.inner.patch_embed(x)
+            for block in self.inner.blocks:
+                x += block.attn(block.norm1(x))
+                x += block.mlp(block.norm2(x))
+            return x + first if self.seen else x
+
+    model = randomize(Model())
+    for seen, replaced in ((False, 4), (True, 0)):
+        torch._dynamo.reset()
+        model.seen = seen
+        found = backend.compile(model, options={"inner": "eager"})(IMAGES)
+        torch.testing.assert_close(found, model(IMAGES), atol=1e-5, rtol=1e-5)
+        assert sum("block" in entry.kind for entry in backend.report().replaced) == replaced

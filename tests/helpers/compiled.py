@@ -1,0 +1,93 @@
+"""A model compiled by the backend beside the same model as it is: outputs and gradients."""
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F  # noqa: F401, for SOURCE
+from checks import assert_close
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize  # noqa: F401, for SOURCE
+
+from vitfast import backend
+
+SOURCE = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.fc1, self.fc2 = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.vector = nn.Parameter(torch.randn(32))
+        self.matrix = nn.Parameter(torch.randn(96, 32) / 6)
+        self.table = nn.Parameter(torch.randn(4, 7, 7))
+        self.change()
+
+    def change(self):
+        pass
+
+    def attention(self, h):
+        B, N, D = h.shape
+        q, k, v = self.qkv(h).reshape(B, N, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        o = self.attend(q, k, v)
+        o = o.transpose(1, 2).reshape(B, N, D)
+        return self.proj(o)
+
+    def attend(self, q, k, v):
+        logits = (q @ k.transpose(-2, -1)) * 8**-0.5
+        weights = logits.softmax(-1)
+        return weights @ v
+
+    def forward(self, x):
+        h = self.norm1(x)
+        a = self.attention(h)
+        x = x + a
+        h = self.norm2(x)
+        m = self.fc2(F.gelu(self.fc1(h)))
+        y = x + m
+        return y
+"""
+
+
+def block(old: str, new: str) -> nn.Module:
+    """A block in float64 with one text of SOURCE replaced."""
+    assert old in SOURCE
+    scope = dict(globals())
+    exec(compile(SOURCE.replace(old, new, 1), "<mutant>", "exec"), scope)
+    torch.manual_seed(0)
+    return nn.Sequential(scope["Block"](), nn.Identity()).double()
+
+
+def tensor_of(output) -> torch.Tensor:
+    """The first tensor of a model's output."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+
+def run(call, model, inputs, upstream=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(output, gradients of parameters and inputs) with random numbers of one seed, and a random upstream gradient."""
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = tensor_of(call(*inputs))
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
+    output.backward(upstream)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), gradients | {f"input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+
+
+def compare(model, *inputs, inner="eager", tolerance=1e-5, compiled=None, **options) -> Counter:
+    """Compares a model with itself compiled; returns how many blocks of each kind were replaced."""
+    torch._dynamo.reset()
+    expected, wanted = run(model, model, inputs)
+    compiled = backend.compile(model, options={"inner": inner}, **options) if compiled is None else compiled
+    found, given = run(compiled, model, inputs)
+    assert found.dtype == expected.dtype
+    assert_close(found, expected, atol=tolerance, rtol=tolerance, name="output")
+    assert given.keys() == wanted.keys(), given.keys() ^ wanted.keys()
+    most = max(g.abs().max().item() for g in wanted.values())
+    for name, gradient in wanted.items():
+        assert gradient.dtype == given[name].dtype
+        scale = max(gradient.abs().max().item(), 1e-3 * most)  # k's bias has a gradient of zero but for rounding
+        assert_close(given[name] / scale, gradient / scale, atol=tolerance, name=f"gradient of {name}")
+    return Counter(entry.kind for entry in backend.report().replaced)

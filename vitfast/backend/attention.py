@@ -1,0 +1,167 @@
+"""Proposes ops.attention_block, with the layers that q, k and v come from, and ops.attention."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from .. import ops
+from .arguments import LAYOUTS, attend, logit_bias, pack_qkv, rotary_table
+from .graph import ADDS, MULTIPLIES, PRODUCTS, argument, constant_factor, is_symbolic, name_of, shape_of, tensor_of
+from .parts import Linear, Parts, Proposal, Unrecognised, block_input, common_arguments, inner_width, item
+
+
+def attention_alone(node: Node) -> Proposal:
+    """ops.attention for one call of scaled_dot_product_attention.
+
+    Raises Unrecognised where the operation cannot express it."""
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    shapes = {shape_of(t) for t in (q, k, v)}
+    if len(shapes) != 1 or len(shape_of(q)) != 4:
+        raise Unrecognised("q, k and v have different shapes")
+    if argument(node, 5, "is_causal", False):
+        raise Unrecognised("causal attention")
+    mask, scale = argument(node, 3, "attn_mask"), argument(node, 6, "scale")
+    return Proposal("attention", lambda call: call(attend, q, k, v, mask, scale))
+
+
+class _Roles(NamedTuple):
+    """The layers that q, k and v come from, and how they meet."""
+
+    layers: list[Linear]
+    heads: int
+    scale: float  # of the logits
+    masks: list[Node]
+    tables: list[Node]  # what q is multiplied by
+
+
+def attention_blocks(parts: Parts) -> Iterator[Proposal]:
+    """Attention blocks that a region with one attention may be."""
+    if len(parts.attentions) != 1:
+        raise Unrecognised(f"{len(parts.attentions)} attentions")
+    if len(parts.norms) != 1:
+        raise Unrecognised(f"{len(parts.norms)} norms in an attention block")
+    attention = parts.attentions[0]
+    if name_of(attention) == "multi_head_attention_forward":
+        yield _module_attention(parts, attention)
+        return
+    behind = set(parts.after(attention))
+    out = [linear for linear in parts.linears if linear.node in behind]
+    if len(out) != 1:
+        raise Unrecognised(f"{len(out)} linear layers after the attention")
+    norm, keywords = common_arguments(parts, parts.norms[0], out[0].node)
+    roles = _roles(parts, attention, [linear for linear in parts.linears if linear not in out])
+    inner = sum(linear.rows for linear in roles.layers) // 3
+    if roles.heads < 1 or inner % roles.heads or inner != inner_width(out[0]):
+        raise Unrecognised(f"q, k and v of {3 * inner} rows with {roles.heads} heads")
+    scale = roles.scale * (inner // roles.heads) ** 0.5
+    scale = 1.0 if abs(scale - 1) < 1e-9 else scale
+    orders = list(itertools.permutations(range(3)))
+    candidates = [(layout, orders[0]) for layout in LAYOUTS]
+    candidates += [(layout, order) for layout in LAYOUTS[:2] for order in orders[1:]]
+    for (layout, order), rope in itertools.product(candidates, _rope_candidates(parts, roles)):
+
+        def build(call, layout=layout, order=order, rope=rope):
+            weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
+            qkv = weights[0], biases[0]
+            if len(weights) > 1 or scale != 1 or (layout, order) != candidates[0]:
+                both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, scale)
+                qkv = [call(item, both, i) for i in range(2)]
+            first, found = block_input(parts, call, norm), keywords(call)
+            if roles.masks:
+                dtype = tensor_of(out[0].node).dtype
+                found["bias"] = call(logit_bias, roles.masks, parts.region.source, roles.heads, dtype)
+            if rope is not None:
+                cos, sin, layout, prefix = rope
+                found |= dict(rope=(call(rotary_table, cos), call(rotary_table, sin)))
+                found |= dict(rope_layout=layout, num_prefix=prefix)
+            return call(ops.attention_block, *first, *qkv, *out[0].parameters(call), num_heads=roles.heads, **found)
+
+        yield Proposal("attention block", build)
+
+
+def _module_attention(parts: Parts, node: Node) -> Proposal:
+    """nn.MultiheadAttention, which is one node in a graph."""
+    names = dict(attn_mask=17, key_padding_mask=14, bias_k=7, bias_v=8)
+    given = [name for name, place in names.items() if argument(node, place, name) is not None]
+    if given or argument(node, 18, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
+        raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(given) or "separate or added keys"))
+    if parts.linears:
+        raise Unrecognised("linear layers around nn.MultiheadAttention")
+    norm, keywords = common_arguments(parts, parts.norms[0], _first_output(node))
+    heads, weight, bias = (
+        argument(node, i, n) for i, n in enumerate(("num_heads", "in_proj_weight", "in_proj_bias"), 4)
+    )
+    out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
+
+    def build(call):
+        return call(
+            ops.attention_block, *block_input(parts, call, norm), weight, bias, *out, num_heads=heads, **keywords(call)
+        )
+
+    return Proposal("attention block", build)
+
+
+def _first_output(node: Node) -> Node:
+    found = [u for u in node.users if name_of(u) == "getitem" and u.args[1] == 0]
+    if len(found) != 1:
+        raise Unrecognised("the output of nn.MultiheadAttention is not read once")
+    return found[0]
+
+
+def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
+    stops = {linear.node for linear in layers}
+    inside = {*parts.region.nodes, parts.region.source}
+    if name_of(attention) == "scaled_dot_product_attention":
+        q, k, v = (argument(attention, i, name) for i, name in enumerate(("query", "key", "value")))
+        if argument(attention, 5, "is_causal", False):
+            raise Unrecognised("causal attention")
+        shape, mask = shape_of(q), argument(attention, 3, "attn_mask")
+        if len(shape) != 4:
+            raise Unrecognised(f"q of shape {shape}")
+        masks, heads, given = [] if mask is None else [mask], shape[1], argument(attention, 6, "scale")
+        if not set(masks).isdisjoint(inside):
+            raise Unrecognised("a mask that is computed from the tokens")
+        factor = shape[-1] ** -0.5 if given is None else given
+        scores = [*parts.before(q, stops), *parts.before(k, stops)]
+    else:
+        scores, factor = parts.before(attention, stops), 1.0
+        products = [n for n in scores if name_of(n) in PRODUCTS]
+        if len(products) != 1:
+            raise Unrecognised(f"{len(products)} products before the softmax")
+        q, k = products[0].all_input_nodes[:2] if len(products[0].all_input_nodes) >= 2 else (None, None)
+        shape, tokens = shape_of(attention), shape_of(parts.region.source)[1]
+        heads = shape[1] if len(shape) == 4 else shape[0] // max(1, shape_of(parts.region.source)[0])
+        logits = [n for n in parts.after(products[0]) if n in scores]
+        masks = [m for m in parts.outside(logits, ADDS) if (shape_of(m) or ())[-1:] == (tokens,)]
+        weighted = next((n for n in parts.after(attention) if name_of(n) in PRODUCTS), None)
+        others = [] if weighted is None else [a for a in weighted.all_input_nodes if a not in parts.after(attention)]
+        v = next((a for a in others if a is not attention and a in inside), None)
+    found: list[Linear] = []
+    for node in (q, k, v):
+        above = {a for n in parts.before(node, stops) for a in n.all_input_nodes} | {node} if node in inside else set()
+        own = [linear for linear in layers if linear.node in above]
+        if len(own) != 1:
+            raise Unrecognised(f"{len(own)} linear layers behind q, k or v")
+        found += [own[0]] if own[0] not in found else []
+    if len(found) != len(layers):
+        raise Unrecognised("linear layers that are none of q, k and v")
+    turned = parts.before(q, stops) if name_of(attention) == "scaled_dot_product_attention" else scores
+    tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in masks and tensor_of(t) is not None]
+    return _Roles(found, heads, factor * constant_factor(list(dict.fromkeys(scores))), masks, tables)
+
+
+def _rope_candidates(parts: Parts, roles: _Roles) -> list:
+    """None, or (cos, sin, layout, number of prefix tokens) in every way that two tables may be meant."""
+    if not roles.tables:
+        return [None]
+    tokens = tensor_of(parts.region.source).shape[1]
+    if len(roles.tables) != 2 or is_symbolic(tokens):
+        raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
+    lengths = {([n for n in shape_of(t)[:-1] if n != 1] or [1])[-1] for t in roles.tables}
+    if len(lengths) != 1 or not 0 < (length := lengths.pop()) <= tokens:
+        raise Unrecognised("q is multiplied by tensors that are no rotary tables")
+    a, b = roles.tables
+    pairs = [(a, b), (b, a)]
+    return [(*pair, layout, tokens - length) for pair in pairs for layout in ("half", "interleaved")]

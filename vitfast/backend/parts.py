@@ -1,0 +1,189 @@
+"""The anchors of a region, and what every block has: norm, residual, layer scale and drop path."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .arguments import factors
+from .graph import ADDS, MULTIPLIES, Region, argument, constant_factor, is_number, name_of, shape_of, tensor_of
+
+Call = Callable[..., Any]  # call(function, *arguments): computes now, or writes a node into a graph
+
+
+class Proposal(NamedTuple):
+    """An operation that may compute a region: build(call) calls it, with nodes as arguments."""
+
+    kind: str
+    build: Callable[[Call], Any]
+
+
+class Unrecognised(Exception):
+    """Why a region is no block that an operation computes."""
+
+
+class Linear(NamedTuple):
+    """A product with a weight from outside the region, and what is added to it."""
+
+    node: Node
+    weight: Node
+    bias: Node | None
+    transposed: bool  # weight is (in, out)
+
+    @property
+    def rows(self) -> int:
+        return shape_of(self.weight)[1 if self.transposed else 0]
+
+    def parameters(self, call: Call) -> tuple:
+        """(weight (out, in), bias or None)."""
+        return call(Tensor.t, self.weight) if self.transposed else self.weight, self.bias
+
+
+class Parts(NamedTuple):
+    """The anchors of a region, in the graph's order."""
+
+    region: Region
+    linears: list[Linear]
+    attentions: list[Node]  # scaled_dot_product_attention, multi_head_attention_forward or softmax
+    norms: list[Node]
+
+    def before(self, node: Node, stops: set[Node]) -> list[Node]:
+        """The nodes of the region that a node comes from, itself too, up to stops, which are left out."""
+        inside, found, stack = set(self.region.nodes), set(), [node]
+        while stack:
+            n = stack.pop()
+            if n in inside and n not in stops and n not in found:
+                found.add(n)
+                stack += n.all_input_nodes
+        return [n for n in self.region.nodes if n in found]
+
+    def after(self, node: Node) -> list[Node]:
+        """The nodes of the region that come from a node, without itself."""
+        found = {node}
+        for n in self.region.nodes:
+            if not found.isdisjoint(n.all_input_nodes):
+                found.add(n)
+        return [n for n in self.region.nodes if n in found and n is not node]
+
+    def outside(self, nodes: list[Node], names: frozenset[str]) -> list[Node]:
+        """The inputs that nodes with these names read, once each."""
+        inside = {*self.region.nodes, self.region.source}
+        return list(
+            dict.fromkeys(a for n in nodes if name_of(n) in names for a in n.all_input_nodes if a not in inside)
+        )
+
+
+ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "softmax", "_softmax")
+
+
+def parts_of(region: Region) -> Parts:
+    """The anchors of a region."""
+    linears, attentions, norms = [], [], []
+    inside = {*region.nodes, region.source}
+    for node in region.nodes:
+        name = name_of(node)
+        if name in ATTENTIONS:
+            attentions.append(node)
+        elif name in ("layer_norm", "rms_norm", "rsqrt"):
+            norms.append(node)
+        elif (linear := _linear(node, name, inside)) is not None:
+            linears.append(linear)
+    return Parts(region, linears, attentions, norms)
+
+
+def _linear(node: Node, name: str, inside: set[Node]) -> Linear | None:
+    if name == "linear":
+        x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
+    elif name == "addmm" and not node.kwargs:
+        bias, x, weight = node.args
+    elif name in ("matmul", "mm") and len(node.args) == 2:
+        (x, weight), bias = node.args, None
+    else:
+        return None
+    given = isinstance(weight, Node) and weight not in inside and len(shape_of(weight) or ()) == 2
+    if x not in inside or not given or bias in inside:
+        return None
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if name in ("matmul", "mm") and user in inside and name_of(user) in ADDS:
+        others = [a for a in user.all_input_nodes if a is not node and a not in inside]
+        if len(others) == 1 and len(shape_of(others[0]) or ()) == 1:
+            node, bias = user, others[0]
+    return Linear(node, weight, bias, name != "linear")
+
+
+def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callable[[Call], dict]]:
+    """([norm weight, norm bias], the keyword arguments of every block).
+
+    last: the node of the output layer."""
+    region, width = parts.region, shape_of(parts.region.source)[-1]
+    name, residual, output = name_of(norm), tensor_of(region.source), tensor_of(region.output)
+    if name == "rsqrt":
+        weight, bias, eps = _written_rms_norm(parts, norm, width)
+    else:
+        rms = name == "rms_norm"
+        weight, bias = argument(norm, 2, "weight"), None if rms else argument(norm, 3, "bias")
+        eps = argument(norm, 3, "eps") if rms else argument(norm, 4, "eps", 1e-5)
+        eps = torch.finfo(residual.dtype).eps if eps is None else eps
+    tail = parts.after(last)[:-1]
+    scale = drop_path = None
+    for given in parts.outside(tail, MULTIPLIES):
+        shape = shape_of(given) or ()
+        if len(shape) > 1 and all(n == 1 for n in shape[1:]) and shape[0] == shape_of(region.source)[0]:
+            drop_path, twice = given, drop_path is not None
+        elif shape[-1:] == (width,) and all(n == 1 for n in shape[:-1]):
+            scale, twice = given, scale is not None
+        else:
+            raise Unrecognised(f"the branch is multiplied by a tensor of shape {shape}")
+        if twice:
+            raise Unrecognised("the branch is multiplied by two vectors")
+    factor, computed = constant_factor(tail), tensor_of(last).dtype
+
+    def keywords(call: Call) -> dict:
+        found = dict(eps=eps, norm="layer" if name == "layer_norm" else "rms")
+        if scale is not None:
+            shaped = scale if len(shape_of(scale)) == 1 else call(Tensor.flatten, scale)
+            found["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
+        if drop_path is not None:
+            found["drop_path"] = call(factors, drop_path, factor)
+        if output.dtype != computed:
+            found["residual_in_fp32"] = True
+        return found
+
+    return [weight, bias], keywords
+
+
+def _written_rms_norm(parts: Parts, rsqrt: Node, width: int) -> tuple[Node | None, None, float]:
+    """Weight, None and eps of an RMSNorm that is written out: x * rsqrt(mean(x^2) + eps) * weight."""
+    added = rsqrt.all_input_nodes[0]
+    numbers = [a for a in added.args if is_number(a)]
+    if name_of(added) not in ADDS or len(numbers) != 1:
+        raise Unrecognised("a norm that is written out, and is no RMSNorm")
+    stops = {linear.node for linear in parts.linears}
+    behind = [
+        n for n in parts.after(rsqrt) if n in parts.before(parts.linears[0].node, stops - {parts.linears[0].node})
+    ]
+    weights = [w for w in parts.outside(behind, MULTIPLIES) if shape_of(w) == (width,)]
+    if len(weights) > 1:
+        raise Unrecognised("a norm with two weights")
+    return (weights[0] if weights else None), None, float(numbers[0])
+
+
+def block_input(parts: Parts, call: Call, norm: list) -> list:
+    """The first arguments of every block: x in the output's dtype, norm weight and norm bias."""
+    source, output, (weight, bias) = parts.region.source, tensor_of(parts.region.output), norm
+    x = source if tensor_of(source).dtype == output.dtype else call(Tensor.to, source, output.dtype)
+    if weight is None:
+        weight = call(torch.ones, shape_of(source)[-1], dtype=output.dtype, device=output.device)
+    return [x, weight, bias]
+
+
+def item(pair: tuple, i: int):
+    """One of several results."""
+    return pair[i]
+
+
+def inner_width(out: Linear) -> int:
+    """The columns that an output layer reads."""
+    return shape_of(out.weight)[0 if out.transposed else 1]
