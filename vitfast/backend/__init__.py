@@ -45,6 +45,7 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
+        module.recompile()  # each replacement is whole, or was undone
     _reports.append(done)
     _log.info("vitfast backend: %s", done.summary())
     return compiler(module, inputs)

@@ -177,14 +177,12 @@ class Positions:
         texts: dict[str, Node] = {}
         return Region(nodes, list(inputs), {node: texts.setdefault(self._expression(node), node) for node in inputs})
 
-    def _expression(self, node: Node) -> str:
-        """Equal for nodes that compute the same: their own name where that is not certain."""
-        pure = (
-            node.op in ("call_function", "call_method") and not is_draw(node) and storage_of(node) not in self.changed
-        )
-        if not pure or changed_by(node) or "empty" in name_of(node):
+    def _expression(self, node: Node, depth: int = 6) -> str:
+        """Equal for nodes that compute the same: their own name where that is not certain, or far away."""
+        pure = node.op in ("call_function", "call_method") and not is_draw(node) and not changed_by(node)
+        if not pure or storage_of(node) in self.changed or "empty" in name_of(node) or not depth:
             return f"%{node.name}"
-        arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self._expression(a)))
+        arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self._expression(a, depth - 1)))
         return f"{node.target}{arguments}"
 
     def obstacle(self, region: Region) -> str | None:
@@ -193,6 +191,8 @@ class Positions:
         for node in region.nodes:
             if is_draw(node):
                 return "dropout" if "dropout" in name_of(node) or "attention" in name_of(node) else "random numbers"
+            if name_of(node) == "roll":  # the proof has other numbers of samples and tokens: it may come around
+                return "samples or tokens are rolled"
             outside = [u for u in node.users if u not in inside and name_of(u) not in VALUE_FREE]
             if node is not output and outside:
                 return f"an inner value ({name_of(node)}) is used elsewhere"

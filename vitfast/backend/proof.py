@@ -1,6 +1,6 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
-Both run on the same random float64 inputs, at two samples where the number of samples is a symbol or can be replaced.
+Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced.
 Casts to 16 and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes that
 the operation gives are looked at besides.
 """
@@ -22,9 +22,12 @@ from .parts import Proposal
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14
 SAMPLES = 2  # one would hide what mixes samples
+TOKENS = 11
+MOST_PREFIX = 8  # tokens in front of the patches
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 _RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
+_SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
 
 
 class Proof(NamedTuple):
@@ -127,15 +130,38 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
-    """Random values of the inputs, and the output of the region: at two samples where that works."""
-    whole = tensor_of(region.source).shape[0]
-    if isinstance(whole, int) and whole > SAMPLES:
-        others = {n for node in (*region.inputs, *region.nodes) for n in (shape_of(node) or ())[1:]}
-        weights = {(shape_of(node) or (0,))[0] for node in region.inputs if node.op in ("placeholder", "get_attr")}
-        if whole not in others | weights:
-            with contextlib.suppress(Exception):
-                return _run(region, {whole: SAMPLES})
+    """Random values of the inputs, and the output of the region: of few samples and tokens where that works."""
+    for replaced in _smaller(region):
+        with contextlib.suppress(Exception):
+            return _run(region, replaced)
     return _run(region, {})
+
+
+def _smaller(region: Region) -> Iterator[dict[int, int]]:
+    """Lengths to replace in all shapes, fewer with each: those of samples and tokens.
+
+    Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
+    fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
+    """
+    lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
+    numbers = [n for node in region.nodes if name_of(node) not in _RESHAPES | _SIZED for n in _numbers(node)]
+    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in numbers):
+        return
+    samples, tokens, _ = lengths
+    few = {samples: SAMPLES} if samples > SAMPLES else {}
+    if tokens > 3 * TOKENS and tokens != samples:
+        # Rotary tables have no rows for prefix tokens.
+        patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
+        patches -= {n for shape in shapes for n in shape[-1:]}
+        yield {n: n - tokens + TOKENS for n in (*patches, tokens)} | few
+    if few:
+        yield few
+
+
+def _numbers(node: Node) -> list[int]:
+    found: list[int] = []
+    map_aggregate((node.args, node.kwargs), lambda a: found.append(a) if type(a) is int else None)
+    return found
 
 
 def _run(region: Region, replaced: dict[int, int]) -> tuple[dict[Node, Any], Tensor]:
@@ -211,13 +237,13 @@ def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
 
 
 def _symbols(region: Region) -> dict:
-    """The sizes of the symbols: two samples, and for others their size in this call."""
+    """The sizes of the symbols: two samples, and others one more than in this call, where they may equal a constant."""
     found = {}
     for node in region.inputs:
         value = value_of(node)
         for n in value.shape if isinstance(value, Tensor) else (value,):
             if isinstance(n, torch.SymInt) and n.node.expr.is_symbol:
-                found[n.node.expr] = size(n)
+                found[n.node.expr] = size(n) + 1
     samples = tensor_of(region.source).shape[0]
     if isinstance(samples, torch.SymInt) and samples.node.expr.is_symbol:
         found[samples.node.expr] = SAMPLES
