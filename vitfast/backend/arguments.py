@@ -59,10 +59,10 @@ def rotary_table(table: Tensor) -> Tensor:
     return table
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention of (B, H, N, Dh), computed by ops.attention."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    bias = None if mask is None else logit_bias([mask], q, q.shape[2], q.dtype)
+    bias = None if not masks else logit_bias(masks, q, q.shape[2], q.dtype)
     return ops.attention(q, k, v, scale=scale, bias=bias).transpose(1, 2)
 
 

@@ -4,26 +4,57 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
 from .arguments import LAYOUTS, attend, logit_bias, pack_qkv, rotary_table
 from .graph import ADDS, MULTIPLIES, PRODUCTS, argument, constant_factor, is_symbolic, name_of, shape_of, tensor_of
-from .parts import Linear, Parts, Proposal, Unrecognised, block_input, common_arguments, inner_width, item
+from .parts import Linear, NoAttention, Parts, Proposal, Unrecognised, block_input, common_arguments, inner_width, item
 
 
-def attention_alone(node: Node) -> Proposal:
-    """ops.attention for one call of scaled_dot_product_attention.
+def attention_alone(node: Node) -> tuple[list[Node], Node, Proposal]:
+    """ops.attention for one call of scaled_dot_product_attention, or for the products around one softmax.
 
-    Raises Unrecognised where the operation cannot express it."""
-    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    shapes = {shape_of(t) for t in (q, k, v)}
-    if len(shapes) != 1 or len(shape_of(q)) != 4:
-        raise Unrecognised("q, k and v have different shapes")
-    if argument(node, 5, "is_causal", False):
-        raise Unrecognised("causal attention")
-    mask, scale = argument(node, 3, "attn_mask"), argument(node, 6, "scale")
-    return Proposal("attention", lambda call: call(attend, q, k, v, mask, scale))
+    Returns the nodes that it replaces, q and the proposal. Raises Unrecognised where the operation cannot express it.
+    """
+    if name_of(node) == "scaled_dot_product_attention":
+        nodes, mask, scale = [node], argument(node, 3, "attn_mask"), argument(node, 6, "scale")
+        q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+        masks, keys = [] if mask is None else [mask], shape_of(k)
+        if argument(node, 5, "is_causal", False):
+            raise Unrecognised("causal attention")
+    else:
+        nodes, (q, k, v) = _around_softmax(node)
+        tokens, keys = shape_of(node)[-1:], (*shape_of(k)[:-2], *shape_of(k)[:-3:-1])
+        chain = nodes[:-1]
+        others = [a for n in chain if name_of(n) in ADDS for a in n.all_input_nodes if a not in nodes]
+        masks, scale = [m for m in others if shape_of(m)[-1:] == tokens], constant_factor(chain)
+    if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) != 4:
+        raise Unrecognised("q, k and v of different shapes")
+
+    def build(call):
+        key = k if nodes == [node] else call(Tensor.transpose, k, -2, -1)
+        return call(attend, q, key, v, masks, scale)
+
+    return nodes, q, Proposal("attention", build)
+
+
+def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]:
+    """The nodes from q k^T to the product with v, and (q, k^T, v)."""
+    up, down = [softmax], [softmax]
+    while name_of(up[-1]) != "matmul":
+        same = [a for a in up[-1].all_input_nodes if shape_of(a) == shape_of(softmax)]
+        if not same:
+            raise NoAttention("no product before the softmax")
+        up.append(same[0])
+    while name_of(down[-1]) != "matmul":
+        if len(down[-1].users) != 1:
+            raise NoAttention("no single user of the probabilities")
+        down.append(next(iter(down[-1].users)))
+    if len(down[-1].args) != 2 or down[-1].args[0] is not down[-2] or len(up[-1].args) != 2:
+        raise NoAttention("no product after the softmax")
+    return [*reversed(up), *down[1:]], (*up[-1].args, down[-1].args[1])
 
 
 class _Roles(NamedTuple):

@@ -24,6 +24,10 @@ class Unrecognised(Exception):
     """Why a region is no block that an operation computes."""
 
 
+class NoAttention(Unrecognised):
+    """A softmax with no products around it, which no report has to name."""
+
+
 class Linear(NamedTuple):
     """A product with a weight from outside the region, and what is added to it."""
 

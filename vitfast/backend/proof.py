@@ -147,7 +147,7 @@ def _smaller(region: Region) -> Iterator[dict[int, int]]:
     numbers = [n for node in region.nodes if name_of(node) not in _RESHAPES | _SIZED for n in _numbers(node)]
     if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in numbers):
         return
-    samples, tokens, _ = lengths
+    samples, tokens = lengths[0], lengths[-2]
     few = {samples: SAMPLES} if samples > SAMPLES else {}
     if tokens > 3 * TOKENS and tokens != samples:
         # Rotary tables have no rows for prefix tokens.

@@ -12,15 +12,13 @@ from .graph import (
     Positions,
     Region,
     additions,
-    argument,
     autocast_dtypes,
-    is_draw,
     module_of,
     name_of,
     shape_of,
     tensor_of,
 )
-from .parts import Proposal, Unrecognised, parts_of
+from .parts import NoAttention, Proposal, Unrecognised, parts_of
 from .proof import Proof, Unprovable, prove
 from .recognise import proposals
 from .reports import Entry, Report, joined
@@ -57,7 +55,7 @@ class _Rewriter:
         for node in additions(self.graph):
             entries += self._guarded(self._block, node)
         for node in list(self.graph.nodes):
-            if name_of(node) == "scaled_dot_product_attention":
+            if name_of(node) in ("scaled_dot_product_attention", "softmax"):
                 entries += self._guarded(self._attention, node)
         return entries
 
@@ -93,13 +91,17 @@ class _Rewriter:
         return []
 
     def _attention(self, node: Node) -> list[Entry]:
-        region = self.positions.around([node], argument(node, 0, "query"))
-        if is_draw(node):
-            return [Entry("attention", module_of(node), "dropout")]
+        if node not in self.positions.place:  # it went with a block
+            return []
         try:
-            proposal = attention_alone(node)
+            nodes, source, proposal = attention_alone(node)
+        except NoAttention:
+            return []
         except Unrecognised as reason:
             return [Entry("attention", module_of(node), str(reason))]
+        region = self.positions.around(nodes, source)
+        if (why := self.positions.obstacle(region)) is not None:
+            return [Entry("attention", module_of(node), why)]
         found, why = self._proven(region, iter([proposal]), self._autocast(region))
         if found is not None:
             self._write(region, found)
