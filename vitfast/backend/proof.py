@@ -130,7 +130,7 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
-    """Random values of the inputs, and the output of the region: of few samples and tokens where that works."""
+    """Random values of the inputs, and the region's output: of few samples and tokens where it works."""
     for replaced in _smaller(region):
         with contextlib.suppress(Exception):
             return _run(region, replaced)
