@@ -237,7 +237,10 @@ def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
 
 
 def _symbols(region: Region) -> dict:
-    """The sizes of the symbols: two samples, and others one more than in this call, where they may equal a constant."""
+    """The sizes of the symbols: two samples; others one more than in this call.
+
+    In this call they may equal a constant of the model by chance.
+    """
     found = {}
     for node in region.inputs:
         value = value_of(node)
