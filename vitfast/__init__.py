@@ -25,7 +25,7 @@ __all__ = [
     "restore",
 ]
 
-# Names of modules that the documentation gave, and that pickled models hold, before they moved; and `ref`, for short.
+# Earlier names of modules that have moved: old documentation and pickled models use them. `ref` is a short name too.
 MOVED = {
     "ref": "ops.reference",
     "packed": "ops.packed",

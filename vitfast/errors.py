@@ -33,7 +33,7 @@ def install(extra: str) -> str:
 def both_ends(text: str, limit: int = 400) -> str:
     """`text` in one line of at most `limit` characters: its start, " ... " and its end.
 
-    Both, because compilers say what is wrong at the end.
+    Both ends are kept, because compilers say what is wrong at the end.
     """
     text, gap = " ".join(text.split()), " ... "
     if len(text) <= limit:

@@ -2,8 +2,8 @@
 
 The paper's 4.3: models pre-trained on small sets use early stopping, and the best validation accuracy counts. With
 `early_stop` N a run ends after N evaluations in a row without a better accuracy than the best before them. RUN/best/
-is the checkpoint of the best, as `checkpoints/last/` that of the last. The state is metrics.csv, up to the step where
-a run goes on.
+is the checkpoint of the best evaluation, as `checkpoints/last/` is that of the last. A resumed run reads its earlier
+evaluations from metrics.csv, up to the step that it goes on from.
 """
 
 import logging
@@ -17,11 +17,11 @@ logger = logging.getLogger("vitfast")
 
 
 class EarlyStop:
-    """The evaluations of a run as far as early stopping goes; without `early_stop` it never does."""
+    """Follows the evaluations of a run and says when to stop it; without `early_stop` it never stops one."""
 
     def __init__(self, config: Config, checkpoint: Path | None, step: int):
         self.patience, run = config.early_stop, Path(config.output)
-        self.step, self.accuracy, self.since = None, -1.0, 0  # of the best; evaluations since
+        self.step, self.accuracy, self.since = None, -1.0, 0  # step and accuracy of the best; evaluations since
         if not self.patience or not checkpoint:
             return
         whose = checkpoint.resolve().parents[1]

@@ -14,15 +14,15 @@ from ..errors import InputError
 
 LOCK = "vitfast.lock"
 logger = logging.getLogger("vitfast")
-_held: set[str] = set()  # the folders of this process, which the system would let lock the same file twice
+_held: set[str] = set()  # the folders that this process holds: the system would let it lock the same file twice
 
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Holds the run folder, which is made where there is none. InputError where it is held already.
+    """Holds the run folder, making it where there is none. Raises InputError where it is held already.
 
     The system's lock on the file ends with its process, however that ends: a file that was left behind on this machine
-    is taken over. From one machine to another that lock may not reach, and what the file says decides.
+    is taken over. That lock may not reach from one machine to another: there the content of the file decides.
     """
     run.mkdir(parents=True, exist_ok=True)
     path, key = run / LOCK, os.path.realpath(run)
@@ -43,11 +43,11 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def _take(path: Path, handle: int) -> None:
-    """Locks the open file. Raises InputError where it is held, and says so where it was left behind."""
+    """Locks the open file. Raises InputError where it is held; logs that a file was left behind."""
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
         host, pid = str(holder["host"]), int(holder["pid"])
-    except (ValueError, TypeError, KeyError):  # it says nothing
+    except (ValueError, TypeError, KeyError):  # the file names no holder
         host, pid = socket.gethostname(), None
     name = f"process {pid} on {host}" if pid else "another process"
     here = host == socket.gethostname()

@@ -24,7 +24,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def _read_metrics(path: Path) -> tuple[list[dict], int]:
-    """(records, how many lines are none, such as one that a full disk has cut short)."""
+    """(records, how many lines are no records, such as one that a full disk has cut short)."""
     if not path.exists():
         return [], 0
     header, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -73,8 +73,8 @@ class Events:
 class Metrics:
     """Appends records to metrics.csv and TensorBoard.
 
-    A resumed run drops the records after the step that it resumes from. Lines that are no records are left out, and the
-    file as it was gets another name.
+    A resumed run drops the records after the step that it resumes from. Lines that are no records are left out, and a
+    copy of the file as it was is kept under another name.
     """
 
     def __init__(self, run: Path, resumed_step: int):
@@ -99,7 +99,7 @@ class Metrics:
         return ",".join(text(record.get(name)) for name in COLUMNS) + "\n"
 
     def write(self, **record) -> None:
-        """One record: the columns, those left out empty."""
+        """Writes one record; the columns that it lacks stay empty."""
         self.file.write(self._line(record))
         self.file.flush()
         values = {f"{record['split']}/{k}": record[k] for k in COLUMNS[3:] if record.get(k) is not None}
@@ -107,7 +107,7 @@ class Metrics:
 
     def close(self) -> None:
         for file in (self.file, self.board):
-            with suppress(OSError):  # a full disk, told when the record was written
+            with suppress(OSError):  # a full disk, which was reported when the record was written
                 file.close()
 
 
@@ -115,7 +115,7 @@ class Progress:
     """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
 
     def __init__(self, name: str, start: int, total: int, shown: bool):
-        disable = None if shown else True  # None: where standard error is no terminal
+        disable = None if shown else True  # None disables the bar where standard error is no terminal
         self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=disable)
         self.name, self.total, self.tenth = name, total, start * 10 // total
 
