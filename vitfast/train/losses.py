@@ -1,4 +1,4 @@
-"""Losses: softmax and sigmoid cross-entropy, with class numbers or mixed-up targets."""
+"""Losses: softmax and sigmoid cross-entropy, for class numbers or mixed targets."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ def softmax_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Binary cross-entropy, summed over the classes, mean over the batch.
 
-    As the released code pre-trains on JFT-300M. logits (B, K); target (B,) class numbers, or (B, K) probabilities of
-    which any number may be 1.
+    The released code pre-trains on JFT-300M with it. logits (B, K); target (B,) class numbers, or (B, K) probabilities
+    of which any number may be 1.
     """
     classes = logits.shape[-1]
     if target.dim() == 1:
@@ -25,15 +25,15 @@ def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 
 
 def correct(logits: Tensor, target: Tensor) -> Tensor:
-    """How many first guesses are right: the target (B,), or one of the classes with 1 of a target (B, K)."""
+    """How many most probable classes are right: the target (B,), or one that is 1 in a target (B, K)."""
     guess = logits.detach().argmax(-1)
     return ((guess == target) if target.dim() == 1 else target.gather(1, guess[:, None]) == 1).sum()
 
 
 def mix(mixup: float, cutmix: float, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """timm's Mixup where targets (B, K) have any number of ones: images (B, C, H, W) and targets, mixed.
+    """Mixes images (B, C, H, W) and targets (B, K) with any number of ones, as timm's Mixup does.
 
-    timm is given the images' numbers for classes: what comes back is the share of each image in each, (B, B).
+    timm gets the indices of the images as their classes, and so returns the share (B, B) of each image in each result.
     """
     mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=len(images))
     images, shares = mixer(images, torch.arange(len(images), device=images.device))

@@ -25,7 +25,7 @@ class PackedTotals:
 
 
 def counts(images: Tensor | list[PackedImages]) -> Tensor:
-    """(3,) on the CPU, of this rank's part of a batch: images, patches, and patches with padding."""
+    """(3,) on the CPU: this rank's images, patches and patches with padding, the last two 0 for a tensor."""
     if isinstance(images, Tensor):
         return torch.tensor([len(images), 0, 0], dtype=torch.float32)
     own = ((len(some), len(some.patches), len(some) * some.longest) for some in images)
@@ -33,9 +33,9 @@ def counts(images: Tensor | list[PackedImages]) -> Tensor:
 
 
 def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
-    """Those in a checkpoint's record; none for a run of one size.
+    """The totals in a checkpoint's record; zeros for a run of one size.
 
-    Raises InputError where they are damaged.
+    Raises InputError where the record's are damaged.
     """
     if data.packing is None:
         return PackedTotals()
@@ -47,7 +47,7 @@ def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
 
 
 def packed_summary(data: Data, totals: PackedTotals, steps: int) -> dict:
-    """Of the images of a run: their sizes, and the share of patches that padding would have added."""
+    """The summary's entries on images of many sizes, such as the share that padding would have been."""
     images = max(1, totals.progress.images)
     return dict(
         expected_images_per_step=data.images_per_step,

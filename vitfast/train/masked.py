@@ -21,7 +21,7 @@ from ..model.vit import ViT
 from ..ops import reference as ref
 from ..run.device import autocast
 
-MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
+MASKED, SWAPPED = 0.8, 0.1  # shares of the corrupted patches that become [mask] or another patch; the rest stay
 CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted
 
 
@@ -77,8 +77,8 @@ class MaskedPatches(nn.Module):
     """A ViT that learns to predict its corrupted patches; `vit` is an ordinary ViT without its head.
 
     target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16
-    colours of the patch at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: of the
-    patches that are corrupted. Both are as a Config allows them. The [mask] and the prediction layer exist here alone.
+    colours of the patch at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: the share
+    of patches that are corrupted. A Config checks both. Only this module has the [mask] and the prediction layer.
     Every parameter takes part in the loss, as DDP requires.
     """
 
@@ -116,7 +116,7 @@ class MaskedPatches(nn.Module):
             return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), other)
 
         x = self.vit.forward_features(images, None if corrupted is None else corrupt)
-        # Where the norm comes after pooling, patches have none but that one.
+        # Where the norm comes after pooling, no other one has normalised the patches.
         return self.vit.fc_norm(x)[:, self.vit.num_prefix_tokens :]
 
     def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ class MaskedPatches(nn.Module):
 
 
 def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
-    """Mean loss and share of right colours over the validation set, shared by the ranks.
+    """Mean loss and share of right colours over the validation set, which the ranks divide up.
 
     The corruption of each image is always the same.
     """
@@ -167,7 +167,7 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
         count = int(own.sum())
         noise = fixed_noise(range(position, position + len(images) * data.ranks.world, data.ranks.world), patches)
         position += len(images) * data.ranks.world
-        if count:  # all ranks run as often: sharded models want it
+        if count:  # all ranks run the model equally often, as sharded models require
             images, noise = images[own], noise[own]
         drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
         with autocast(device, dtype):

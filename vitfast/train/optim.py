@@ -26,10 +26,10 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused where PyTorch has it so; timm's LAMB.
+    """torch's AdamW or SGD, fused where PyTorch can fuse it, or timm's LAMB.
 
-    Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out. With `layer_decay` the
-    rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the groups). timm's rules.
+    Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out. With `layer_decay` a
+    layer's rate is that times the next layer's, and the head's is whole (`lr_scale` of the groups), by timm's rules.
     """
     spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     options = dict(weight_decay=config.weight_decay, no_weight_decay_list=spared)
