@@ -1,15 +1,15 @@
 """The paper's recipes as data: Tables 3 and 4 of arXiv 2010.11929 row by row, and two later recipes.
 
-Where the released code adds to the text, it is said: a linear decay ends at 1e-5, pre-training with sigmoid
-cross-entropy starts with a head bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up for
-500 steps (50 where 500 are all, our choice), crops are 5 to 100 % of the area, the classes of ImageNet-21k are trained
-with sigmoid cross-entropy too, and GELU is flax's `nn.gelu`, the tanh approximation: of Table 3, of the masked
-pre-training and of "Better plain ViT baselines", whose code (big_vision) is flax too; DeiT III is PyTorch's exact one.
-Fine-tuning takes the activation of the weights. `about` has the command and the published top-1 accuracy.
-How images are cut for an evaluation is in no table. Pre-training: as the released configurations for ImageNet and
+The released code adds this to the text: a linear decay ends at 1e-5, pre-training with sigmoid cross-entropy starts
+with a head bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up for 500 steps (50 where a
+run has 500 in all, our choice), crops are 5 to 100 % of the area, and the classes of ImageNet-21k are trained with
+sigmoid cross-entropy too. GELU is flax's `nn.gelu`, the tanh approximation, in Table 3, in the masked pre-training and
+in "Better plain ViT baselines", whose code (big_vision) is flax too; DeiT III uses PyTorch's exact GELU. Fine-tuning
+takes the activation of the weights. `about` has the command and the published top-1 accuracy.
+No table says how images are cut for an evaluation. Pre-training follows the released configurations for ImageNet and
 ImageNet-21k, resize_small(256)|central_crop(224) (big_vision, configs/vit_i1k.py, vit_i21k.py, vit_s16_i1k.py).
-Fine-tuning: as the released code, resized to a square whatever the aspect (vision_transformer,
-vit_jax/input_pipeline.py). The resampling is bicubic here, TensorFlow's area and bilinear there.
+Fine-tuning follows the released code, which resizes to a square whatever the aspect (vision_transformer,
+vit_jax/input_pipeline.py). We resample bicubically, where these use TensorFlow's area and bilinear methods.
 """
 
 from ..run.config import Recipe
@@ -57,7 +57,7 @@ _JFT_ROWS = (
     ("R50+L/16", 7, 4e-4, (86.6, 93.64, 859)),
     ("R50+L/16", 14, 4e-4, (87.12, 93.89, 1668)),
 )
-# What of a row is not in Table 3.
+# What Table 3 does not say about a row, and what is assumed.
 _ASSUMED = {
     ("R152x2", 14): "Table 3 has the 7 epochs; at 14 the same rate, as the rows of L/16 and R50+L/16 have it.",
     ("R200x3", 14): "Table 3 has no row of it: assumed is the rate of R152x2, the largest ResNet that is there.",
@@ -67,7 +67,7 @@ _TOP1 = "Table 3; {} % on ImageNet before fine-tuning (from the authors' issue t
 
 
 def _pretrain(model: str, data: str, published: str = "Table 3.", **fields) -> Recipe:
-    """vit-b16/jft-7ep and the like; ResNets are bit-r50x1/..."""
+    """A pre-training recipe with a name such as vit-b16/jft-7ep or, for a ResNet, bit-r50x1/jft-7ep."""
     resnet = model.startswith("R") and "+" not in model
     name = f"{'bit' if resnet else 'vit'}-{model.lower().replace('/', '').replace('+', '-')}/{data}"
     about = f"vitfast pretrain --recipe {name} --data DIR --output runs/{name.replace('/', '-')}\n{published}"
@@ -106,7 +106,7 @@ _AVERAGED = "Table 2: {} at {} px with Polyak averaging, {} %."
 def _finetune(
     data: str, steps: int, rates: tuple[float, ...], hold_out: float, published: str, spec: str = "DIR", **fields
 ) -> Recipe:
-    """The middle one of `rates`; a sweep tries all of them on `hold_out` of the training images."""
+    """Fine-tuning at rates[len(rates) // 2]; a sweep holds out `hold_out` of the images and tries all."""
     name, sweep = f"finetune/{data}", " --sweep" if len(rates) > 1 else ""
     command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{sweep}"
     tried = dict(lr=rates[len(rates) // 2], sweep_lr=rates, sweep_hold_out=hold_out)
@@ -169,7 +169,7 @@ PAPER = (
     _finetune("cifar10", 10_000, _SMALL, 0.02, f"{_L16} 99.38 %.", "torch/cifar10"),
     _finetune("pets", 500, _SMALL, 0.1, f"{_L16} 97.11 %.", warmup_steps=50),
     _finetune("flowers", 500, _SMALL, 0.1, f"{_L16} 99.66 %.", warmup_steps=50),
-    _finetune(  # resized alone; `vitfast vtab` adds crops and flips where a task can stand them
+    _finetune(  # only resizes images; `vitfast vtab` adds crops and flips where a task allows them
         "vtab",
         2_500,
         (0.01,),

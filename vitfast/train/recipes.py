@@ -46,7 +46,7 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in (*DIGITS, *PAPER)}
-# Of a run that names none: on digits, and on other data.
+# The recipe of a run that names none: on digits, and on other data.
 DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", "finetune/imagenet"))
 
 
@@ -60,9 +60,9 @@ def get(name: str) -> Recipe:
 def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
-    An evaluation begins with no recipe: that the weights were trained by another says nothing about them.
-    epochs of a layer take the place of steps of one before it, and the other way round. Raises InputError for a field
-    that does not exist, a value that it does not allow, two lengths in one layer, or a missing length.
+    An evaluation starts from no recipe, because a default one would say nothing about weights that another trained.
+    `epochs` of a layer replaces `steps` of an earlier one, and the other way round. Raises InputError for a field that
+    does not exist, a value that a field does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
     fields = as_plain(Recipe(steps=1) if task == "eval" else get(DEFAULTS[task][data != "digits"]))

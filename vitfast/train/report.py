@@ -39,7 +39,7 @@ logger = logging.getLogger("vitfast")
 
 @contextmanager
 def optional():
-    """Makes a failure in the block one warning: a run is finished without a report too."""
+    """Turns an error in the block into one warning: a run counts as finished without a report too."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -77,12 +77,12 @@ def complete(config: Config, summary: dict) -> None:
 
 
 def encoded_page(title: str, *content) -> bytes:
-    """The bytes of a report out of what `page` takes: names of folders need not be text."""
+    """The bytes of a report, from the arguments of `page`; names of folders need not be valid text."""
     return page(title, *content).encode(errors="replace")
 
 
 def facts(summary: dict) -> dict[str, str]:
-    """A run's summary, for people."""
+    """The entries of a run's summary as readable text."""
 
     def text(value) -> str:
         if isinstance(value, float):
@@ -98,7 +98,7 @@ def facts(summary: dict) -> dict[str, str]:
 
 
 def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
-    """The section of a run on images of many sizes; none for others."""
+    """The section of a run on images of many sizes; other runs have none."""
     if not summary.get("sizes"):
         return {}
     from ..eval.inspect.figures import as_png, draw_counts
@@ -114,7 +114,7 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
 
 
 def with_error(accuracy: float, images: int) -> str:
-    """An accuracy on so many images with its standard error, the binomial's."""
+    """An accuracy on so many images, as text with its binomial standard error."""
     return f"{accuracy:.4f} ± {(accuracy * (1 - accuracy) / images) ** 0.5:.4f}"
 
 
@@ -143,10 +143,10 @@ def validation_sections(
     objective: str = "softmax",
     examined: int = SHOWN,
 ) -> dict[str, tuple[str, str]]:
-    """The sections of what a model in eval mode says of SHOWN validation images, and a ViT looks at.
+    """Sections with a model's predictions for SHOWN validation images and, for a ViT, its attention.
 
-    examined: of so many, evenly spread over the set (the first of one that is read in order), its mistakes before
-    others.
+    model: in eval mode. examined: how many images the shown ones are chosen from, mistakes first; these are evenly
+    spread over the set, or the first of a set that is read in order.
     """
     images, labels = _validation_images(data, examined)
     sections = {}
@@ -202,7 +202,7 @@ def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     from ..eval.inspect.report import SECTIONS
 
     figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
-    with suppress(InputError):  # it adds none to its patches
+    with suppress(InputError):  # the model adds no positions to its patches
         figures["positions"] = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
     return {
         heading: (note, picture(as_png(figures[name]), heading)) if name in figures else (absent, "")
