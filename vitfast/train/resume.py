@@ -1,10 +1,10 @@
-"""Checkpoints of a run: whole or absent, read without executing anything; where it goes on.
+"""Checkpoints of a run, whole or absent, read without executing anything; and where a run goes on.
 
     checkpoints/last/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
                      state/state.safetensors          model, optimiser, EMA
                      state/state.json                 the record (step, settings, data), scaler, all that is no tensor
 
-The random numbers and the position in the data follow from (seed, step), so they need no place here.
+The random numbers and the position in the data follow from (seed, step), so they are not saved.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, o
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 CHANGED = dict(names="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
 SPLITS = ("train", "val")
-RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
+RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # what state.json must have, with the types
 
 
 def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
     """The classes, the numbers of images and the `fingerprint` of the data of a run.
 
-    saved: that of the checkpoint that the run goes on from. Raises InputError where the two differ.
+    saved: the index in the checkpoint that the run goes on from. Raises InputError where the two differ.
     """
     index = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
     for split, source in zip(SPLITS, (data.train, data.val)):
@@ -68,12 +68,12 @@ def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
-    record: where the run is and what it trains, RECORD and for images of many sizes `packing`. Every rank calls it, the
-    first one writes. Until the new checkpoint is whole the others stay as they are.
+    record: where the run is and what it trains: the keys of RECORD and, for images of many sizes, `packing`. Every rank
+    calls this, and the first one writes. The other checkpoints stay as they are until the new one is whole.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
-    if train_step.optimizer.state:  # before the first step torch would make up the state after one
+    if train_step.optimizer.state:  # before the first step torch would invent the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
 
@@ -84,7 +84,7 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
         network = copy.deepcopy(train_step.unsharded)
         network.load_state_dict(models["ema" if train_step.ema else "model"], assign=True)
     named = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-    # Cloned where it is cheap: LAMB counts its steps in one tensor, which stands under the name of every parameter.
+    # Scalars are cloned, which is cheap: LAMB counts its steps in one tensor, saved under every parameter's name.
     tensors = {k: v.contiguous() if v.dim() else v.clone() for k, v in named.items() if isinstance(v, Tensor)}
     rest = {name: value for name, value in named.items() if name not in tensors}
     with new_checkpoint(run) as work:
@@ -95,7 +95,7 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
 
 
 def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
-    """Loads a checkpoint into `train_step`, on any number of ranks. InputError where it does not fit."""
+    """Loads a checkpoint into `train_step`, on any number of ranks. Raises InputError if it does not fit."""
     sections: dict[str, dict] = {"scaler": {}}
     for name, value in read_training_state(checkpoint).items():
         section, _, rest = name.partition(".")
@@ -114,7 +114,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             counts = Counter(key.rpartition(".")[2] for key in state)
             if len(set(counts.values())) > 1:
                 raise ValueError(f"the optimiser's state is not there for every parameter: {dict(counts)}")
-            # Before the models: torch makes room for the state by a step of rate 0.
+            # This comes before the models, because torch makes room for the state by a step of rate 0.
             set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
         for name, model in train_step.models.items():
             set_model_state_dict(model, sections[name], options=WHOLE)
@@ -125,7 +125,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
 
 
 def read_record(checkpoint: Path) -> dict:
-    """The content of a checkpoint's state.json, its RECORD checked. InputError where it is not whole."""
+    """The content of a checkpoint's state.json, RECORD checked. Raises InputError if it is damaged."""
     try:
         with safe_open(checkpoint / "model.safetensors", "pt"):
             texts = [(checkpoint / name).read_text(encoding="utf-8") for name in ("config.json", "state/state.json")]
@@ -141,7 +141,7 @@ def read_record(checkpoint: Path) -> dict:
 
 
 def read_training_state(checkpoint: Path) -> dict:
-    """The names and values in a checkpoint's state/. InputError where it, or its model, is not whole."""
+    """The names and values in a checkpoint's state/. Raises InputError if it or its model is damaged."""
     record = read_record(checkpoint)
     try:
         with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
@@ -157,7 +157,7 @@ def read_training_state(checkpoint: Path) -> dict:
 
 
 def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
-    """Whether a kept model is that of a training state, by its biases and norms."""
+    """Whether a saved model is that of a training state, judged by its biases and norms."""
     kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
     found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
     with safe_open(model, "pt") as file:
@@ -177,7 +177,7 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
 
 
 def check_settings(config: Config, saved: dict, source: Path) -> None:
-    """Raises InputError where `saved`, the settings of `source`, differ in one that decides its course."""
+    """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course."""
     saved, now = as_plain(Config()) | saved, course(as_plain(config))
     if other := changes({name: saved[name] for name in now}, now):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
@@ -208,8 +208,8 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
 def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
     """The checkpoint to continue from and its state.json; (None, {}) for a run from the beginning.
 
-    resume: "never", "auto" for the run's own, or a path to any. Raises InputError where it is of another run, and where
-    the folder's own run would be lost.
+    resume: "never", "auto" for the run's own checkpoint, or a path to any. Raises InputError where there is none at the
+    path, where it is of a run with other settings, and where the folder's own run would be lost.
     """
     run = Path(config.output)
     checkpoint = None if resume == "never" else find_checkpoint(run if resume == "auto" else Path(resume))

@@ -5,8 +5,8 @@
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
                 .writing  .removing    one that is not whole yet, or no longer
-    best/                              of a run with early stopping: its best checkpoint, links to the files of that
-                state/best.json            and its step and accuracy: by this file the run knows its own
+    best/                              of a run with early stopping: its best checkpoint, whose files are links
+                state/best.json            its step and accuracy; by this file the run recognises its own best/
 
 Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.
 """
@@ -30,7 +30,7 @@ from .lock import LOCK
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"
-# The files of a checkpoint, and those beside them that are not whole yet: elsewhere, or of an earlier vitfast's names.
+# The files of a checkpoint, and unfinished ones: in a scratch folder, or beside them by an earlier vitfast's names.
 _FILE = r"\.?(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json)(\..+)?"
 PARTS = re.compile(rf"state|(state/)?({re.escape(SCRATCH)}\w+(/{_FILE})?|{_FILE})")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
@@ -50,7 +50,7 @@ def _is_part(path: Path) -> bool:
 
 
 def _is_own_best(best: Path) -> bool:
-    """Whether best/ is what this run wrote there, no other checkpoint, and none of another run."""
+    """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
     default = as_plain(Config())  # for fields that are newer than the run
     try:
         settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
@@ -67,12 +67,12 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def read_settings(run: Path) -> dict | None:
-    """The settings in a run folder's config.yaml, or None. Raises InputError for another file."""
+    """The settings in a run folder's config.yaml, or None. Raises InputError for other content."""
     return _read(run / "config.yaml", yaml.safe_load, {"name", "task", "output"})
 
 
 def read_summary(run: Path) -> dict | None:
-    """The content of summary.json, None where there is none. Raises InputError for another file."""
+    """The content of summary.json, None where there is none. Raises InputError for other content."""
     return _read(
         run / "summary.json", json.loads, {"finished", "steps", "train_images", "accuracy", "images_per_second"}
     )
@@ -119,9 +119,9 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
-    """Makes the folder ready for a run; `fresh`: one from the beginning, so that an earlier one goes."""
+    """Makes the folder ready for a run; a `fresh` one starts from the beginning, so an earlier one goes."""
     has_best, text = _is_own_best(run / BEST), yaml.safe_dump(as_plain(config), sort_keys=False)
-    write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
+    write_text(run / "config.yaml", text)  # comes first: where the disk is full, nothing has been removed
     for name in ("summary.json", "report.html"):
         (run / name).unlink(missing_ok=True)
     if fresh:
@@ -135,10 +135,10 @@ def prepare(run: Path, config: Config, fresh: bool) -> None:
 
 @contextmanager
 def new_checkpoint(run: Path) -> Iterator[Path]:
-    """An empty folder: what is written there becomes the last checkpoint, and the last the previous.
+    """Yields an empty folder that becomes the last checkpoint, while the last becomes the previous one.
 
-    Where the block raises, both stay as they are. A kill leaves one of them whole at every moment: `last` is missing
-    between two renames, and `previous` is what was the last then.
+    Where the block raises, both stay as they are. A kill leaves one of them whole at any moment: between two renames
+    `last` is missing, and `previous` is the one that was last.
     """
     work, last, previous = (run / "checkpoints" / name for name in (WRITING, LAST, PREVIOUS))
     _free(work, _is_part(work))
@@ -153,7 +153,7 @@ def new_checkpoint(run: Path) -> Iterator[Path]:
         os.rename(work, last)
         sync(work.parent)
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # there still where something failed: a full disk gets its room back
+        shutil.rmtree(work, ignore_errors=True)  # it is left where something failed: a full disk gets its room back
 
 
 def keep_as_best(run: Path, record: dict) -> None:
@@ -168,7 +168,7 @@ def keep_as_best(run: Path, record: dict) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name of a file, whose content never changes; a copy where there are no such names."""
+    """Hard-links a file, whose content never changes; copies it where the disk has no such links."""
     try:
         os.link(source, target)
     except OSError:
@@ -183,7 +183,7 @@ def kept_weights(run: Path) -> Path:
 
 
 def _free(path: Path, ours: bool) -> None:
-    """Frees a checkpoint's name: one of ours goes, of a link the link; the rest gets another name."""
+    """Frees a checkpoint's name: removes a link or what is ours, and renames anything else."""
     removing = path.with_name(REMOVING)
     if path != removing:
         _free(removing, _is_part(removing))

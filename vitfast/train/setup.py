@@ -88,7 +88,7 @@ def set_up(
 def prefix_of(config: Config, model: nn.Module) -> int:
     """Tokens of an image besides its patches.
 
-    Raises InputError where many sizes are asked of a model of one.
+    Raises InputError where many sizes are asked of a model that takes one.
     """
     if not isinstance(model, ViT):
         if config.sizes or config.drop_tokens:
@@ -112,7 +112,7 @@ def new_model(config: Config, classes: int) -> nn.Module:
 
 
 def _say_what_is_its_own(config: Config) -> None:
-    """Logs what a preset says and a recipe would say otherwise: positions, pooling, the activation."""
+    """Logs where a preset's own value replaces the recipe's: positions, pooling, the activation."""
     shape, asked = {} if is_baseline(config.model) else preset(config.model), model_arguments(config)
     if own := [f"{name}={shape[name]!r}" for name in asked if name in shape and shape[name] != asked[name]]:
         logger.warning("%s has its own %s: the recipe's is not taken", config.model, ", ".join(own))
