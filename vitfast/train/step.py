@@ -28,8 +28,8 @@ Images = Tensor | list[PackedImages]
 class TrainStep:
     """A call is one optimiser step on this rank's share of a global batch.
 
-    `model` is the plain module (sharded in place under FSDP2), `runner` what gradients flow through (DDP's wrapper
-    where there is one), `unsharded` a copy of a sharded model without memory, into which whole weights fit.
+    `model` is the plain module (sharded in place under FSDP2), `runner` is what gradients flow through (DDP's wrapper
+    where there is one), and `unsharded` is a meta-device copy of a sharded model, into which whole weights fit.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TrainStep:
         self.scaled, self.skipping = dtype == torch.float16, config.non_finite == "skip"
         factor = 2.0**16 if self.scaled else 1.0
         self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
-        self.grad_norm = torch.zeros((), device=device)  # of the last step, where it must be finite
+        self.grad_norm = torch.zeros((), device=device)  # the last step's, where it must be finite
         self.masked = config.objective == "masked"
         self.objective = None if self.masked else OBJECTIVES[config.objective]
         self.mixup = None
@@ -109,10 +109,10 @@ class TrainStep:
     def __call__(
         self, images: Images, labels: Tensor, step: int, total: int, count: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Optimiser step `step` of `total` on this rank's images and labels (B,).
+        """Takes optimiser step `step` of `total` on this rank's images and labels, (B,) or (B, K).
 
-        images: uint8 (B, C, H, W), or PackedImages for each micro-batch. count: images of the step on all ranks,
-        batch_size unless given: each weighs as much. Returns its share of (loss, right answers), on the device.
+        images: uint8 (B, C, H, W), or PackedImages for each micro-batch. count: how many images all ranks have in this
+        step (default: batch_size); all weigh the same. Returns its part of (loss, right answers), on the device.
         """
         seed_everything(self.config.seed, step, 1 + self.ranks.rank)
         rate = learning_rate(self.config, step, total)
@@ -165,7 +165,7 @@ class TrainStep:
         return loss_sum, correct
 
     def _loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, right answers) of a micro-batch; of masked patches: their share times the images."""
+        """(mean loss, right answers) of a micro-batch; masked patches give the right share times images."""
         target, smoothing = labels, self.config.label_smoothing
         if self.mixup:
             mean, std = self.model.mean, self.model.std
@@ -183,9 +183,9 @@ class TrainStep:
         return self.objective(out, target, smoothing), correct(out, labels)
 
     def micro_batches_that_fit(self, images: Images, labels: Tensor) -> int | None:
-        """After running out of memory: how many micro-batches fit, None where one image is too much.
+        """How many micro-batches fit, after running out of memory; None where one image is too much.
 
-        Tried out: the smallest of `accumulate` times 2, 4, 8, ... Images of many sizes are split as they are read.
+        It tries `accumulate` times 2, 4, 8, ... For images of many sizes, which are split as they are read, it is None.
         """
         if isinstance(images, list):
             return None

@@ -36,7 +36,7 @@ MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run
 class Stopper:
     """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once.
 
-    Until `stack` closes.
+    This lasts until `stack` closes.
     """
 
     def __init__(self, stack: contextlib.ExitStack):
@@ -52,7 +52,7 @@ class Stopper:
 
 
 class Trainer:
-    """A run: its step, its data, its folder, how far it is.
+    """A run: its step, its data, its folder, and how far it is.
 
     examples: train on this many images alone.
     """
@@ -72,7 +72,7 @@ class Trainer:
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
         self.saved = None  # the step of the run's last checkpoint
-        self.index = {}  # of the data, on the first rank
+        self.index = {}  # the `data_index`, on the first rank alone
         self.ranks.on_first(lambda: self.index.update(data_index(self.data, record.get("data"), self.checkpoint)))
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
@@ -90,8 +90,8 @@ class Trainer:
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
-        """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
-        self.meter, self.metrics = Meter(), None  # the first rank's alone
+        """Runs to the end and returns summary.json's content, or {finished: False, ...} if asked to stop."""
+        self.meter, self.metrics = Meter(), None  # metrics: on the first rank alone
         with contextlib.ExitStack() as stack:
             stopper = Stopper(stack)
             self._write(".", self.ranks.on_first, self._open_folder, stack)
@@ -138,11 +138,11 @@ class Trainer:
         return result
 
     def _is_due(self, every: int) -> bool:
-        """Whether something that happens at every so many steps, and at the end, happens now."""
+        """Whether something that happens every `every` steps, and at the end, is due now."""
         return self.step >= self.total or self.step % every == 0
 
     def _evaluate_again(self) -> dict | None:
-        """The evaluation of the step that the run goes on from, where it is the last or has no record of one."""
+        """Evaluates the step that the run goes on from, if it is the last or its evaluation is unrecorded."""
         if self.done:
             self.save()
         recorded, result = self.ranks.agree(int((self.step, "val") in self.recorded)), None
@@ -160,7 +160,7 @@ class Trainer:
             self._write("best", self.ranks.on_first, keep_as_best, self.run, record)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. Diverged where it is not finite."""
+        """Writes the checkpoint of this step, unless it is there. Raises Diverged if it is not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
@@ -175,7 +175,7 @@ class Trainer:
         self.saved = self.step
 
     def evaluate(self) -> dict:
-        """Loss and accuracy on the validation set of the model that is kept."""
+        """Loss and accuracy of the model that is kept, on the validation set."""
         function = evaluate_masked if self.train_step.masked else evaluate
         return function(self.train_step.averaged, self.data, self.device, self.dtype)
 
@@ -186,7 +186,7 @@ class Trainer:
         return round(images / max(1, len(self.data.train)), 4)
 
     def _check_unlocked(self) -> None:
-        """Raises InputError where another process trains there, before the data is read."""
+        """Raises InputError where another process trains in the run folder; called before data is read."""
         if self.run.is_dir():
             with locked(self.run):
                 pass
@@ -201,7 +201,7 @@ class Trainer:
         self.metrics = stack.enter_context(contextlib.closing(Metrics(self.run, self.step)))
 
     def _write(self, name: str, function: Callable, *args) -> None:
-        """function(*args). TrainingError where it cannot write this file of the run, as on a full disk."""
+        """Calls function(*args). Raises TrainingError if it cannot write file `name`, as on a full disk."""
         try:
             function(*args)
         except OSError as error:
@@ -226,7 +226,7 @@ class Trainer:
         return None if flag == STOP else batch
 
     def _count_unreadable(self, messages: list[str]) -> None:
-        """Each image counts once, however often it comes up in the epochs of a run."""
+        """Counts each unreadable image once over all epochs. Raises InputError beyond max_unreadable."""
         limit = self.config.max_unreadable
         for message in messages:
             if message not in self.unreadable:
@@ -240,10 +240,10 @@ class Trainer:
             )
 
     def _train(self, images: Images, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """One optimiser step; a TrainingError that says what would fit where the memory does not suffice."""
+        """Takes one optimiser step. Raises TrainingError if memory runs out, saying what would fit."""
         result = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            taken = self.data.progress.images - self.packed.progress.images  # 0 of images of one size
+            taken = self.data.progress.images - self.packed.progress.images  # 0 for images of one size
             result = self.train_step(images, labels, self.step, self.total, count=taken or None)
         if result is None:  # here the error, and every activation that its traceback held, is gone
             raise TrainingError(self._out_of_memory(images, labels))
@@ -252,7 +252,7 @@ class Trainer:
         return result
 
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
-        """The message: the size that did not fit, and one that does, found by trying."""
+        """The out-of-memory message: which size did not fit, and which does, where trying found one."""
         accumulate, same = self.config.accumulate, "with the same result but for random numbers, such as dropout's"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
@@ -272,9 +272,9 @@ class Trainer:
         return "there is no checkpoint yet"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. Diverged where a loss or gradient is not finite.
+        """The losses of the steps that count. Raises Diverged where a loss or gradient is not finite.
 
-        With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
+        With non_finite=skip a step with such a gradient, which the optimiser left out, is logged and does not count.
         """
         counted = []
         for step, (loss, norm) in enumerate(zip(losses, norms), self.step - len(losses)):
@@ -328,7 +328,7 @@ class Trainer:
         self._write("metrics.csv", self.ranks.on_first, lambda: self.metrics.write(**record))
 
     def _validate(self, record: bool = True) -> dict:
-        """Evaluates, and says so. record: whether metrics.csv is told."""
+        """Evaluates and logs the result. record: whether metrics.csv and early stopping get it too."""
         result = self.evaluate()
         loss, accuracy = result["loss"], result["accuracy"]
         if record:
