@@ -37,7 +37,7 @@ def count(default: int | None, most: int):
 
 
 def within(default: float | None, interval: str):
-    """A field of a number in an interval such as "[0, 1)", to which the end at a square bracket belongs."""
+    """A field of a number in an interval such as "[0, 1)", which includes the end at a square bracket."""
     low, high = map(float, interval[1:-1].split(","))
     ends = {low} if interval[0] == "[" else set()
     ends |= {high} if interval[-1] == "]" else set()
@@ -115,7 +115,7 @@ class Recipe:
     tokens_per_step: int | None = count(None, 10**9)
     drop_tokens: float = within(0.0, "[0, 1)")
     train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
-    crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1), squash: the plain resize
+    crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1) with squash only resizes
     crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
     hflip: float = within(0.5, "[0, 1]")
     color_jitter: float = within(0.0, "[0, 10]")
@@ -129,7 +129,7 @@ class Recipe:
 
     dropout: float = within(0.0, "[0, 1)")  # the paper's, after dense layers and positions
     drop_path: float = within(0.0, "[0, 1)")
-    drop_path_mode: str = choice("mask", "subset")  # subset: branches of a fixed share of the images alone, DINOv2's
+    drop_path_mode: str = choice("mask", "subset")  # subset (DINOv2): branches run on a fixed share of the images
     init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
     global_pool: str = choice("token", "avg")
     pos_embed: str = choice("learn", "learn2d", "factorized", "sincos2d", "relative", "none")
@@ -155,7 +155,7 @@ class Config(Recipe):
     num_classes: int | None = count(None, MOST_CLASSES)  # only where the data does not say
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
-    hold_out: float = within(0.0, "[0, 1)")  # validate on this share of the training images, not trained on then
+    hold_out: float = within(0.0, "[0, 1)")  # validate on this share of the training images, and do not train on it
     early_stop: int | None = positive(None)  # evaluations without a better accuracy before the end; keeps the best too
     output: str = ""
     weights: str = ""
@@ -171,7 +171,7 @@ class Config(Recipe):
     log_every: int = positive(10)
     save_every: int | None = positive(None)  # steps; default: at each evaluation
     parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
-    max_unreadable: int = at_least(100, 0)  # images that may be: replaced in training, left out of an evaluation
+    max_unreadable: int = at_least(100, 0)  # images that may be unreadable: training replaces, evaluation skips them
 
 
 # Fields that do not change the course of a run: it may be continued with other values of them.
@@ -186,12 +186,12 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 
 def is_none(value) -> bool:
-    """Whether a value, perhaps text, leaves a field unset that may be."""
+    """Whether a value, perhaps as text, says that an optional field is unset."""
     return value is None or str(value).lower() in ("none", "null", "")
 
 
 def allowed(each: dataclasses.Field, value):
-    """`value`, perhaps text, as the type of this field. Raises InputError where it does not allow it."""
+    """`value`, perhaps given as text, in the field's type. Raises InputError if the field forbids it."""
     options = typing.get_args(_TYPES[each.name]) if isinstance(_TYPES[each.name], types.UnionType) else ()
     if type(None) in options and is_none(value):
         return None
@@ -209,7 +209,7 @@ def allowed(each: dataclasses.Field, value):
 
 
 def _parse(kind, value):
-    """One value as `kind`; an exception of Python's where it is not one."""
+    """Converts one value to `kind`; raises a built-in exception of Python where that is impossible."""
     if kind is bool:
         return _TRUTH[str(value).lower()]
     if kind is str:
@@ -234,7 +234,7 @@ def _parse(kind, value):
 
 
 def total_steps(config: Recipe, images: int, per_step: float | None = None) -> int:
-    """Optimiser steps of a run on `images` training images, per_step (batch_size) of them in each."""
+    """Optimiser steps of a run on `images` training images, `per_step` (default: batch_size) in each."""
     return config.steps or max(1, round((config.epochs or 0) * images / (per_step or config.batch_size)))
 
 
@@ -244,13 +244,13 @@ def as_plain(config: Recipe) -> dict:
 
 
 def course(settings: dict, length: bool = False) -> dict:
-    """Of settings those that decide the course of a run: the same for any length, or with its `length`."""
+    """The settings that decide the course of a run; with `length`, epochs and steps are among them."""
     other = RUN_ONLY | {"about"} if length else RUN_ONLY | {"about", "epochs", "steps"}
     return {name: value for name, value in settings.items() if name not in other}
 
 
 def changes(before: dict, now: dict, inside: str = "") -> list[str]:
-    """The settings that differ, as text; those of a mapping under its name."""
+    """The settings that differ, as text; those inside a mapping have its name in front."""
     found = []
     for name in dict.fromkeys((*before, *now)):
         there, here = before.get(name), now.get(name)

@@ -8,7 +8,7 @@ from ..errors import InputError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device cpu, cuda or cuda:N; "": CUDA where there is one. InputError where it is not there."""
+    """The device cpu, cuda or cuda:N; "" picks CUDA if present. Raises InputError for an absent device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(name or ("cuda" if count else "cpu"))
     if device.type == "cuda" and not count:

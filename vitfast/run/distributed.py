@@ -147,9 +147,9 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """FSDP2 in place: every block a unit, the rest another.
+    """Shards a model in place by FSDP2: every block is a unit, and the rest is another.
 
-    With a 16-bit `dtype` parameters are gathered and gradients reduced in it.
+    With a 16-bit `dtype`, parameters are gathered and gradients are reduced in it.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
