@@ -10,20 +10,20 @@ from pathlib import Path
 
 from ..errors import InputError
 
-SCRATCH = ".vitfast-"  # the beginning of the names of folders whose files are not in their place yet
+SCRATCH = ".vitfast-"  # the beginning of the names of folders whose files are yet to be moved to their own
 
 
 @contextmanager
 def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
-    """A scratch folder in `folder`; its files move to their places there when the block ends.
+    """Yields a scratch folder in `folder`; its files move into `folder` when the block ends.
 
     Each file is synced and replaces the one of its name atomically, and none does before all are whole: where the block
-    raises, nothing changes. An OSError names what was `wanted`, the folder unless given: a full disk's own names none.
+    raises, nothing changes. An OSError names `wanted` (default: the folder), as that of a full disk names no file.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
             yield Path(scratch)
-            # In reverse, as path.data goes before path, which names it.
+            # In reverse order, because path.data must be there before path, which names it.
             written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)
             places = {file: folder / file.relative_to(scratch) for file in written}
             if in_the_way := next(filter(Path.is_dir, places.values()), None):
@@ -34,7 +34,7 @@ def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
                 place.parent.mkdir(exist_ok=True)
                 os.replace(file, place)
                 sync(place.parent)
-            sync(folder)  # which may have got a folder
+            sync(folder)  # it may have got a new folder
     except OSError as error:
         if error.errno is None:
             raise
@@ -42,7 +42,7 @@ def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file of the same name elsewhere, then puts it, synced, in its place.
+    """Lets `write` fill a file of the same name elsewhere, then syncs it and moves it to `path`.
 
     Where `write` raises, the old file stays.
     """

@@ -16,11 +16,11 @@ logger = logging.getLogger("vitfast")
 
 
 class Results:
-    """The result files of a command in a folder, and beside them COMMAND.origin.json: whose they are.
+    """The result files of a command in a folder, whose origin stands beside them in COMMAND.origin.json.
 
-    That holds the settings and the SHA-256 of each file. A file is replaced where it is as the command wrote it with
-    the same settings; with other settings it gets another name. Anything else is an InputError here, before the work
-    begins. names: of all files that the command may write. Under torchrun the first rank alone looks and writes.
+    The origin holds the settings and the SHA-256 of each file. A file that the command wrote is replaced if the
+    settings are the same, and renamed if they are not. Any other file raises InputError here, before the work begins.
+    names: the names of all files that the command may write. Under torchrun only the first rank reads and writes.
     """
 
     def __init__(self, folder: Path, command: str, settings: dict, names: Iterable[str]):
@@ -49,7 +49,7 @@ class Results:
         return not path.is_file() or _digest(path.read_bytes()) not in self.digests.get(path.name, ())
 
     def write(self, name: str, content: str | bytes) -> None:
-        """Puts a file in its place, whole. What is there, but from these settings, gets another name."""
+        """Writes a whole file. A file that is there but not from these settings gets another name."""
         if not is_first_rank():
             return
         path, content = self.folder / name, content.encode(errors="replace") if isinstance(content, str) else content
@@ -58,12 +58,12 @@ class Results:
             os.rename(path, kept := free_name(path))
             logger.warning("%s was there; it is %s now", path, kept.name)
         contents = {content, path.read_bytes() if path.exists() else content}
-        self.digests[name] = sorted(map(_digest, contents))  # of both: a kill may come between the two files
+        self.digests[name] = sorted(map(_digest, contents))  # both contents': a kill may come between the two writes
         write_text(self.origin, json.dumps(dict(settings=self.settings, files=self.digests), indent=2) + "\n")
         write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
     def remove(self, name: str) -> None:
-        """Removes a file that the command wrote before and has none of now."""
+        """Removes a file that the command wrote before and does not write now."""
         if is_first_rank() and name in self.digests and (self.folder / name).exists():
             (self.folder / name).unlink()
 
