@@ -117,14 +117,14 @@ class InMemory(Source):
 
 
 def by_index(source: Source) -> Source:
-    """The same images by index, where there is such a source."""
+    """The source of the same images by index, where there is one; else the source itself."""
     return source.files if isinstance(source, Shards) and source.files is not None else source
 
 
 def fingerprint(source: Source) -> dict[str, str]:
     """Hashes of the names, the classes and the sizes in bytes of a source's images.
 
-    Their contents are not read. Empty for a source of no files: its spec and its length say as much. The size of each
+    The images are not read. A source without files has no hashes: its spec and its length say as much. The size of each
     file is asked for once, 16 at a time for the sake of network disks; the 1.3 million of ImageNet take about 8 s on a
     local disk.
     """
@@ -165,7 +165,7 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
 
 
 def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
-    """Training shards, and the validation split: by index where it is local, else shards too."""
+    """Training shards and the validation split, which is read by index if it is local, else as shards."""
     options = dict(is_training=True, batch_size=batch_size, seed=seed)
     if spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
@@ -215,7 +215,7 @@ def open_sources(
 
 
 def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
-    """(train, val) as the settings choose them from both.
+    """(train, val): the images that the settings choose from both.
 
     `hold_out` validates on a share of the training images; `shots` and `train_images` train on fewer.
     """

@@ -16,7 +16,7 @@ from .image_files import SUFFIXES, suffix, visible_files
 from .images import Unreadable, opened, printable, read_rgb
 from .sources import Source, split
 
-HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation, at least one image of two
+HELD_OUT = 0.1  # share of a folder without val/, class by class, that validates: at least one image of two
 LABELS = ("labels.csv", "labels.json")
 HEADER = ("file", "classes")
 UNLISTED = frozenset(".avif .heic .jp2 .jxl".split())  # images that not every Pillow reads
@@ -26,7 +26,7 @@ logger = logging.getLogger("vitfast")
 class ImageFiles(Source):
     """Image files of one split.
 
-    labels: the class number of each, or where an image has any number of classes a tuple of them.
+    labels: the class number of each image, or a tuple of them where an image has any number of classes.
     """
 
     def __init__(self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int]):
@@ -53,7 +53,7 @@ class ImageFiles(Source):
         return self.files[index], self.labels[index], size
 
     def opened(self, index: int):
-        """A context: the image, its header read. Raises Unreadable."""
+        """A context that gives the image with its header read. Raises Unreadable."""
         return opened(self.files[index], self.name(index), self.min_size)
 
     def __getitem__(self, index: int):
@@ -63,7 +63,7 @@ class ImageFiles(Source):
 def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     """(training, validation) images of a folder. Raises InputError.
 
-    Single images may be unreadable, and are found when they are read; a class of which nothing can be is an error here.
+    Single unreadable images are found when they are read; a class folder without a readable image is an error here.
     """
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
@@ -87,7 +87,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFiles]:
-    """The splits in these folders. Raises InputError where they have other classes, or one class alone."""
+    """The splits in these folders. Raises InputError if their classes differ or there is one class only."""
     sources = [_class_folder(root, min_size) for root in roots]
     classes = sources[0].classes
     if len(classes) < 2:
@@ -104,10 +104,10 @@ def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFi
 
 
 def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
-    """Every image by the name of its folder, in timm's order (ReaderImageFolder). Raises InputError.
+    """The images, whose classes are the names of their folders, in timm's order (ReaderImageFolder).
 
-    timm's reader would follow a link back to a folder around it forty times, and pass over a folder that may not be
-    read. Warns of image files of unknown kinds.
+    Raises InputError, among others for a link back to a folder around it, which timm's reader would follow forty
+    times, and for a folder that may not be read, which it would pass over. Warns of image files of unknown kinds.
     """
     try:
         found = list(visible_files(str(folder), refuse_circles=True))

@@ -17,7 +17,7 @@ def suffix(path: str) -> str:
 def image_files(path: str | os.PathLike) -> Iterator[str]:
     """The path of a file as it is, or of each image file below a folder, in the order of names.
 
-    Nothing is held but the entries of one folder. Raises InputError where nothing is there, or no image.
+    Only the entries of a folder and of those around it are held. Raises InputError where there is no path or no image.
     """
     path, found = os.fspath(path), False
     if not os.path.exists(path):
@@ -36,8 +36,8 @@ def image_files(path: str | os.PathLike) -> Iterator[str]:
 def visible_files(folder: str, above: tuple[str, ...] = (), refuse_circles: bool = False) -> Iterator[str]:
     """The path of each file below a folder, in the order of names; links are followed.
 
-    Hidden files and folders are left out, and so are pipes, sockets and devices, and links back to a folder around
-    them, unless those are refused: InputError. above: the real paths of the folders around this one.
+    Hidden files and folders, pipes, sockets and devices are left out, and so are links back to a folder around them;
+    with refuse_circles these raise InputError. above: the real paths of the folders around this one.
     """
     here = os.path.realpath(folder)
     if here in above:
@@ -49,7 +49,7 @@ def visible_files(folder: str, above: tuple[str, ...] = (), refuse_circles: bool
         entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in entries:
         is_link = entry.is_symlink()
-        if os.path.isdir(entry.path) if is_link else entry.is_dir():  # of a link to itself is_dir would raise
+        if os.path.isdir(entry.path) if is_link else entry.is_dir():  # is_dir would raise for a link to itself
             yield from visible_files(entry.path, (*above, here), refuse_circles)
         elif is_link or entry.is_file():
             yield entry.path

@@ -18,10 +18,10 @@ class Unreadable(InputError):
 def as_rgb(image: Image.Image) -> Image.Image:
     """The image as 8-bit RGB; as in timm and torchvision, without alpha and EXIF orientation.
 
-    Of 16-bit values the high byte counts: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB so, but clips 16-bit
-    grey to white. Raises ValueError for 32-bit numbers, whose range no file tells.
+    16-bit values keep their high byte: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB in this way, but clips
+    16-bit grey to white. Raises ValueError for 32-bit numbers, whose range no file tells.
     """
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # I: older Pillow's
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # older Pillows use I
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("its pixels are 32-bit numbers, whose range no file tells: save it with 8 or 16 bits")
@@ -45,11 +45,11 @@ def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Imag
     """The image in a file (path or binary stream), its header read.
 
     Raises Unreadable where its sides are less than `min_size`, where it has more pixels than Pillow's limit for
-    decompression bombs, and for whatever goes wrong here or in the block: damaged files raise what they like.
+    decompression bombs, and for whatever goes wrong here or in the block: damaged files may raise any exception.
     """
     try:
         if not hasattr(file, "read") and stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-            raise ValueError("it is no regular file")  # opening a pipe would wait for who writes to it
+            raise ValueError("it is no regular file")  # opening a pipe would wait for a writer
         image = Image.open(file, formats=formats())
     except Exception as error:
         raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
