@@ -1,9 +1,9 @@
 """JPEG files decoded, cropped and resized on the device (`--set decode=device`), by nvJPEG on a GPU.
 
-A CPU core decodes some hundreds of photographs a second, a B/16 on a large GPU wants thousands: here the loader reads
-bytes alone, but for files other than grey and RGB JPEG, which it decodes. The crops are those of the CPU path, drawn
-from the same (seed, epoch, sample); the pixels differ by the resampling's rounding. Crop and flip only: other
-augmentations need the CPU path.
+A CPU core decodes some hundreds of photographs a second, and a B/16 on a large GPU takes thousands. On this path the
+loader only reads bytes, and decodes only files that are not grey or RGB JPEG. The crops are those of the CPU path,
+drawn from the same (seed, epoch, sample); the pixels differ by the resampling's rounding. This path crops and flips
+only: other augmentations need the CPU path.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ def check_decodable(config: Config, source: Source) -> None:
 
 
 class EncodedFiles(Subset):
-    """index -> ((content, name, (height, width)), label) of these of ImageFiles.
+    """index -> ((content, name, (height, width)), label) of chosen ImageFiles.
 
-    content: the bytes (n,) uint8 of a grey or RGB JPEG file. All else (16 bits, CMYK, PNG) is decoded here, by the host
-    path's `as_rgb`: pixels (3, H, W) uint8.
+    content: the bytes (n,) uint8 of a grey or RGB JPEG file. Any other file (16 bits, CMYK, PNG) is decoded here by the
+    host path's `as_rgb` to pixels (3, H, W) uint8.
     """
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, str, tuple[int, int]], int | np.ndarray]:
@@ -72,11 +72,11 @@ def draw(config: Config, encoded: tuple[Tensor, str, tuple[int, int]]) -> tuple:
 
 
 def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
-    """Contents of EncodedFiles -> uint8 (3, H, W) on the device; in place of a broken one the error."""
+    """Contents of EncodedFiles -> uint8 (3, H, W) on the device; a broken one becomes its error."""
     files = [content for content in contents if content.dim() == 1]
     try:
         decoded = _decode_all(files, device) if files else []
-    except RuntimeError:  # one of them, and it does not say which
+    except RuntimeError:  # one of them is broken, and the error does not say which
         decoded = [None] * len(files)
     decoded = iter(decoded)
     images = [next(decoded) if content.dim() == 1 else content.to(device) for content in contents]
@@ -121,7 +121,7 @@ def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Un
 def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
     """Batches of what `draw` makes of EncodedFiles -> batches of uint8 images (B, 3, H, W) on the device.
 
-    A broken image is replaced by the next whole one of its batch.
+    A broken image is replaced by the next whole one of its batch. Raises InputError where all are broken.
     """
     for drawn, labels, messages in loaded:
         contents, names, crops, flips = zip(*drawn)

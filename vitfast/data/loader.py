@@ -41,10 +41,10 @@ class Data:
     workers: int
     device: torch.device
     ranks: Ranks = ONE
-    packing: Packing | None = None  # of images of many sizes
-    native: Native | None = None  # of an evaluation at the images' own sizes: lists of PackedImages in place of images
-    progress: Progress = field(default_factory=Progress)  # of those, after the last training batch
-    named: list[str] = field(default_factory=list)  # what a warning has said of unreadable images
+    packing: Packing | None = None  # how images of many sizes are packed
+    native: Native | None = None  # for evaluations at the images' own sizes, whose batches are lists of PackedImages
+    progress: Progress = field(default_factory=Progress)  # of images of many sizes, after the last training batch
+    named: list[str] = field(default_factory=list)  # the messages on unreadable images that were logged
 
     @property
     def multi_label(self) -> bool:
@@ -52,7 +52,7 @@ class Data:
         return self.train.multi_label
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of training steps `start` to `stop`; of many sizes, from where `progress` is."""
+        """The batches of training steps `start` to `stop`; images of many sizes go on from `progress`."""
         if isinstance(self.train, Shards):
             stream, (first, last) = self._stream(), self.ranks.share(self.config.batch_size)
             for step in range(stop):  # those before `start` are thrown away: shards have no other position
@@ -76,7 +76,7 @@ class Data:
 
     @property
     def images_per_step(self) -> float:
-        """How many images a training step has; of a budget of tokens, about."""
+        """How many images a training step has; with a budget of tokens, about how many."""
         return self.config.batch_size if self.packing is None else self.packing.images_per_step
 
     def _stream(self) -> Iterator[tuple]:
@@ -99,8 +99,8 @@ class Data:
     def in_order(self, source) -> Iterator[Batch]:
         """The batches of every image of a source, once and in order, with the evaluation's transform.
 
-        What cannot be read has the label PADDING. Ranks take turns and all get as many batches; the last one is filled
-        up with images of that label.
+        Unreadable images have the label PADDING. The ranks take turns, and all get equally many batches; the last batch
+        is filled up with images of that label.
         """
         source, size, together = by_index(source), self.config.eval_batch_size, stack
         if self.native is not None:
@@ -117,9 +117,9 @@ class Data:
         yield from loaded(Samples(source, self.eval_transform, None, blank), keys, together, self.workers, self.device)
 
     def left_out(self, messages: list[str]) -> int:
-        """How many images these messages are of.
+        """How many images these messages are about.
 
-        A warning names each image once, up to `max_unreadable` of them.
+        A warning names each image once, up to one more than `max_unreadable` of them.
         """
         for message in messages:
             if message not in self.named and len(self.named) <= self.config.max_unreadable:
@@ -128,7 +128,7 @@ class Data:
         return len(messages)
 
     def check_left_out(self, unreadable: int, read: int) -> None:
-        """Raises InputError where an evaluation read no image, or more than `max_unreadable` were not."""
+        """Raises InputError if an evaluation read no image, or if more than max_unreadable were unreadable."""
         limit, first = self.config.max_unreadable, f"; the first: {self.named[0]}" if self.named else ""
         if not read:
             raise InputError(f"none of the {unreadable} images of {self.config.data!r} could be read{first}")
@@ -140,7 +140,7 @@ class Data:
 def loaded(
     samples: Samples, keys: Iterable[list[tuple]], together: Callable, workers: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The batch of each list of keys. Raises the InputError that `collate` gives in place of one."""
+    """The batch of each list of keys. Raises an InputError that `collate` returns in place of a batch."""
     loader = DataLoader(
         samples,
         batch_sampler=keys,
@@ -173,7 +173,7 @@ def open_data(
         native = Native.of(config, img_size, patch_size)
     else:
         packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
-    least = (1, 1) if native else patch_size  # sides of an image that can be read
+    least = (1, 1) if native else patch_size  # the least sides of an image that counts as readable
     sources = open_sources(config.data, config.data_dir, img_size, least, config.batch_size, config.seed)
     train, val = select(config, *sources)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
@@ -204,7 +204,7 @@ def open_data(
         train_transform = partial(jpeg.draw, config)
     if native is not None and not train.transformed:
         eval_transform = native.transform
-    read = max(len(val), len(train)) if config.task == "eval" else len(val)  # by eval_batch_size
+    read = max(len(val), len(train)) if config.task == "eval" else len(val)  # in batches of eval_batch_size
     step = native.batch_bytes if native else packing.step_bytes if packing else None
     workers = loader_processes(config, img_size, read, ranks, step)
     chains = train_transform, eval_transform
