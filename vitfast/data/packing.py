@@ -1,8 +1,8 @@
 """Images of many sizes: their sizes, steps filled to a budget of tokens, dropped patches, batches.
 
-As NaViT (Dehghani et al., 2023): every image is drawn a size and keeps its aspect; a step takes as many images as fit
-into a budget of tokens; a share of an image's patches is dropped. Everything follows from (seed, epoch, index) and from
-where the stream of images is, which a checkpoint keeps: it does not depend on ranks, workers or interruptions.
+The method is NaViT's (Dehghani et al., 2023): a size is drawn for every image, which keeps its aspect; a step takes as
+many images as fit into a budget of tokens; a share of an image's patches is dropped. Everything follows from (seed,
+epoch, index) and the position in the stream of images, which a checkpoint keeps, not from ranks, workers or restarts.
 """
 
 import math
@@ -24,14 +24,14 @@ from ..run.distributed import Ranks
 from .samples import ONE, epoch_order
 
 NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together
-WINDOW = 1024  # images of the order, at least, among which those are found that fit into what is left of a step
+WINDOW = 1024  # at least so many images of the order are searched for some that fit into the rest of a step
 
 
 def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tuple[int, int]:
-    """Patches down and across of a grid in an image's shape, at most so many together.
+    """Patches down and across of a grid in an image's shape, at most `most` in all.
 
-    height, width: of the image in pixels. Of the grids around a rectangle of so many patches in the image's shape that
-    with the largest overlap over union.
+    height, width: the image's, in pixels. A rectangle of `most` patches in the image's shape has sides that are not
+    whole; each is rounded down or up, so that the grid has the largest overlap over union with the rectangle.
     """
     ratio = (height / patch[0]) / (width / patch[1])
     tall, wide = math.sqrt(most * ratio), math.sqrt(most / ratio)
@@ -49,7 +49,7 @@ def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tupl
 class Packing:
     """How the images of a run are sized and packed; made from its settings and its model."""
 
-    low: int  # pixels of the sides of the squares whose area images are given
+    low: int  # least and largest side, in pixels, of the squares whose area images are given
     high: int
     patch: tuple[int, int]
     prefix: int  # tokens of an image besides its patches
@@ -61,7 +61,7 @@ class Packing:
     def of(
         cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int], prefix: int, world: int
     ) -> "Packing | None":
-        """None for a run of one size, on `world` ranks. Raises InputError for settings that do not fit."""
+        """The Packing of a run on `world` ranks, None for one size. Raises InputError for wrong settings."""
         if config.sizes == "native":
             raise InputError("sizes=native is for eval and predict; a training run draws sizes from LOW:HIGH")
         if not config.sizes and not config.drop_tokens:
@@ -90,7 +90,7 @@ class Packing:
 
     @property
     def sides(self) -> range:
-        """The sizes that are drawn from, in pixels: a patch's side apart."""
+        """The sizes that are drawn from, in pixels, which are one side of a patch apart."""
         return range(self.low, self.high + 1, max(1, round(math.sqrt(math.prod(self.patch)))))
 
     def patches(self, side: int) -> int:
@@ -110,17 +110,17 @@ class Packing:
 
     @property
     def step_bytes(self) -> int:
-        """About how many bytes the images of a step are."""
+        """About how many bytes the images of a step take."""
         images = math.ceil(self.images_per_step)
         return 3 * math.prod(self.patch) * (self.budget or images * self.patches(self.sides[-1]))
 
     def transform(
         self, chain: Compose | None, image: Image.Image | np.ndarray, side: int, part: int
     ) -> tuple[Tensor, Tensor | None, int]:
-        """(pixels (C, H, W), patches that stay or None for all, micro-batch) of an image drawn a size.
+        """(pixels (C, H, W), patches that stay or None for all, `part`) of an image at the drawn size `side`.
 
-        chain: a crop, here resized in its own aspect, and what follows; None where images are `transformed` already,
-        whose corner is taken.
+        chain: a crop, which is resized in its own aspect here, and the transforms after it; None for images that are
+        `transformed` already, whose top left corner is taken. part: the micro-batch of the image.
         """
         p, q = self.patch
         if chain is None:
@@ -135,7 +135,7 @@ class Packing:
         return torch.as_tensor(np.asarray(image)), kept, part
 
     def pack(self, images: tuple[tuple[Tensor, Tensor | None, int]]) -> list[PackedImages]:
-        """The images of each micro-batch, packed, of what `transform` made of each."""
+        """Packs the images of each micro-batch. images: the results of `transform`."""
         batches = [[] for _ in range(1 + max(part for *_, part in images))]
         for image, kept, part in images:
             batches[part].append((image, kept))
@@ -153,7 +153,7 @@ class Progress:
 
     @classmethod
     def of(cls, record: dict) -> "Progress":
-        """One out of its `vars`, read from JSON. Raises ValueError or TypeError where it is none."""
+        """One from its `vars`, read from JSON; damage raises KeyError, TypeError, ValueError, AttributeError."""
         sizes = {int(side): int(count) for side, count in record["sizes"].items()}
         waiting = [int(position) for position in record["waiting"]]
         return cls(int(record["position"]), waiting, int(record["images"]), sizes)
@@ -163,9 +163,9 @@ Key = tuple[int, int, int, int]  # epoch, index, size in pixels, micro-batch
 
 
 class StepKeys:
-    """Lists of Key: this rank's part of so many steps, from where `progress` is.
+    """Lists of Key: this rank's part of `steps` steps, which start where `progress` is.
 
-    progress: of the steps whose batches were asked for. after: for each of them, where the stream is then.
+    progress: it moves on with every step that is asked for. after: where the stream is after each of these steps.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class StepKeys:
         self.after: deque[Progress] = deque()
 
     def _step(self) -> list[tuple[int, int, int]]:
-        """(epoch, index, size) of the next step's images: of a window of the order each that fits in."""
+        """(epoch, index, size) of the next step's images: all in a window of the order that still fit in."""
         now, packing = self.progress, self.packing
         window, left = packing.batch_size, math.inf
         if packing.budget is not None:
-            window = max(WINDOW, 2 * math.ceil(packing.images_per_step))  # or a large budget would not be used
+            window = max(WINDOW, 2 * math.ceil(packing.images_per_step))  # else a large budget would not be used up
             left = packing.budget
         end, taken = now.position + window - len(now.waiting), {}
         waiting = [*now.waiting, *range(now.position, end)]
@@ -207,7 +207,7 @@ class StepKeys:
 
 
 def balanced(sizes: list[int], parts: int) -> list[list[int]]:
-    """The indices of sizes in shares of about the same sum: the largest first, to the lightest share."""
+    """The indices in shares whose sizes sum to about the same: largest first, each to the lightest share."""
     shares, sums = [[] for _ in range(parts)], [0] * parts
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         lightest = sums.index(min(sums))
@@ -220,7 +220,7 @@ def balanced(sizes: list[int], parts: int) -> list[list[int]]:
 class Native:
     """Images at their own sizes, to the nearest patch: how an evaluation transforms and packs them.
 
-    most: patches of an image, and of those that are computed together; a larger image is made smaller.
+    most: the most patches of an image, and of the images that are computed together; a larger image is made smaller.
     """
 
     patch: tuple[int, int]
@@ -228,7 +228,7 @@ class Native:
 
     @classmethod
     def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int]) -> "Native | None":
-        """None for an evaluation at one size. Raises InputError for sizes that no evaluation has."""
+        """The Native of an evaluation, None at one size. Raises InputError for sizes other than native."""
         if not config.sizes:
             if config.tokens_per_step:
                 raise InputError("tokens_per_step is for images of many sizes: add --sizes native")
@@ -240,7 +240,7 @@ class Native:
 
     @property
     def batch_bytes(self) -> int:
-        """Of NATIVE_AT_ONCE images, were they all as large as one may be."""
+        """The bytes of NATIVE_AT_ONCE images that are all as large as one may be."""
         return 3 * math.prod(self.patch) * self.most * NATIVE_AT_ONCE
 
     def transform(self, image: Image.Image) -> np.ndarray:
@@ -253,7 +253,7 @@ class Native:
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def pack(self, images: list) -> list[PackedImages]:
-        """The images in their order, as many together as `most` patches allow."""
+        """Packs the images in their order, as many together as `most` patches allow."""
         groups, held = [[]], 0
         for image in map(torch.as_tensor, images):
             patches = image.shape[1] // self.patch[0] * (image.shape[2] // self.patch[1])

@@ -20,8 +20,8 @@ from ..run.distributed import Ranks
 from .images import Unreadable
 from .sources import Source
 
-# uint8 (B, C, H, W); int64 (B,), or float32 (B, K) zeros and ones where images have several classes; what could not be
-# read: replaced in training, PADDING in validation
+# Images uint8 (B, C, H, W); labels int64 (B,), or float32 (B, K) zeros and ones where images have several classes; the
+# messages on images that could not be read, which training replaces and validation labels PADDING.
 Batch = tuple[Tensor, Tensor, list[str]]
 ONE = Ranks()
 PADDING = -1  # the label of a sample that counts nowhere: unreadable, or filling up a rank's last batch (its epoch too)
@@ -48,8 +48,8 @@ class Samples(Dataset):
 
     image: what the transform makes of the image of the source and of what else is in the key; `stack` takes uint8
     (C, H, W). A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that
-    can: the batch keeps its size, and its content depends on nothing but the data. In validation (no seed) it is the
-    pair `blank`, whose label is PADDING. Where nothing can be read the InputError itself is returned.
+    can: the batch keeps its size, and its content depends on nothing but the data. In validation (seed None) it becomes
+    the pair `blank`, whose label is PADDING. Where nothing can be read the InputError itself is returned.
     """
 
     def __init__(self, source: Source, transform: Callable | None, seed: int | None, blank: tuple | None = None):
@@ -82,9 +82,9 @@ class Samples(Dataset):
         return image, label, unreadable
 
 
-@functools.lru_cache(3)  # positions of two epochs before may wait still
+@functools.lru_cache(3)  # samples of the two epochs before may still be waiting
 def epoch_order(length: int, seed: int, epoch: int, sides: range = range(1)) -> tuple[list[int], list[int]]:
-    """The order of the samples in an epoch, and for each place in it one of the sizes."""
+    """The order of the samples in an epoch, and one of the sizes for each position in it."""
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
     order = torch.randperm(length, generator=generator).tolist()
     return order, [sides[i] for i in torch.randint(len(sides), (length,), generator=generator).tolist()]
@@ -108,8 +108,8 @@ def stack(images: tuple) -> Tensor:
 def collate(samples: list, together: Callable = stack) -> Batch | InputError:
     """The samples of a batch, or the first error among them.
 
-    together: makes the images of a batch out of those of its samples. Of the labels class numbers become int64 (B,),
-    vectors of zeros and ones float32 (B, K).
+    together: makes the images of a batch out of those of its samples. Labels that are class numbers become int64 (B,),
+    those that are vectors of zeros and ones float32 (B, K).
     """
     for sample in samples:
         if isinstance(sample, InputError):
