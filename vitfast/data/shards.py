@@ -100,7 +100,7 @@ class Shards(Source):
         return self.dataset.reader.num_samples
 
     def image(self, content, number: int) -> Image.Image:
-        """The RGB image of what the data set gave as the number'th of a pass. Raises Unreadable."""
+        """The RGB image of `content`, which is item `number` of a pass over the set. Raises Unreadable."""
         name = f"{self.spec}, image {number} of a pass,"
         try:
             if isinstance(content, dict):  # a file as Hugging Face streams it, its bytes or its address
@@ -117,8 +117,8 @@ class Shards(Source):
 class ShardSamples(IterableDataset):
     """(uint8 (C, H, W), label, unreadable) of each image of one pass, transformed where it is read.
 
-    An image that cannot be read is the pair `blank`, or without one (in training) it is left out and named with the
-    next one. Of WebDataset's shards timm passes over what it cannot decode, with a warning.
+    An image that cannot be read becomes the pair `blank`; without one (in training) it is left out, and its message
+    comes with the next image. In WebDataset's shards timm passes over what it cannot decode, with a warning.
     """
 
     def __init__(self, source: Shards, transform: Callable, blank: tuple | None = None):
@@ -139,7 +139,7 @@ class ShardSamples(IterableDataset):
 
 
 def stream_files(dataset: IterableImageDataset) -> None:
-    """Makes timm's data set of a Hugging Face stream give files: a broken image would end it."""
+    """Makes timm's Hugging Face stream give undecoded files: a broken image would end the stream."""
     builder = dataset.reader.builder
     builder.as_streaming_dataset = partial(_stream_files, builder.as_streaming_dataset, dataset.reader.input_key)
 

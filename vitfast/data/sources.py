@@ -8,7 +8,7 @@ import torch
 class Source:
     """Images with labels: by index, `source[i] -> (image, label)`, or Shards, which are read in order.
 
-    Images are PIL's, or uint8 (C, H, W) where they are `transformed`: neither decoded, cropped nor resized. Labels are
+    Images are PIL's, or uint8 (C, H, W) where they are `transformed`, that is, cropped and resized already. Labels are
     class numbers, or vectors of zeros and ones where an image has any number of classes (`multi_label`).
     """
 
@@ -20,7 +20,7 @@ class Source:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """An image as messages call it."""
+        """The name of an image in messages."""
         return f"image {index}"
 
     def described(self, index: int) -> tuple | None:
@@ -60,9 +60,9 @@ def labels_of(source: Source) -> list[int]:
 
 
 def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[Subset, Subset]:
-    """(chosen, rest): of each class with n images a fixed random count(n).
+    """(chosen, rest): count(n) of the n images of each class are chosen, at random but always the same.
 
-    Where an image has any number of classes, of all images.
+    Where an image has any number of classes, count(n) of all n images are chosen.
     """
     by_class: dict[int, list[int]] = {}
     for index, label in enumerate([0] * len(source) if source.multi_label else labels_of(source)):

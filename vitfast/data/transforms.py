@@ -16,7 +16,7 @@ from ..run.config import Config
 
 
 class SquashedCrop(RandomResizedCropAndInterpolation):
-    """Random crop with the image's own aspect, a share `scale` of the area; resized to `size` without it.
+    """A random crop in the image's own aspect, a share `scale` of its area, that is squashed to `size`.
 
     BiT's crop for transfer (Kolesnikov et al., 2019, 3.3: "we resize the image to a square, crop out a smaller random
     square"), resampled once in place of twice.
@@ -35,7 +35,7 @@ CROPS = {"rrc": RandomResizedCropAndInterpolation, "squash": SquashedCrop}
 
 
 class Trim:
-    """The middle of an image of extreme shape, 16 times as long as a central crop of `size` sees.
+    """Cuts an image of extreme shape to its middle, 16 times as long as a central crop of `size` sees.
 
     16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
     """
@@ -51,7 +51,7 @@ class Trim:
 class Erase:
     """Random erasing (Zhong et al., 2017) of a uint8 (C, H, W) image.
 
-    share: of the images, in which a rectangle becomes noise around the middle grey.
+    share: the share of the images in which a rectangle becomes noise around the middle grey.
     """
 
     def __init__(self, share: float):
@@ -67,7 +67,7 @@ class Erase:
 
 
 def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's posterize, for the 0 bits too that its policies draw and Pillow 13 refuses: black."""
+    """timm's posterize; the 0 bits that its policies may draw, and Pillow 13 refuses, make it black."""
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 

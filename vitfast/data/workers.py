@@ -10,7 +10,7 @@ from ..run.distributed import Ranks
 
 PREFETCH = 4  # batches that each process reads ahead
 A_CORE = 4  # processes at most for each core: more wait for each other
-DEFAULT = 8  # at most, where the settings name no number
+DEFAULT = 8  # processes at most, where the settings name no number
 logger = logging.getLogger("vitfast")
 
 
@@ -19,10 +19,10 @@ def loader_processes(
 ) -> int:
     """`config.workers`, else none for data in memory, else one for each core up to eight.
 
-    More than four for each core, or than half of the memory has room for with the batches that they read ahead, is
-    lowered with a warning. Raises InputError for a batch that does not fit into the memory. Ranks on one machine share
-    its cores and memory. evaluated: how many images there are for evaluations to read. step_bytes: of a training step,
-    or of a batch of an evaluation; batch_size and eval_batch_size images unless given.
+    A number is lowered, with a warning, to four for each core and to as many as half of the memory holds with the
+    batches that they read ahead; ranks on one machine share both. Raises InputError for a batch that the memory does
+    not hold. evaluated: how many images evaluations read. step_bytes: the bytes of a training step's images or of an
+    evaluation's batch, which are computed from batch_size and eval_batch_size unless given.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))
