@@ -30,7 +30,7 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict:
     results = Results(output, "demo", dict(seed=seed, device=device), files)
     print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")
     summaries, threads = {}, torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is slower on more, whose sums round otherwise
+    torch.set_num_threads(1)  # so small a model is slower on more threads, whose sums round differently
     try:
         for config in demo_configs(output, seed, device):
             print(f"{config.task}: {config.img_size} px, {config.epochs:g} epochs")

@@ -34,7 +34,7 @@ def ended(summary: dict) -> dict:
 
 
 def attempt(config: Config, resume: str, name: str) -> dict:
-    """`finish`, logged under this name; of a run that diverges accuracy 0, and why as `diverged`."""
+    """Calls `finish` and logs it as `name`; a run that diverges gives accuracy 0 and why, `diverged`."""
     try:
         summary = finish(config, resume)
     except Diverged as error:
@@ -46,7 +46,7 @@ def attempt(config: Config, resume: str, name: str) -> dict:
 
 
 def write_records(results: Results, name: str, records: list[dict]) -> None:
-    """Writes NAME.json and NAME.csv (there lists are joined by spaces)."""
+    """Writes NAME.json and NAME.csv, in which lists are joined by spaces."""
     results.write(f"{name}.json", json.dumps(records, indent=2) + "\n")
     joined = ({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in each.items()} for each in records)
     results.write(f"{name}.csv", as_csv(records[0], joined))

@@ -49,9 +49,9 @@ def scaling(
     """Pre-trains each model for each number of epochs. Returns a record of each run.
 
     transfer: SPECs of data; each pre-training is followed by few-shot evaluation on them ("fewshot") or by fine-tuning
-    to them ("finetune", with these `settings` of its config, such as its recipe), and their mean accuracy is what the
-    figure shows. Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of
-    Figure 5. Raises InputError for what is wrong with any of the runs before the first begins.
+    to them ("finetune"), with these `settings` of its config, such as its recipe; the figure shows their mean accuracy.
+    Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of Figure 5.
+    Raises InputError for what is wrong with any of the runs before the first begins.
     """
     output, runs, records = Path(config.output), [], []
     for model, epochs in itertools.product(models, lengths):
@@ -61,7 +61,7 @@ def scaling(
     files = [f"scaling.{suffix}" for suffix in ("csv", "json", "png")]
     results = Results(output, "scaling", course(as_plain(config)) | own, files)
     for one in runs:
-        training_flops(one, 1)  # there is such a model, and it takes the images
+        training_flops(one, 1)  # raises where there is no such model, or it cannot take the images
         for spec in transfer:
             _check_transfer(one, _transfer_config(one, spec, method, settings or {}))
     for one in runs:
@@ -89,7 +89,7 @@ def scaling(
 
 
 def _transfer_config(config: Config, spec: str, method: str, settings: dict) -> Config:
-    """The settings of a transfer of this pre-training, as far as it is done."""
+    """The Config of a transfer from this pre-training: from its last checkpoint until it has finished."""
     shared = {name: getattr(config, name) for name in SHARED}
     folder = f"{method}-{''.join(c if c.isalnum() else '-' for c in spec)}"
     own = dict(data=spec, weights=str(kept_weights(Path(config.output))), output=str(Path(config.output) / folder))
@@ -112,7 +112,7 @@ def _transfer(config: Config, method: str) -> float:
 
 
 def draw(records: list[dict]) -> Figure:
-    """Accuracy, where there is one that of the transfer, against pre-training compute, one line a model."""
+    """Draws accuracy (of the transfer, if there is one) against pre-training compute, one line a model."""
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
     key = "transfer_accuracy" if "transfer_accuracy" in records[0] else "accuracy"

@@ -15,10 +15,10 @@ logger = logging.getLogger("vitfast")
 
 
 def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: int = 1) -> dict:
-    """One fine-tuning, or with `sweep` one for each rate before it, or with `runs` several after them.
+    """Fine-tunes once, or `runs` times; with `sweep` it first tries each rate and then takes the best.
 
     Returns the summary of the run, or of `repeat`. resume: "auto" goes on where the runs stopped, "never" starts all of
-    them again. A sweep writes OUTPUT/sweep.json, as it goes.
+    them again. A sweep writes OUTPUT/sweep.json as it goes.
     """
     if runs < 1:
         raise InputError(f"--runs must be positive, got {runs}")
@@ -69,7 +69,7 @@ def repeat(config: Config, runs: int, results: Results, resume: str = "auto") ->
 
     Table 2 of the paper: three runs of each fine-tuning. `stdev` is the deviation of a sample, with runs - 1 in the
     denominator; the paper does not say which one it gives. Writes OUTPUT/runs.json. Raises TrainingError after the last
-    where one diverged: there is no mean then.
+    run if any run diverged, because there is no mean then.
     """
     summaries = {}
     for seed in range(config.seed, config.seed + runs):

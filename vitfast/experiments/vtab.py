@@ -1,9 +1,9 @@
 """VTAB: the same weights on many small tasks, and one table of the results.
 
 The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with the Visual Task Adaptation Benchmark",
-Zhai et al., 2019): every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean
-of its group and of all. The method is fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose
-regularisation is chosen with 800 of the images on the other 200.
+Zhai et al., 2019): every task is learned from 1000 images, measured on its whole test set, and weighs the same in the
+means of its group and of all. The method is fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features,
+whose regularisation is chosen with 800 of the images on the other 200.
 
 Images. The ViT paper (B.1.1) takes "the pre-processing used in Kolesnikov et al. (2020)", BiT, at 384 px for all tasks.
 BiT (3.3) resizes to a square, crops a smaller random square and flips; tests resize alone. "In some tasks horizontal
@@ -69,12 +69,12 @@ VTAB = {
         smallnorb_elevation="wds_vtab-smallnorb_label_elevation",
     ),
 }
-# Not svhn: mirrored digits are others, and a crop may lose the one in the middle. No structured task.
+# Without svhn (mirrored digits are no digits, and a crop may lose the one in the middle) and the structured tasks.
 FLIPPED = frozenset([*VTAB["natural"], *VTAB["specialized"]]) - {"svhn"}
-CROPPED = FLIPPED - {"patch_camelyon"}  # whose label is of the central third alone, which a crop would move
+CROPPED = FLIPPED - {"patch_camelyon"}  # its label is about the central third alone, which a crop would move
 CROP_SIDE = 384 / 448  # BiT's, as the released code has it (big_vision, configs/transfer.py)
 GET = "hf download --repo-type dataset clip-benchmark/{0} --local-dir {1}/{0}"
-# What is tried where no l2 is given; of equals the first, the most regularised.
+# The values that are tried where no l2 is given; among equals the first one is taken, which regularises most.
 L2 = {"ridge": [4.0**k for k in range(10, -4, -1)], "linear": [10.0**k for k in range(3, -3, -1)]}
 
 
@@ -88,7 +88,7 @@ class Task:
 
 
 def preparation(name: str) -> dict:
-    """How the images of one of the 19 tasks are cut and augmented, whatever the recipe: settings."""
+    """The settings that cut and augment the images of one of the 19 tasks, whatever the recipe."""
     share = CROP_SIDE**2 if name in CROPPED else 1.0
     crops = dict(crop_mode="squash", crop_pct=1.0, train_crop_mode="squash", crop_scale=(share, share))
     return crops | dict(hflip=0.5 if name in FLIPPED else 0.0, auto_augment="", random_erasing=0.0)
@@ -171,7 +171,7 @@ def evaluate_frozen(
 
 
 def fine_tune(config: Config, examples: int) -> dict:
-    """Accuracy after fine-tuning on so many training images; a finished run is measured. Raises Stopped."""
+    """Accuracy after fine-tuning on so many images; a finished run is only measured. Raises Stopped."""
     steps = total_steps(config, examples)
     settings = dict(steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
     summary = ended(Trainer(dataclasses.replace(config, **settings), examples=examples).fit())
@@ -183,7 +183,7 @@ def fine_tune(config: Config, examples: int) -> dict:
 def vtab(
     tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None
 ) -> dict:
-    """Every task by `method`, "finetune" or one of fewshot.METHODS. Returns the content of vtab.json.
+    """Runs all tasks by `method`, "finetune" or one of fewshot.METHODS. Returns the content of vtab.json.
 
     layers: settings as `resolve` takes them, `weights` among them. Writes output/vtab.txt, .csv and .json, and what a
     fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where it stopped. Raises InputError,
@@ -194,12 +194,12 @@ def vtab(
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
     check_l2(method, l2)
-    named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # under what a task says, not over it
+    named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # a task's settings win over the recipe
     layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
     first = [{"recipe": named[-1] if named else "finetune/vtab"}] if method == "finetune" else []
     settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"
-    configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
+    configs = [resolve(kind, *given) for given in settings]  # all are checked before the first begins
     plain = {task.name: course(as_plain(config), length=True) for task, config in zip(tasks, configs)}
     files = [f"vtab.{suffix}" for suffix in ("csv", "txt", "json")]
     results = Results(output, "vtab", dict(method=method, examples=examples, l2=l2, tasks=plain), files)
