@@ -11,8 +11,8 @@ from importlib import import_module
 from ..errors import InputError, TrainingError, install
 from ..version import __version__
 
-# Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, and `run(args)`, whose
-# result is the exit code, None for 0.
+# Each module is the command of its name: its docstring is the help, `add_arguments(parser)` adds the options, and
+# `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
     scaling positions recipes families

@@ -80,7 +80,7 @@ def _from_flags(args: argparse.Namespace) -> tuple:
 
 
 def _from_recipe(args: argparse.Namespace) -> tuple:
-    """The same of a recipe; flags win over it."""
+    """The same from a recipe, over which flags win."""
     from ..tools.cost import DATASETS
     from ..train.recipes import resolve
     from ..train.setup import new_model

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_interpreted(args: argparse.Namespace) -> int:
-    """The same command in a process that interprets kernels, which is chosen before they are imported."""
+    """Runs the command in a process that interprets kernels, as this is chosen before their import."""
     command = [sys.executable, "-m", "vitfast", "doctor"]
     command += [f"--jobs={args.jobs}"] if args.jobs is not None else []
     command += [f"--only={name}" for name in args.only]

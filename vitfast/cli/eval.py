@@ -18,6 +18,6 @@ def run(args: argparse.Namespace) -> None:
 
     options = {"real": args.real} if hasattr(args, "real") else {}
     result = evaluate_weights(evaluation_config(args), getattr(args, "img_size", None), **options)
-    if is_first_rank():  # each of torchrun's measures the same
+    if is_first_rank():  # every process of torchrun has the same result
         text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
         print(json.dumps(result) if args.json else text)

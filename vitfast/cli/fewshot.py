@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from ..model.checkpoint.files import check_free
     from ..run.files import write_text
 
-    output = vars(args).pop("output")  # of the result, no setting
+    output = vars(args).pop("output")  # where the result goes, no setting
     if output:
         if output.suffix not in (".json", ".csv"):
             raise InputError(f"--output {output}: the result is written as .json or .csv")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _table(result: dict) -> str:
-    """The result as CSV: a line for each draw of images, of all of which its line repeats the mean."""
+    """The result as CSV: a line for each draw of images, which repeats the mean over all draws."""
     from ..run.files import as_csv
 
     same = {name: result.get(name, "") for name in ("weights", "data", "method", "l2")}

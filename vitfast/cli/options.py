@@ -74,7 +74,7 @@ def add_evaluation_options(
 ) -> None:
     """The settings of an evaluation.
 
-    data: the help of --data, "" for no such option. at_once: of --batch-size. sizes: whether there is a --sizes.
+    data: the help of --data, "" for no such option. at_once: the help of --batch-size. sizes: whether to add --sizes.
     """
     add_shared(parser, "--weights")
     add = parser.add_argument
@@ -91,7 +91,7 @@ def add_evaluation_options(
 
 
 def setting_layers(args: argparse.Namespace) -> list[dict]:
-    """Settings from the weakest to the strongest: config file; flags and, where they say the same, --set."""
+    """Layers of settings, the weakest first: the config file, then the flags, over which --set wins."""
     import yaml
 
     layers = [{k: v for k, v in vars(args).items() if k in SETTINGS} | dict(getattr(args, "set", []))]
@@ -108,7 +108,7 @@ def setting_layers(args: argparse.Namespace) -> list[dict]:
 
 
 def evaluation_layers(args: argparse.Namespace) -> list[dict]:
-    """`setting_layers` of an evaluation, where --batch-size says how many images at once."""
+    """`setting_layers` of an evaluation, in which --batch-size is the number of images at once."""
     batch_size = [{"eval_batch_size": args.batch_size}] if hasattr(args, "batch_size") else []
     return setting_layers(args) + batch_size
 
@@ -131,7 +131,7 @@ def experiment_config(args: argparse.Namespace):
 
 
 def unless_stopped(function, *args):
-    """function(*args), or None where a run in it was asked to stop; then leaves the process group."""
+    """Returns function(*args), or None where a run was asked to stop; always leaves the process group."""
     from ..experiments.runs import Stopped
     from ..run.distributed import leave
 

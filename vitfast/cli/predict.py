@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where at least one image has an answer, else 1."""
+    """Returns 0 where at least one image has an answer, else 1."""
     from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
     from ..model.baselines import load_any
     from ..model.checkpoint.files import check_free

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def train_as_told(args: argparse.Namespace, train: Callable) -> None:
-    """Calls train(config, resume) and prints its result; with --print-config the settings alone."""
+    """Calls train(config, resume) and prints its result; with --print-config it only prints the settings."""
     from ..run.config import as_plain
     from ..train.recipes import resolve
 
