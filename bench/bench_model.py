@@ -1,12 +1,12 @@
-"""Whole ViTs, latency, throughput and a training step, against timm, Hugging Face, torchvision.
+"""Whole ViTs: latency, throughput and a training step, against timm, Hugging Face, torchvision.
 
 Logits, and in training every gradient, are compared with float64 before anything is timed and again after it
-(peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16:
-weights and optimiser in bf16; amp: fp32 weights under autocast, where our own ViT keeps its residual stream in bf16 and
-timm's keeps fp32: `accelerate(timm)` is the pair of equal numerics. max-autotune and compile run without torch's own
-CUDA graphs: latency captures one for everybody, eager too, and at the batches of throughput and training the device is
-the bottleneck; their time is of whole steps back to back, nothing hidden. Ours is measured first and, as "vitfast
-compile bf16 again", after the peers that it is compared with: the slower of the two counts.
+(peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16 has
+weights and optimiser in bf16; amp has fp32 weights under autocast, where our own ViT keeps its residual stream in bf16
+and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
+torch's own CUDA graphs: latency captures one for everybody, eager too, and at the batches of throughput and training
+the device is the bottleneck; they are timed in whole steps back to back, launches included. Ours is measured first and,
+as "vitfast compile bf16 again", after its peers: the slower of the two counts.
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
@@ -27,7 +27,7 @@ from shapes import MAIN, model_work, planned
 from vitfast import ops
 from vitfast.tools.cost.work import update
 
-LEADING = (  # what decides, first: a stage has no time for all
+LEADING = (  # what decides comes first, because a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
     Setting("timm", "compile", "bf16"),
     Setting("vitfast", "compile", "amp"),
@@ -41,7 +41,7 @@ LEADING = (  # what decides, first: a stage has no time for all
     Setting("timm", "max-autotune", "amp"),
 )
 EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compile", "max-autotune"), ("bf16", "amp")))
-# Without the batch, which is that of the training step.
+# The models, by names without the batch; their batch is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
 ON_CPU = [Setting(library, "eager", "fp32") for library in BUILDERS]
 CASES = {s.name: s for s in (ON_CPU if machine.SMALL else (*LEADING, *EVERY))}

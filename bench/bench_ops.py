@@ -3,11 +3,11 @@
 Each is a row of OPS.
 
 Functions and inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path.
-"attention": qkv packed, as a linear layer leaves it, transposes and the stacking of the gradients included on all
-sides; "attention separate": q, k and v apart, where nobody has gradients to stack; rotary positions and a bias as timm
-and Hugging Face do it, q and k turned in PyTorch, the bias as SDPA's mask. Each peer of the attention block runs on the
-fastest backend of SDPA. From uint8 the patch embedding's peers normalise first. "gemm": the linear layers of a block
-alone, cuBLAS for everybody.
+"attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
+sides. "attention separate" takes q, k and v apart, where nobody has gradients to stack. Peers do rotary positions and a
+bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
+attention block runs on the fastest backend of SDPA. For uint8 images the patch embedding's peers normalise first.
+"gemm" is the linear layers of a block alone, for which everybody uses cuBLAS.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ from vitfast.tools.verify import Input, cases
 
 EAGER = ("vitfast", "eager", "compile", "max-autotune")
 SDPA = ("vitfast", *(f"sdpa {name}" for name in BACKENDS), *FLASH)
-PREFIX = 1  # tokens that rotary positions do not turn
+PREFIX = 1  # tokens that rotary positions do not rotate
 
 
 @dataclass(frozen=True)
 class Op:
     """A row: what is called, on what, against whom.
 
-    case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: of (Shape, bytes of a number).
-    batched: how many inputs have the batch as their first axis. peers: an implementation's own function, if it has one
-    beside ours and the formula; "compile" and "max-autotune" compile it.
+    case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: (Shape, bytes of an element) ->
+    Work. batched: how many inputs have the batch as their first axis. peers: implementation -> a function of its own,
+    or None where it is ours or the formula; "compile" and "max-autotune" compile it.
     """
 
     case: Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]
@@ -60,12 +60,12 @@ def verified(name: str) -> Callable[[ModuleType, Shape], tuple[Callable, list[In
 
 
 def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
-    """A count of vitfast.tools.cost.work that takes the rows, these sizes and the bytes of a number."""
+    """A count of vitfast.tools.cost.work that takes the rows, these sizes and the bytes of an element."""
     return lambda s, size: getattr(work, name)(s.rows, *(getattr(s, of) for of in sizes), size)
 
 
 def row(name: str, *sizes: str, **more) -> Op:
-    """An operation whose case and count, of the rows and these sizes, have its name."""
+    """An Op of the case and the count that are called `name`; the count takes the rows and these sizes."""
     return Op(verified(name), rows_work(name, *sizes), **more)
 
 
@@ -74,7 +74,7 @@ def qkv(s: Shape) -> Input:
 
 
 def unpacked(function: Callable | None) -> Callable | None:
-    """A function of q, k and v as one of qkv."""
+    """Makes a function of q, k and v one of qkv."""
     return function and (lambda qkv: function(*qkv.unbind(2)))
 
 
@@ -87,19 +87,19 @@ def separate(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
 
 
 def rotary(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-    """With tables that pairs of columns share."""
+    """Attention with rotary tables in which each pair of columns shares an entry."""
     function = lambda qkv, cos, sin: place.attention(*qkv.unbind(2), rope=(cos, sin), num_prefix=PREFIX)  # noqa: E731
     return function, [qkv(s), *[("factor", (s.tokens - PREFIX, s.head // 2))] * 2]
 
 
 def biased(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-    """With a bias that the batch shares and a layer learns."""
+    """Attention with a bias that the batch shares and a layer learns."""
     function = lambda qkv, bias: place.attention(*qkv.unbind(2), bias=bias)  # noqa: E731
     return function, [qkv(s), ("values", (s.heads, s.tokens, s.tokens))]
 
 
 def attention_peer(impl: str) -> Callable | None:
-    """A function of q, k and v."""
+    """A peer's attention as a function of q, k and v; None for ours."""
     if impl in FLASH:
         return library_function(*FLASH[impl], "flash_attn_func")
     return forced(sdpa, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
@@ -123,7 +123,7 @@ def pixels(case: str, pixel_size: int | None = None) -> Op:
 
 
 def gemm(inputs: int, outputs: int) -> Op:
-    """A linear layer of so many widths in and out."""
+    """A linear layer from `inputs` to `outputs` times the width."""
 
     def case(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
         n, k = outputs * s.width, inputs * s.width
@@ -159,7 +159,7 @@ OPS = {
 
 
 def case_of(name: str, s: Shape) -> Case:
-    """A row at a shape."""
+    """The Case of a row of OPS at a shape."""
     formula, inputs = OPS[name].case(ref, s)
     return Case(name, s.name, formula, inputs, OPS[name].batched, OPS[name].work(s, DTYPE.itemsize))
 

@@ -1,14 +1,14 @@
 """Images of many sizes (the mixes of shapes.py): attention, and training steps, packed and padded.
 
-FLOPs and bytes are of what is needed, without padding, for everybody. Truth is float64 of each image alone. What
+FLOPs and bytes count what is needed, without padding, for everybody. The truth is float64 on each image alone. What
 depends on the sizes alone (offsets, a block mask) is made once, outside of what is timed, as a model makes it once for
 all its layers.
 
-Attention: ops.attention with offsets, and peers that take packed tensors too; q, k and v come apart.
+Attention: ops.attention with offsets is compared with peers that take packed tensors too; q, k and v are separate.
 
-A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. Our ViT,
+A step is forward and backward, with bf16 weights on a GPU and fp32 on a CPU, without an optimiser. It compares our ViT,
 packed; timm's NaFlexVit (NaFlex, SigLIP 2), whose patches its own loader pads to the longest image, with a mask of
-every pair; and that same model accelerated, which leaves the padding out. `padded_share`: of a step's tokens.
+every pair; and that model accelerated, which leaves padding out. `padded_share` is the padding's share of the tokens.
 """
 
 import functools
@@ -32,12 +32,12 @@ from vitfast.tools.cost import work
 
 
 def offsets_of(mix: Mix) -> Tensor:
-    """(S + 1,) int32."""
+    """Where the images of a mix begin among its tokens, and the end: (S + 1,) int32."""
     return torch.tensor([0, *mix.lengths], device=machine.DEVICE).cumsum(0).int()
 
 
 def flash(mix: Mix, name: str) -> Callable:
-    """flash-attn's varlen."""
+    """flash-attn's attention on packed images (varlen)."""
     function, offsets, longest = library_function(*FLASH[name], "flash_attn_varlen_func"), offsets_of(mix), mix.longest
     sizes = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
     return functools.partial(function, **sizes)
@@ -85,13 +85,13 @@ IMPLEMENTATIONS: dict[str, Callable[[Mix], Callable]] = {
 
 
 def plain_packed(mix: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain attention of each image alone, whose logits are made again for backward: not all would fit."""
+    """Plain attention of each image alone; backward computes logits again, as all would not fit."""
     images = zip(*(x[None].split(mix.lengths, 1) for x in (q, k, v)))
     return torch.cat([checkpoint(ref.attention, *image, use_reentrant=False)[0] for image in images])
 
 
 def case_of(mix: Mix) -> Case:
-    """A mix, its images one after the other."""
+    """The Case of a mix, its images one after the other."""
     inputs = [("values", (mix.rows, mix.heads, mix.head))] * 3
     needed = work.attention(mix.rows, mix.tokens, mix.width, DTYPE.itemsize)
     return Case("packed attention", mix.name, functools.partial(plain_packed, mix), inputs, 0, needed)
@@ -120,7 +120,7 @@ def naflex(mix: Mix) -> nn.Module:
 
 
 def padded(images: list[Tensor]) -> dict[str, Tensor]:
-    """As timm's loader does it, to the longest image."""
+    """Pads images to the longest one, as timm's loader does."""
     from timm.data.naflex_dataset import NaFlexCollator
     from timm.data.naflex_transforms import Patchify
 

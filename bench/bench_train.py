@@ -3,12 +3,12 @@
 From files: random crops of scikit-learn's two photographs, so that nothing is downloaded. Both decode, crop (scale 0.08
 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with clipping and
 fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader normalises on the device while it
-prefetches. Times are by the clock on the wall. waiting_for_data: the share of it that the same steps on a batch in
+prefetches. Times are by the wall clock. waiting_for_data is the share of the time that the same steps on a batch in
 memory would not take.
 
-Losses: from the same weights on the same images, made on the device: gratings of 10 directions x 10 frequencies, in
-random colours and phases under noise, 100 classes that take a ViT some hundred steps to tell apart. A case is one run
-of a seed; `extra_info` has `losses`, each the mean of a window of steps, which targets.py compares over the seeds.
+Losses: both start from the same weights and see the same images, made on the device: gratings of 10 directions x 10
+frequencies, in random colours and phases under noise, 100 classes that take a ViT some hundred steps to tell apart. A
+case is one run of a seed; its `extra_info` has `losses`, each the mean of a window of steps, which targets.py compares.
 """
 
 import itertools
@@ -110,7 +110,7 @@ def test_train_from_files(benchmark, folder, model, impl):
     warm_up(lambda: step(*batch[:2]), seconds=machine.WARM_SECONDS)
 
     def run(source: Iterator) -> float:
-        """The seconds of some steps."""
+        """The seconds that STEPS steps take."""
         start = wall()
         for images, labels, *_ in itertools.islice(source, STEPS):
             step(images, labels)
