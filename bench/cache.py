@@ -4,8 +4,8 @@
 
 `tests/codegen.py --cache` writes one. Triton finds a kernel by a hash over its source, its options and Triton itself,
 shared libraries included, so an archive serves the kernels, the Triton and the Python that it was made with: with
-others nothing in it is found, which is said. It holds machine code; the small C functions by which Triton launches it
-are compiled by the machine's own C compiler, each once.
+others nothing in it is found, which `unpack` reports. It holds machine code; the small C functions by which Triton
+launches it are compiled by the machine's own C compiler, each once.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
     """Adds an archive to Triton's cache (or another folder).
 
     Returns how many kernels it holds, and why none of them will be found, or "". Triton notes the absolute path of
-    every file of a kernel: they are rewritten for where the files lie now.
+    every file of a kernel: these paths are rewritten for where the files lie now.
     """
     folder = Path(triton.knobs.cache.dir) if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
     test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
-(alone) or both. The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then
-torch.compile, then max-autotune. Whole models keep the order of bench_model.CASES.
+(alone) or both. Every implementation's cases at the main shape come first; at each shape ours comes first, then what
+is quick to compile, then torch.compile, then max-autotune. Whole models keep the order of bench_model.CASES.
 """
 
 import functools
@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def priority(params: dict) -> tuple[bool, int, int]:
-    """Where a case stands: the main shape first, at each shape ours and then the quickest to compile."""
+    """The sort key of a case: the main shape first, at each shape ours and then the quickest to compile."""
     where, impl = str(params.get("shape", params.get("model", ""))), str(params.get("impl", ""))
     others = not (where and shapes.FOCUS.name.startswith(where))  # a model's name may lack the batch
     number = list(shapes.SHAPES).index(where) if where in shapes.SHAPES else 0
@@ -64,7 +64,7 @@ def priority(params: dict) -> tuple[bool, int, int]:
 
 
 def pytest_collection_modifyitems(items):
-    """Where time runs out, what is missing is what matters least."""
+    """Sorts the cases, so that those which are missing when time runs out matter least."""
     items.sort(key=lambda item: priority(item.callspec.params if hasattr(item, "callspec") else {}))
 
 

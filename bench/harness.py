@@ -37,8 +37,8 @@ class WrongResult(AssertionError):
 class Case:
     """An operation at a shape.
 
-    formula: in plain PyTorch. inputs: by kind and shape; the first `batched` have the batch as their first axis, as
-    every output has. With batched = 0 there is no such axis, and the whole result is compared.
+    formula: the operation in eager PyTorch. inputs: by kind and shape; the first `batched` have the batch as their
+    first axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
     """
 
     op: str
@@ -49,7 +49,7 @@ class Case:
     work: Work
 
     def draw(self) -> list[Tensor]:
-        """Random inputs on the device; values and weights want a gradient."""
+        """Random inputs on the device; values and weights require a gradient."""
         return Draw(DTYPE, machine.DEVICE).leaves(self.inputs)
 
 
@@ -73,7 +73,7 @@ def checked_samples(batch: int) -> Tensor:
 def judge(impl: str, what: str, error: float, own: float, dtype: torch.dtype) -> dict:
     """{error, error_limit}; raises WrongResult beyond the limit.
 
-    It is twice `own`, the error of plain PyTorch in the same dtype, plus rounding.
+    The limit is twice `own`, the error of eager PyTorch in the same dtype, plus rounding.
     """
     limit = 2 * own + ATOL[dtype]
     if not error <= limit:

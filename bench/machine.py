@@ -1,11 +1,11 @@
 """The machine that is measured: its clock, its memory, its description and its ceilings.
 
 On a GPU the clock is device events around a call, on a CPU the process's own time. Before anything is timed on a GPU it
-runs for a while, so that the chip's clocks are up: the first case of a process for WARM_SECONDS, a whole model each
-time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU these alone.
+runs for a while, so that the chip's clocks are up: for WARM_SECONDS in the first case of a process and for every whole
+model, for CASE_WARM_SECONDS for every other operation, and for WARMUP calls at least. A CPU makes these calls alone.
 
-Other files say `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the plan
-of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
+Other files read `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the
+plan of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ MODEL_ROUNDS = 10 if GPU else 3
 WARM_SECONDS = 2.0
 CASE_WARM_SECONDS = 0.2
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # which need not be there
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these need not be installed
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
 
 
@@ -62,7 +62,7 @@ def clock(calls: int = 1) -> Callable:
 
 
 def wall() -> float:
-    """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
+    """Seconds by the wall clock, once the device is idle: for work that other processes share."""
     if GPU:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -103,7 +103,7 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     """`run` as a CUDA graph: what it launched when captured is replayed, without Python."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # capture wants its lazy initialisations done, and not on the default stream
+    with torch.cuda.stream(side):  # before a capture, lazy initialisations must be done, not on the default stream
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(side)
@@ -180,8 +180,8 @@ def facts() -> dict[str, str]:
 def ceilings() -> dict[str, float]:
     """This device's best rates: "copy" in bytes/s, read and written; products by dtype in FLOP/s.
 
-    Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, as in a stage of
-    bench/gpu.sh, which ends with it, the first process measures and writes it, and later ones read it: their ceilings
+    They are measured once a process. Where the environment variable VITFAST_CEILINGS names a file, as in a stage of
+    bench/gpu.sh, whose end removes it, the first process measures and writes it, and later ones read it: their ceilings
     are then of the same stage on the same machine, not of the same process.
     """
     path = os.environ.get("VITFAST_CEILINGS")

@@ -1,10 +1,10 @@
 """The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
 
-The models in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class
-token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in float64
-reads the peer's own weights (vitfast.model.checkpoint knows everybody's names); the peer's logits in fp32 are compared
-with it, and then logits and gradients of exactly what is about to be timed; and once more of what has been timed, its
-weights put back.
+The models run in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a
+class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in
+float64 reads the peer's own weights (vitfast.model.checkpoint knows everybody's names). It is compared with the peer's
+logits in fp32, then with logits and gradients of exactly what is about to be timed, and after timing with these once
+more, its weights put back.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ FLASH = {  # name -> package, the module of its public functions, which have a b
 def library_function(package: str, module: str, name: str) -> Callable:
     """A function of a package; skips the case where that is not installed or has none of that name.
 
-    Of several results it returns the first: some versions of flash-attn return the logsumexp too.
+    Of several results it returns the first, because some versions of flash-attn return the logsumexp too.
     """
     try:
         function = getattr(importlib.import_module(module), name)
@@ -150,7 +150,7 @@ BUILDERS = {
 
 
 def logits_of(output) -> Tensor:
-    """A Hugging Face model returns more."""
+    """The logits in a model's output; a Hugging Face model returns more than logits."""
     return getattr(output, "logits", output)
 
 
@@ -196,7 +196,7 @@ class Peer:
             self.function = compiled(self.model, setting.how, fullgraph=ours)
 
     def build(self) -> None:
-        """Sets the model, its images, which are compared, and the backend of SDPA (None: the model's own)."""
+        """Sets the model, its images, those to compare, and SDPA's backend (None: the model's own)."""
         setting, shape = self.setting, self.shape
         self.model, self.backend = make_model(setting.library, shape).train(self.training).to(setting.stored), None
         self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=machine.DEVICE).to(setting.stored)
@@ -229,7 +229,7 @@ class Peer:
         return [self.images[self.chosen].to(dtype)]
 
     def named(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the names of the plain model."""
+        """The gradients by the names of the plain model."""
         return to_timm_names(gradients).state
 
     def check(self) -> dict[str, float]:
@@ -302,8 +302,8 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
     """Checks, times and checks again `step`, a function of a batch, and describes it.
 
-    graph: it is captured and runs from a cold cache; others run back to back. FLOPs by the convention of MFU (Chowdhery
-    et al., 2022): those of the forward pass, three times where it trains. more: for extra_info.
+    graph: whether it is captured as a CUDA graph and run from a cold cache; others run back to back. FLOPs follow the
+    convention of MFU (Chowdhery et al., 2022): the forward pass's, three times in training. more: for extra_info.
     """
     setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
     with ops.use_kernels(peer.kernels):
