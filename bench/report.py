@@ -37,7 +37,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3, form: str = "") -> str:
-    """Three digits that count, thousands apart, or in another form; "-" for None."""
+    """A number with `digits` significant digits, thousands apart, or in `form`; "-" for None."""
     if value is None:
         return "-"
     return format(value, form or (",.0f" if abs(value) >= 10 ** (digits - 1) else f".{digits}g"))
@@ -66,7 +66,7 @@ def machine_lines(results: Results) -> str:
 def op_table(cases: list[dict], op: str) -> str:
     """A row per shape and direction: every implementation's time, share of the floor, our ratio.
 
-    The share is ours, or the best one's without us; the ratio is that of the best other time to ours.
+    The share is ours, or the best one's where we have no time; the ratio is that of the best other time to ours.
     """
     impls, found, lines = list(dict.fromkeys(case["impl"] for case in cases)), {}, []
     for case in cases:
@@ -80,7 +80,7 @@ def op_table(cases: list[dict], op: str) -> str:
     return f"#### {cell(op)} (µs)\n\n" + table(["shape", *impls, "% floor", VITFAST], lines)
 
 
-# Header -> what a case must have to be shown there, and its cell.
+# Header -> the key that all cases of a table must have for this column, and the cell of a case.
 COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "implementation": ("impl", lambda case: case["impl"]),
     "batch": ("batch", lambda case: str(case["batch"])),

@@ -4,8 +4,8 @@ Two kinds of files: pytest-benchmark's, with what conftest.py adds; and steps_ST
 state, code, seconds}], "checks": {name: exit code, or null where no test ran}}. A file that is damaged or half written,
 or lacks what a table needs, is named with the reason, and the others count.
 
-Of a case that several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an
-older time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
+Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
+time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
-# What must be there: of every case, and of some operations more.
+# The keys that every case must have, and those that cases of some operations must have besides.
 INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
 MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
@@ -29,7 +29,7 @@ MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
 class Results:
     """The cases of one GPU, with and without a time, each by full name.
 
-    One with a time is what its extra_info has, and its name, median and iqr (seconds).
+    A case with a time has what its extra_info has, its name, and its median and iqr in seconds.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Results:
 
 
 def library(case: dict) -> str:
-    """Whose model a case is."""
+    """The library whose model a case measures."""
     return next(name for name in reversed(LIBRARIES) if case["impl"].startswith(f"{name} "))
 
 
 def counted(cases: list[dict]) -> list[dict]:
-    """Whole models, with the slower one alone of a setting that was measured again."""
+    """The cases of whole models; of a setting that was measured again, only the slower case."""
     slowest = {}
     for case in sorted(cases, key=lambda case: -case["images_per_second"]):
         slowest[case["impl"].removesuffix(" again"), case["shape"]] = case

@@ -42,7 +42,7 @@ TOY = Shape("Nano/8", 16, 2)
 
 
 def planned(*shapes: Shape) -> dict[str, Shape]:
-    """A GPU's shapes as they run here, by name: they, toys that have their names, or on a CPU the toy."""
+    """By name, a GPU's shapes as they run here: these, toys with their names, or on a CPU the toy."""
     if not machine.GPU:
         toys = [replace(TOY, label=f"{s.model} {s.image} B{s.batch}") for s in shapes]
         shapes = [TOY] if machine.SMALL else toys
@@ -56,7 +56,7 @@ SHAPES = planned(*MAIN, *MORE)
 
 
 def _runs_at(impl: str, name: str, direction: str) -> bool:
-    """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
+    """Whether `impl` runs at a shape: compiling takes seconds, max-autotune's search up to minutes."""
     if machine.SMALL:
         return impl in ("vitfast", "eager", "sdpa math")
     if impl.startswith(("compile", "max-autotune")):
@@ -81,8 +81,8 @@ TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits
 class Mix:
     """A batch of images: (height, width) of each in pixels; patches of PATCH, a class token each.
 
-    layers: of the model, where it is not to have all of its preset's. It has what model_work counts with, by the names
-    of a Shape; `tokens` is how many keys a query has on average.
+    layers: how many the model has, where it is not to have all of its preset's. A Mix has what model_work counts with,
+    by the names of a Shape; `tokens` is how many keys a query has on average.
     """
 
     label: str
@@ -146,7 +146,7 @@ MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if machine.GPU else [SMALL] if 
 
 
 def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
-    """With bias, class token and position embeddings."""
+    """The work of the patch embedding with bias, class token and position embeddings."""
     added = (s.tokens + 2) * s.width
     return work.patch_embed(s.rows - s.batch, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
 

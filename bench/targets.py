@@ -1,6 +1,6 @@
 """The targets of vitfast on a GPU, and what the results say: met, missed, or not measured yet.
 
-Read by report.py. A ratio is of two cases in equal precision; peers count with the fastest of their settings, and a
+report.py reads them. A ratio is of two cases in equal precision; peers count with the fastest of their settings, and a
 setting that should have been the strongest and has no time is named ("without max-autotune"). Of a case that was
 measured twice ("again") the slower time counts.
 """
@@ -34,9 +34,9 @@ def whole_models(results: Results, op: str, model: str, libraries: list[str], pr
 def speed(
     results: Results, of: str, bound: float, op: str, model: str, precision: str, ours: str, theirs: list[str]
 ) -> Iterator[str]:
-    """Images per second of ours by the fastest of theirs, both beside it.
+    """The ratio of our images per second to those of the fastest of theirs, both beside it.
 
-    Of a latency it is the ratio of seconds, at most `bound`.
+    For a latency it is the ratio of seconds, which may be at most `bound`.
     """
     own, others = (whole_models(results, op, model, names, precision) for names in ([ours], theirs))
     if own and others:
@@ -48,7 +48,7 @@ def speed(
 
 
 def operation(results: Results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
-    """Cases of ours and the others, at the largest batch."""
+    """Our case at the largest batch, and the others' cases at that shape."""
     cases = [c for c in results.of(op) if c["direction"] == direction and c["shape"].startswith(f"{shape} B")]
     ours = max((c for c in cases if c["impl"] == VITFAST), key=lambda case: case["bytes"], default=None)
     return ours, [case for case in cases if ours and case is not ours and case["shape"] == ours["shape"]]
@@ -59,8 +59,8 @@ def against(
 ) -> Iterator[str]:
     """The best other implementation's time over ours, by operation, shape (of bounds) and direction.
 
-    Of the strongest implementations those are named that have no time. needed: there is no figure before an
-    implementation whose name starts so has a time.
+    Those of the strongest implementations that have no time are named. needed: there is no figure until an
+    implementation whose name starts with this has a time.
     """
     for op, (shape, bound), direction in itertools.product(ops, bounds.items(), directions):
         ours, others = operation(results, op, shape, direction)
@@ -71,7 +71,7 @@ def against(
 
 
 def layer_norm(results: Results) -> Iterator[str]:
-    """The share of the copy bandwidth, which is that of the floor where there is no product."""
+    """The share of the copy bandwidth, which is that of the floor, as there is no matrix product."""
     for shape, direction in itertools.product((MAIN, "L/16 224", "H/14 224"), BOTH):
         ours, _ = operation(results, "add_layer_norm", shape, direction)
         if ours:
@@ -93,9 +93,9 @@ def checks(results: Results) -> Iterator[str]:
 
 
 def loss_curves(results: Results) -> Iterator[str]:
-    """The largest difference of the two means over seeds of any window of steps.
+    """The largest difference, over windows of steps, between the two libraries' means over seeds.
 
-    In standard deviations of a run between seeds, of 0.001 at least.
+    It is in standard deviations of a run between seeds, which count as 0.001 at least.
     """
     groups = results.grouped(lambda case: f"{case['shape']} {case['precision']}", "loss curve")
     for name, cases in groups.items():
