@@ -6,7 +6,7 @@ weights and optimiser in bf16; amp has fp32 weights under autocast, where our ow
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
 torch's own CUDA graphs: latency captures one for everybody, eager too, and at the batches of throughput and training
 the device is the bottleneck; they are timed in whole steps back to back, launches included. Ours is measured first and,
-as "vitfast compile bf16 again", after its peers: the slower of the two counts.
+as "vitfast compile bf16 again", after timm's: the slower of the two counts.
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that

@@ -103,7 +103,7 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     """`run` as a CUDA graph: what it launched when captured is replayed, without Python."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # before a capture, lazy initialisations must be done, not on the default stream
+    with torch.cuda.stream(side):  # a capture needs lazy initialisations done before it, on a stream of their own
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(side)

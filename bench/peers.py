@@ -4,7 +4,7 @@ The models run in each of their settings. Every library builds the same function
 class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in
 float64 reads the peer's own weights (vitfast.model.checkpoint knows everybody's names). It is compared with the peer's
 logits in fp32, then with logits and gradients of exactly what is about to be timed, and after timing with these once
-more, its weights put back.
+more, the peer's weights put back.
 """
 
 import contextlib

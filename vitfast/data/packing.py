@@ -176,7 +176,7 @@ class StepKeys:
         self.after: deque[Progress] = deque()
 
     def _step(self) -> list[tuple[int, int, int]]:
-        """(epoch, index, size) of the next step's images: all in a window of the order that still fit in."""
+        """(epoch, index, size) of the next step's images: those of a window of the order that fit in."""
         now, packing = self.progress, self.packing
         window, left = packing.batch_size, math.inf
         if packing.budget is not None:

@@ -67,7 +67,7 @@ class Erase:
 
 
 def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's posterize; the 0 bits that its policies may draw, and Pillow 13 refuses, make it black."""
+    """timm's posterize; 0 bits, which its policies draw and Pillow 13 refuses, make the image black."""
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 

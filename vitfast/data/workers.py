@@ -19,10 +19,10 @@ def loader_processes(
 ) -> int:
     """`config.workers`, else none for data in memory, else one for each core up to eight.
 
-    A number is lowered, with a warning, to four for each core and to as many as half of the memory holds with the
-    batches that they read ahead; ranks on one machine share both. Raises InputError for a batch that the memory does
-    not hold. evaluated: how many images evaluations read. step_bytes: the bytes of a training step's images or of an
-    evaluation's batch, which are computed from batch_size and eval_batch_size unless given.
+    `config.workers` is lowered, with a warning, to four for each core and to as many as half of the memory holds with
+    the batches that they read ahead; ranks on one machine share both. Raises InputError for a batch that the memory
+    does not hold. evaluated: how many images evaluations read. step_bytes: the bytes of a training step's images or of
+    an evaluation's batch, which are computed from batch_size and eval_batch_size unless given.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import InputError
 
-SCRATCH = ".vitfast-"  # the beginning of the names of folders whose files are yet to be moved to their own
+SCRATCH = ".vitfast-"  # the beginning of the names of scratch folders, whose files move out once they are whole
 
 
 @contextmanager

@@ -18,8 +18,8 @@ logger = logging.getLogger("vitfast")
 class Results:
     """The result files of a command in a folder, whose origin stands beside them in COMMAND.origin.json.
 
-    The origin holds the settings and the SHA-256 of each file. A file that the command wrote is replaced if the
-    settings are the same, and renamed if they are not. Any other file raises InputError here, before the work begins.
+    The origin holds the settings and the SHA-256 of each file. A file that is as the command wrote it is replaced if
+    the settings are the same, and renamed if not. Any other file raises InputError here, before the work begins.
     names: the names of all files that the command may write. Under torchrun only the first rank reads and writes.
     """
 

@@ -35,7 +35,7 @@ def counts(images: Tensor | list[PackedImages]) -> Tensor:
 def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
     """The totals in a checkpoint's record; zeros for a run of one size.
 
-    Raises InputError where the record's are damaged.
+    Raises InputError where the record is damaged.
     """
     if data.packing is None:
         return PackedTotals()

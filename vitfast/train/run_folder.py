@@ -5,7 +5,7 @@
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
                 .writing  .removing    one that is not whole yet, or no longer
-    best/                              of a run with early stopping: its best checkpoint, whose files are links
+    best/                              of a run with early stopping: its best checkpoint, hard-linked from last/
                 state/best.json            its step and accuracy; by this file the run recognises its own best/
 
 Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.

@@ -185,7 +185,7 @@ class TrainStep:
     def micro_batches_that_fit(self, images: Images, labels: Tensor) -> int | None:
         """How many micro-batches fit, after running out of memory; None where one image is too much.
 
-        It tries `accumulate` times 2, 4, 8, ... For images of many sizes, which are split as they are read, it is None.
+        It tries `accumulate` times 2, 4, 8, ... Images of many sizes, which are split as they are read, give None too.
         """
         if isinstance(images, list):
             return None
