@@ -53,8 +53,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
         *_forward(MMA_SYNC, PLAIN, (4, 2, 64, 32), (4, 2, 64, 32), (8, 2, 64, 32)),
         *_forward(MMA_SYNC, MASKED, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 32, 32)),
+        *_forward((120,), "fp", (8, 1, 64, 32), heads="d[1-6]?[mn]"),
         *_forward(MMA_SYNC, "fp", (4, 2, 64, 32), heads="d[1-6]?[mn]"),
-        *_forward(MMA_SYNC, ROTARY, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 64, 32)),
+        *_forward(MMA_SYNC, ROTARY, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 32, 32)),
         *_forward(MMA_SYNC, PACKED, (8, 2, 64, 32)),
         # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.
         *_forward(ASYNC, MASKED, (8, 2, 128, 64), heads="d64n"),
