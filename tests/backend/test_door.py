@@ -79,9 +79,11 @@ def test_the_report_says_what_was_done():
     assert len(report) == len(report.replaced) == 6 and report.recognition > 0 and report.proof > 0
     assert "3 x attention block" in str(report) and "replaced" in str(report)
     compare(block("F.gelu", "F.relu"), X, tolerance=1e-9)
+    assert [left.why for left in backend.report().left] == ["relu is in none of the operations"]
+    compare(block("F.gelu", "torch.tanh"), X, tolerance=1e-9)
     (left,) = backend.report().left
     assert left.kind == "MLP block" and "not the same numbers" in left.why and left.name == "0.norm2"
-    assert len(backend.report(graphs=2)) == 8
+    assert len(backend.report(graphs=3)) == 10
     with pytest.raises(ValueError, match="graphs"):
         backend.report(0)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
+from ..ops.fusable import Replacements
 from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
 from .kinds import attention_layers, attention_name
 from .layers import HALVES, find
@@ -25,7 +26,7 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(tuple):
+class Report(Replacements):
     """A tuple of entries that prints as a summary.
 
     plain: why the operations run plain PyTorch on the model's present device, None if they run kernels.
@@ -33,14 +34,6 @@ class Report(tuple):
 
     model = ""
     plain: str | None = None
-
-    @property
-    def replaced(self) -> list[Entry]:
-        return [e for e in self if e.why is None]
-
-    @property
-    def left(self) -> list[Entry]:
-        return [e for e in self if e.why is not None]
 
     def __str__(self) -> str:
         groups: dict[tuple, list[str]] = {}

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import NamedTuple
 
+from ..ops.fusable import Replacements
+
 
 class Entry(NamedTuple):
     """One part of a graph.
@@ -16,19 +18,11 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(tuple):
+class Report(Replacements):
     """A tuple of entries that prints as a summary; recognition and proof: seconds."""
 
     recognition = 0.0
     proof = 0.0
-
-    @property
-    def replaced(self) -> list[Entry]:
-        return [e for e in self if e.why is None]
-
-    @property
-    def left(self) -> list[Entry]:
-        return [e for e in self if e.why is not None]
 
     def __str__(self) -> str:
         lines = [self.summary()]

@@ -14,6 +14,18 @@ Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the l
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
+class Replacements(tuple):
+    """Entries on parts of a model; `why` says why one was left, None that an operation replaces it."""
+
+    @property
+    def replaced(self) -> list:
+        return [entry for entry in self if entry.why is None]
+
+    @property
+    def left(self) -> list:
+        return [entry for entry in self if entry.why is not None]
+
+
 def expected_modules(
     modules: dict[str, type | tuple[type, ...]], sequences: dict[str, tuple[str, ...]] | None = None
 ) -> ExpectedModules:
