@@ -1,9 +1,10 @@
 """Launch configurations of attention, as tables: the first row that matches is taken.
 
 A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128. Each is
-(warps, stages, BLOCK_M, BLOCK_N), the largest that compiles for every head size, rotary layout and mask of its cell
-without spills and with every product on the tensor cores (tests/codegen.py, in Triton 3.6 and 3.9). Options cost
-registers: rotary positions hold a second half of each head and its tables, masks a block of numbers beside the logits.
+(warps, stages, BLOCK_M, BLOCK_N): of a few, tried from large to small, the first that compiled in Triton 3.8 and 3.6
+without spills and with every product on the tensor cores, for the head sizes, rotary layouts and masks of its cell that
+were tried. None was timed. Options cost registers: rotary positions hold a second half of each head and its tables,
+masks a block of numbers beside the logits.
 
 Shape classes (attention_class in attention/launchers.py): the padded head size, "n", or "m" where the head is padded;
 tokens up to 64, 128, 256, 320 or "long"; "r" or "f" for rotary positions, "b" for a bias, "k" for lengths of keys; for
