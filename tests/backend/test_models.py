@@ -21,7 +21,8 @@ def of_transformers(name: str, **options):
     return getattr(transformers, f"{name}Model")(config)
 
 
-BOTH, GATED = {"attention block": 2, "MLP block": 2}, {"attention block": 2, "gated MLP block": 2}
+AROUND = {"patch embedding": 1, "LayerNorm": 1}
+BOTH, GATED = ({"attention block": 2, mlp: 2} | AROUND for mlp in ("MLP block", "gated MLP block"))
 MODELS = {
     "timm vit": (of_timm, BOTH),
     "timm drop path, layer scale": (lambda: of_timm(drop_path_rate=0.5, init_values=0.1), BOTH),
@@ -30,7 +31,7 @@ MODELS = {
     "timm eva02": (lambda: of_timm("eva02_tiny_patch14_224", patch_size=16), GATED),
     "timm beit": (lambda: of_timm("beit_base_patch16_224"), BOTH),
     "timm checkpointed": (lambda: [m := of_timm(), m.set_grad_checkpointing()][0], BOTH),
-    "timm qk norm": (lambda: of_timm(qk_norm=True), {"attention": 2, "MLP block": 2}),
+    "timm qk norm": (lambda: of_timm(qk_norm=True), AROUND | {"attention": 2, "MLP block": 2, "LayerNorm": 7}),
     "transformers vit": (lambda: of_transformers("ViT", intermediate_size=64), BOTH),
     "transformers vit, eager attention": (lambda: of_transformers("ViT", attn_implementation="eager"), BOTH),
     "transformers dinov2": (lambda: of_transformers("Dinov2", mlp_ratio=2, drop_path_rate=0.3), BOTH),
@@ -75,7 +76,7 @@ def test_outputs_keep_their_dtype(where):
         expected, wanted = run(call, model, [images])
         found, given = run(backend.compile(call, options={"inner": "eager"}), model, [images])
     assert found.dtype == expected.dtype == (torch.bfloat16 if where == "weights" else torch.float32)
-    assert len(backend.report().replaced) == 4 and given.keys() == wanted.keys()
+    assert len(backend.report().replaced) == 6 - (where == "inside") and given.keys() == wanted.keys()
     truth, right = run(model.double().forward_features, model, [images.double()])
     error = lambda a, b: (a.double() - b).norm().item()  # noqa: E731
     assert error(found, truth) <= 2 * error(expected, truth)
@@ -98,7 +99,7 @@ def test_other_batch_sizes_compile_once_more():
     for batch in (3, 5, 2, 9):
         images = torch.randn(batch, 3, 32, 32)
         torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
-        assert len(backend.report().replaced) == 2
+        assert len(backend.report().replaced) == 4
     assert len(graphs) == 2
     assert any("attention_block" in str(node.target) for node in graphs[1].graph.nodes)
 

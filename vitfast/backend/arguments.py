@@ -1,5 +1,7 @@
 """Arguments of the operations made from a model's tensors: functions that the graph calls."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,16 @@ def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -
     return total if total.dtype in (dtype, torch.float32) else total.to(dtype)
 
 
+def hidden_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, x: Tensor, heads: int) -> list[Tensor]:
+    """The masks of nn.MultiheadAttention as those of logit_bias, where a False hides a key; x (B, N, D)."""
+    found = [] if attn_mask is None else [attn_mask]
+    if attn_mask is not None and attn_mask.dim() == 3:
+        found = [attn_mask.view(-1, heads, *attn_mask.shape[1:])]
+    if key_padding_mask is not None:
+        found.append(key_padding_mask[:, None, None])
+    return [~mask if mask.dtype == torch.bool else mask for mask in found]
+
+
 def rotary_table(table: Tensor) -> Tensor:
     """cos or sin (N, Dh), (B, 1 or H, N, Dh), without axes of length 1 before or between those."""
     if table.dim() > 2 and table.shape[-2] == 1:
@@ -59,11 +71,20 @@ def rotary_table(table: Tensor) -> Tensor:
     return table
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention of (B, H, N, Dh), computed by ops.attention."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | None, axes: str = "bhnd") -> Tensor:
+    """PyTorch's scaled_dot_product_attention, computed by ops.attention.
+
+    q, k, v, and what is returned: (B, H, N, Dh) or (H, N, Dh) with axes "bhnd", (B, N, H, Dh) with "bnhd".
+    """
+    heads_first = axes == "bhnd"
+    if flat := q.dim() == 3:
+        q, k, v = (t[None] for t in (q, k, v))
+    if heads_first:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = None if not masks else logit_bias(masks, q, q.shape[2], q.dtype)
-    return ops.attention(q, k, v, scale=scale, bias=bias).transpose(1, 2)
+    out = ops.attention(q, k, v, scale=scale, bias=bias)
+    out = out.transpose(1, 2) if heads_first else out
+    return out[0] if flat else out
 
 
 def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -75,3 +96,49 @@ def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, 
 def factors(drop_path: Tensor, factor: float) -> Tensor:
     """Drop path's factors (B, 1, 1) as (B,), times a number."""
     return drop_path.flatten() if factor == 1 else drop_path.flatten() * factor
+
+
+def patch_weight(weight: Tensor, chans: int, order: tuple[int, ...]) -> Tensor:
+    """The weight (D, C P P) of a linear layer as that of a convolution (D, C, P, P).
+
+    order: the places of channel, row and column of a patch among its columns."""
+    side = math.isqrt(weight.shape[1] // chans)
+    sizes = [0, 0, 0]
+    for place, length in zip(order, (chans, side, side)):
+        sizes[place] = length
+    return weight.view(-1, *sizes).permute(0, *(place + 1 for place in order))
+
+
+def whole_patches(images: Tensor, weight: Tensor) -> Tensor:
+    """Images without the rows and columns that fill no patch: a convolution does not read them."""
+    height, width = (n - n % side for n, side in zip(images.shape[-2:], weight.shape[-2:]))
+    return images[..., :height, :width]
+
+
+def per_channel(weight: Tensor, bias: Tensor | None, black: Tensor, white: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight (D, C, P, P) and bias (D,) of a convolution that normalises pixels from 0 to 1 itself.
+
+    black, white (1, C, 1, 1): what the normalisation makes of 0 and of 1.
+    """
+    shift = (weight * black).sum((1, 2, 3))
+    shift = shift if bias is None else shift + bias
+    return (weight * (white - black)).to(weight.dtype), shift.to(weight.dtype)
+
+
+def prefix_and_positions(steps: list[tuple[str, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+    """cls_token (1, T, D) and pos_embed of ops.patch_embed for these steps after the projection.
+
+    steps: ("prefix", tokens put in front) or ("positions", numbers added to all tokens that there are by then).
+    """
+    prefix = positions = None
+    for place, (kind, given) in enumerate(steps):
+        given = given.reshape(1, -1, given.shape[-1])
+        count = 0 if prefix is None else prefix.shape[1]
+        if kind == "prefix":
+            prefix = given if prefix is None else torch.cat([given, prefix], 1)
+        elif positions is None and place == len(steps) - 1:
+            return prefix, given
+        else:
+            prefix = None if prefix is None else prefix + given[:, :count]
+            positions = given[:, count:] if positions is None else positions + given[:, count:]
+    return prefix, positions

@@ -8,53 +8,73 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
-from .arguments import LAYOUTS, attend, logit_bias, pack_qkv, rotary_table
-from .graph import ADDS, MULTIPLIES, PRODUCTS, argument, constant_factor, is_symbolic, name_of, shape_of, tensor_of
-from .parts import Linear, NoAttention, Parts, Proposal, Unrecognised, block_input, common_arguments, inner_width, item
+from .arguments import LAYOUTS, attend, hidden_keys, logit_bias, pack_qkv, rotary_table
+from .graph import (
+    ADDS,
+    MULTIPLIES,
+    PRODUCTS,
+    Proposal,
+    Unrecognised,
+    argument,
+    constant_factor,
+    is_symbolic,
+    name_of,
+    shape_of,
+    tensor_of,
+)
+from .parts import Linear, NoAttention, Parts, block_input, common_arguments, inner_width, item
 
 
-def attention_alone(node: Node) -> tuple[list[Node], Node, Proposal]:
+def attention_alone(node: Node) -> tuple[list[Node], Node, list[Proposal]]:
     """ops.attention for one call of scaled_dot_product_attention, or for the products around one softmax.
 
-    Returns the nodes that it replaces, q and the proposal. Raises Unrecognised where the operation cannot express it.
+    Returns the nodes that it replaces, q and the proposals. Raises Unrecognised where the operation cannot express it.
     """
     if name_of(node) == "scaled_dot_product_attention":
         nodes, mask, scale = [node], argument(node, 3, "attn_mask"), argument(node, 6, "scale")
         q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-        masks, keys = [] if mask is None else [mask], shape_of(k)
+        masks, transposed, axes = [] if mask is None else [mask], False, ("bhnd",)
         if argument(node, 5, "is_causal", False):
             raise Unrecognised("causal attention")
     else:
         nodes, (q, k, v) = _around_softmax(node)
-        tokens, keys = shape_of(node)[-1:], (*shape_of(k)[:-2], *shape_of(k)[:-3:-1])
-        chain = nodes[:-1]
+        tokens, chain, transposed = shape_of(node)[-1:], nodes[:-1], name_of(nodes[0]) != "einsum"
+        axes = ("bhnd",) if transposed and name_of(nodes[-1]) != "einsum" else ("bhnd", "bnhd")
         others = [a for n in chain if name_of(n) in ADDS for a in n.all_input_nodes if a not in nodes]
         masks, scale = [m for m in others if shape_of(m)[-1:] == tokens], constant_factor(chain)
-    if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) != 4:
+    keys = shape_of(k)
+    keys = (*keys[:-2], keys[-1], keys[-2]) if transposed else keys
+    if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) not in (3, 4):
         raise Unrecognised("q, k and v of different shapes")
 
-    def build(call):
-        key = k if nodes == [node] else call(Tensor.transpose, k, -2, -1)
-        return call(attend, q, key, v, masks, scale)
+    def proposal(axes):
+        def build(call):
+            return call(attend, q, call(Tensor.transpose, k, -2, -1) if transposed else k, v, masks, scale, axes)
 
-    return nodes, q, Proposal("attention", build)
+        return Proposal("attention", build)
+
+    return nodes, q, list(map(proposal, axes))
 
 
 def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]:
-    """The nodes from q k^T to the product with v, and (q, k^T, v)."""
+    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v)."""
     up, down = [softmax], [softmax]
-    while name_of(up[-1]) != "matmul":
+    while name_of(up[-1]) not in _PRODUCTS:
         same = [a for a in up[-1].all_input_nodes if shape_of(a) == shape_of(softmax)]
         if not same:
             raise NoAttention("no product before the softmax")
         up.append(same[0])
-    while name_of(down[-1]) != "matmul":
+    while name_of(down[-1]) not in _PRODUCTS:
         if len(down[-1].users) != 1:
             raise NoAttention("no single user of the probabilities")
         down.append(next(iter(down[-1].users)))
-    if len(down[-1].args) != 2 or down[-1].args[0] is not down[-2] or len(up[-1].args) != 2:
+    (q, *k), (weights, *v) = ([a for a in product.args if isinstance(a, Node)] for product in (up[-1], down[-1]))
+    if weights is not down[-2] or len(k) != 1 or len(v) != 1:
         raise NoAttention("no product after the softmax")
-    return [*reversed(up), *down[1:]], (*up[-1].args, down[-1].args[1])
+    return [*reversed(up), *down[1:]], (q, k[0], v[0])
+
+
+_PRODUCTS = ("matmul", "bmm", "einsum")
 
 
 class _Roles(NamedTuple):
@@ -69,6 +89,8 @@ class _Roles(NamedTuple):
 
 def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     """Attention blocks that a region with one attention may be."""
+    if len(shape_of(parts.region.source)) != 3:
+        raise Unrecognised("tokens that are not (B, N, D)")
     if len(parts.attentions) != 1:
         raise Unrecognised(f"{len(parts.attentions)} attentions")
     if len(parts.norms) != 1:
@@ -114,8 +136,8 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
 
 def _module_attention(parts: Parts, node: Node) -> Proposal:
     """nn.MultiheadAttention, which is one node in a graph."""
-    names = dict(attn_mask=17, key_padding_mask=14, bias_k=7, bias_v=8)
-    given = [name for name, place in names.items() if argument(node, place, name) is not None]
+    given = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
+    masks = argument(node, 17, "attn_mask"), argument(node, 14, "key_padding_mask")
     if given or argument(node, 18, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
         raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(given) or "separate or added keys"))
     if parts.linears:
@@ -127,9 +149,12 @@ def _module_attention(parts: Parts, node: Node) -> Proposal:
     out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
 
     def build(call):
-        return call(
-            ops.attention_block, *block_input(parts, call, norm), weight, bias, *out, num_heads=heads, **keywords(call)
-        )
+        x, *head = block_input(parts, call, norm)
+        found = keywords(call)
+        if masks != (None, None):
+            given = call(hidden_keys, *masks, x, heads)
+            found["bias"] = call(logit_bias, given, x, heads, tensor_of(_first_output(node)).dtype)
+        return call(ops.attention_block, x, *head, weight, bias, *out, num_heads=heads, **found)
 
     return Proposal("attention block", build)
 

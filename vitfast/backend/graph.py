@@ -6,7 +6,8 @@ A region is what lies on the paths from one tensor, the source, to another, the 
 
 import inspect
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +19,22 @@ MOST_NODES = 300  # of a region; the longest encoder block seen has 60
 # Operations that read the shape, dtype or device of their first argument, and none of its numbers.
 _VALUE_FREE = "size dim numel stride getattr new_empty new_zeros new_ones new_full empty_like zeros_like ones_like"
 VALUE_FREE = frozenset(_VALUE_FREE.split())
+# Functions that move numbers, and those that change their dtype alone.
+_REARRANGEMENTS = """
+permute transpose t mT T swapaxes swapdims movedim reshape view _unsafe_view view_as reshape_as flatten unflatten
+squeeze unsqueeze expand expand_as repeat unfold contiguous clone
+"""
+REARRANGEMENTS = frozenset(_REARRANGEMENTS.split())
+CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16"})
 # Functions that are rearrangements, or analytic in their tensors: equal for random numbers, they are equal for all. A
 # clamp, a comparison or a nan_to_num acts where random numbers may not come.
 _ANALYTIC = """
-linear addmm matmul bmm mm einsum baddbmm scaled_dot_product_attention multi_head_attention_forward layer_norm rms_norm
-gelu silu sigmoid tanh erf exp pow sqrt rsqrt square reciprocal softmax _softmax mean sum amax dropout where masked_fill
-add iadd add_ sub isub sub_ subtract rsub mul imul mul_ multiply multiply_ div div_ truediv itruediv true_divide divide
-neg negative getitem cat stack split chunk unbind tensor_split select narrow index_select permute transpose t swapaxes
-swapdims movedim reshape view _unsafe_view view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as
-repeat contiguous clone to type type_as float double half bfloat16
+linear addmm matmul bmm mm einsum baddbmm scaled_dot_product_attention multi_head_attention_forward layer_norm
+rms_norm gelu silu sigmoid tanh erf exp pow sqrt rsqrt square reciprocal softmax _softmax mean var sum amax dropout
+where masked_fill conv2d add iadd add_ sub isub sub_ subtract rsub mul imul mul_ multiply multiply_ div div_ truediv
+itruediv true_divide divide neg negative getitem cat stack split chunk unbind tensor_split select narrow index_select
 """
-ANALYTIC = frozenset(_ANALYTIC.split())
+ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
 _DRAWS = "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like normal normal_ uniform_ exponential_"
 DRAWS = frozenset((_DRAWS + " multinomial geometric_ cauchy_ log_normal_ native_dropout").split())
 _INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
@@ -144,6 +150,25 @@ class Region(NamedTuple):
     def output(self) -> Node:
         return self.nodes[-1]
 
+    def read_by(self, nodes: Iterable[Node]) -> list[Node]:
+        """The inputs that these nodes read, without the source, once each."""
+        inside = {*self.nodes, self.source}
+        return list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+
+
+Call = Callable[..., Any]  # call(function, *arguments): computes now, or writes a node into a graph
+
+
+class Proposal(NamedTuple):
+    """An operation that may compute a region: build(call) calls it, with nodes as arguments."""
+
+    kind: str
+    build: Callable[[Call], Any]
+
+
+class Unrecognised(Exception):
+    """Why a region is no block that an operation computes."""
+
 
 class _Text(str):
     """A text that prints as it is."""
@@ -160,29 +185,25 @@ class Positions:
         self.changes = [(i, changed) for i, node in enumerate(self.nodes) if (changed := changed_by(node))]
         self.changed = {storage_of(node) for _, changed in self.changes for node in changed} - {None}
 
-    def region(self, source: Node, branch: Node, output: Node) -> Region | None:
-        """The nodes from source to branch, with the output after them; None where there is no path."""
-        first, last = self.place[source], self.place[branch]
-        if last <= first:
-            return None
+    def between(self, source: Node, output: Node) -> list[Node]:
+        """The nodes on the paths from source, left out, to output.
+
+        None where there is no path, or one of more than MOST_NODES."""
         dependent = {source}
-        for node in self.nodes[first + 1 : last + 1]:
+        for node in self.nodes[self.place[source] + 1 : self.place[output] + 1]:
             if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
-        if branch not in dependent:
-            return None
-        inside, stack = set(), [branch]
+        inside, stack = set(), [output]
         while stack:
             node = stack.pop()
             if node not in inside and node is not source and node in dependent:
                 inside.add(node)
                 stack += node.all_input_nodes
-        if len(inside) > MOST_NODES:
-            return None
-        return self.around([*sorted(inside, key=self.place.__getitem__), output], source)
+        return [] if len(inside) > MOST_NODES else sorted(inside, key=self.place.__getitem__)
 
-    def around(self, nodes: list[Node], source: Node) -> Region:
+    def around(self, nodes: Iterable[Node], source: Node) -> Region:
         """The region of these nodes."""
+        nodes = sorted(nodes, key=self.place.__getitem__)
         inside = set(nodes)
         inputs = {source: None} | {a: None for node in nodes for a in node.all_input_nodes if a not in inside}
         texts: dict[str, Node] = {}
@@ -248,12 +269,12 @@ class Positions:
 
 
 def additions(graph: Graph) -> list[Node]:
-    """The nodes that add two tensors of one shape (B, N, D)."""
+    """The nodes that add two tensors of one shape: (B, N, D), (tokens, D) or (B, H, W, D)."""
     found = []
     for node in graph.nodes:
         if name_of(node) in ADDS and len(node.all_input_nodes) == 2:
             shapes = [shape_of(a) for a in node.all_input_nodes] + [shape_of(node)]
-            if shapes[0] is not None and len(shapes[0]) == 3 and shapes[0] == shapes[1] == shapes[2]:
+            if shapes[0] is not None and len(shapes[0]) in (2, 3, 4) and shapes[0] == shapes[1] == shapes[2]:
                 found.append(node)
     return found
 

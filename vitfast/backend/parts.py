@@ -1,27 +1,26 @@
 """The anchors of a region, and what every block has: norm, residual, layer scale and drop path."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from .arguments import factors
-from .graph import ADDS, MULTIPLIES, Region, argument, constant_factor, is_number, name_of, shape_of, tensor_of
-
-Call = Callable[..., Any]  # call(function, *arguments): computes now, or writes a node into a graph
-
-
-class Proposal(NamedTuple):
-    """An operation that may compute a region: build(call) calls it, with nodes as arguments."""
-
-    kind: str
-    build: Callable[[Call], Any]
-
-
-class Unrecognised(Exception):
-    """Why a region is no block that an operation computes."""
+from .graph import (
+    ADDS,
+    MULTIPLIES,
+    Call,
+    Region,
+    Unrecognised,
+    argument,
+    constant_factor,
+    name_of,
+    shape_of,
+    tensor_of,
+)
+from .norm import NORMS, norm_arguments
 
 
 class NoAttention(Unrecognised):
@@ -73,10 +72,7 @@ class Parts(NamedTuple):
 
     def outside(self, nodes: list[Node], names: frozenset[str]) -> list[Node]:
         """The inputs that nodes with these names read, once each."""
-        inside = {*self.region.nodes, self.region.source}
-        return list(
-            dict.fromkeys(a for n in nodes if name_of(n) in names for a in n.all_input_nodes if a not in inside)
-        )
+        return self.region.read_by(n for n in nodes if name_of(n) in names)
 
 
 ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "softmax", "_softmax")
@@ -90,11 +86,19 @@ def parts_of(region: Region) -> Parts:
         name = name_of(node)
         if name in ATTENTIONS:
             attentions.append(node)
-        elif name in ("layer_norm", "rms_norm", "rsqrt"):
+        elif name in NORMS:
             norms.append(node)
         elif (linear := _linear(node, name, inside)) is not None:
             linears.append(linear)
     return Parts(region, linears, attentions, norms)
+
+
+def layer_input(node: Node) -> Node | None:
+    """The tensor that a product with a matrix reads; None for what is no such product."""
+    name, place = name_of(node), 1 if name_of(node) == "addmm" else 0
+    if name not in ("linear", "addmm", "matmul", "mm") or len(node.args) < place + 2 or node.kwargs:
+        return None
+    return node.args[place] if len(shape_of(node.args[place + 1]) or ()) == 2 else None
 
 
 def _linear(node: Node, name: str, inside: set[Node]) -> Linear | None:
@@ -121,15 +125,10 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
     """([norm weight, norm bias], the keyword arguments of every block).
 
     last: the node of the output layer."""
-    region, width = parts.region, shape_of(parts.region.source)[-1]
-    name, residual, output = name_of(norm), tensor_of(region.source), tensor_of(region.output)
-    if name == "rsqrt":
-        weight, bias, eps = _written_rms_norm(parts, norm, width)
-    else:
-        rms = name == "rms_norm"
-        weight, bias = argument(norm, 2, "weight"), None if rms else argument(norm, 3, "bias")
-        eps = argument(norm, 3, "eps") if rms else argument(norm, 4, "eps", 1e-5)
-        eps = torch.finfo(residual.dtype).eps if eps is None else eps
+    region, width, output = parts.region, shape_of(parts.region.source)[-1], tensor_of(parts.region.output)
+    first = parts.linears[0].node if parts.linears else last
+    stops = {linear.node for linear in parts.linears} - {first}
+    kind, weight, bias, eps = norm_arguments(norm, region, parts.before(first, stops))
     tail = parts.after(last)[:-1]
     scale = drop_path = None
     for given in parts.outside(tail, MULTIPLIES):
@@ -145,7 +144,7 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
     factor, computed = constant_factor(tail), tensor_of(last).dtype
 
     def keywords(call: Call) -> dict:
-        found = dict(eps=eps, norm="layer" if name == "layer_norm" else "rms")
+        found = dict(eps=eps, norm=kind)
         if scale is not None:
             shaped = scale if len(shape_of(scale)) == 1 else call(Tensor.flatten, scale)
             found["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
@@ -156,22 +155,6 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
         return found
 
     return [weight, bias], keywords
-
-
-def _written_rms_norm(parts: Parts, rsqrt: Node, width: int) -> tuple[Node | None, None, float]:
-    """Weight, None and eps of an RMSNorm that is written out: x * rsqrt(mean(x^2) + eps) * weight."""
-    added = rsqrt.all_input_nodes[0]
-    numbers = [a for a in added.args if is_number(a)]
-    if name_of(added) not in ADDS or len(numbers) != 1:
-        raise Unrecognised("a norm that is written out, and is no RMSNorm")
-    stops = {linear.node for linear in parts.linears}
-    behind = [
-        n for n in parts.after(rsqrt) if n in parts.before(parts.linears[0].node, stops - {parts.linears[0].node})
-    ]
-    weights = [w for w in parts.outside(behind, MULTIPLIES) if shape_of(w) == (width,)]
-    if len(weights) > 1:
-        raise Unrecognised("a norm with two weights")
-    return (weights[0] if weights else None), None, float(numbers[0])
 
 
 def block_input(parts: Parts, call: Call, norm: list) -> list:

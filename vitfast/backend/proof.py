@@ -17,8 +17,7 @@ from torch.fx.node import Node, map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
-from .graph import Region, name_of, shape_of, size, tensor_of, value_of
-from .parts import Proposal
+from .graph import Proposal, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14
 SAMPLES = 2  # one would hide what mixes samples
@@ -37,7 +36,7 @@ class Proof(NamedTuple):
     error: float
 
 
-class Unprovable(Exception):
+class Unprovable(Unrecognised):
     """Why a region cannot be run on random numbers."""
 
 
@@ -99,7 +98,7 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
         upstream = _random(theirs, _generator(1))
         gradients = None
         for index, proposal in enumerate(proposals):
-            ours = proposal.build(functools.partial(_compute, values))
+            ours = _built(proposal, values)
             error = _error(theirs, ours)
             least = min(least, error)
             if not error < TOLERANCE:
@@ -111,6 +110,13 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             _try_dtypes(region, proposal, values, autocast)
             return proposal, Proof(index, error)
     return None, Proof(None, least)
+
+
+def _built(proposal: Proposal, values: dict[Node, Any]) -> Tensor:
+    try:
+        return proposal.build(functools.partial(_compute, values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Unprovable(f"the operation does not take it: {error}") from error
 
 
 def _compute(values: dict[Node, Any], function, *arguments, **keywords):
@@ -131,14 +137,31 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
     """Random values of the inputs, and the region's output: of few samples and tokens where it works."""
-    for replaced in _smaller(region):
+    for lengths in _smaller(region):
         with contextlib.suppress(Exception):
-            return _run(region, replaced)
-    return _run(region, {})
+            return _run(region, lengths)
+    return _run(region, _Lengths({}, {}))
 
 
-def _smaller(region: Region) -> Iterator[dict[int, int]]:
-    """Lengths to replace in all shapes, fewer with each: those of samples and tokens.
+class _Lengths(NamedTuple):
+    """Lengths to replace in the shapes of a region: those of samples and tokens."""
+
+    tokens: dict[int, int]
+    samples: dict[int, int]
+    kept: frozenset[Node] = frozenset()  # inputs that have none
+    first: bool = False  # whether samples are replaced in the first axis alone
+
+    def of(self, shape: tuple, node: Node | None = None) -> tuple:
+        """This shape, of a node or of an argument, with the lengths replaced."""
+        if node in self.kept:
+            return shape
+        both = self.tokens | self.samples
+        rest = self.tokens if self.first else both
+        return tuple(n if not isinstance(n, int) else (rest if i else both).get(n, n) for i, n in enumerate(shape))
+
+
+def _smaller(region: Region) -> Iterator[_Lengths]:
+    """Lengths to replace, fewer with each.
 
     Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
     fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
@@ -148,14 +171,22 @@ def _smaller(region: Region) -> Iterator[dict[int, int]]:
     if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in numbers):
         return
     samples, tokens = lengths[0], lengths[-2]
-    few = {samples: SAMPLES} if samples > SAMPLES else {}
+    few, fewer = {samples: SAMPLES} if samples > SAMPLES else {}, {}
     if tokens > 3 * TOKENS and tokens != samples:
         # Rotary tables have no rows for prefix tokens.
         patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
         patches -= {n for shape in shapes for n in shape[-1:]}
-        yield {n: n - tokens + TOKENS for n in (*patches, tokens)} | few
-    if few:
-        yield few
+        fewer = {n: n - tokens + TOKENS for n in (*patches, tokens)}
+    # A length of a parameter may be that of the batch by chance.
+    kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
+    for replaced in (fewer, {}) if fewer else ({},):
+        if not any(samples in (shape_of(n) or ())[n not in kept :] for n in region.inputs[1:]):
+            yield _Lengths(replaced, few)
+        yield _Lengths(replaced, few, kept, first=True)
+
+
+def _is_weight(node: Node) -> bool:
+    return any(name_of(user) == "conv2d" and argument(user, 1, "weight") is node for user in node.users)
 
 
 def _numbers(node: Node) -> list[int]:
@@ -164,15 +195,15 @@ def _numbers(node: Node) -> list[int]:
     return found
 
 
-def _run(region: Region, replaced: dict[int, int]) -> tuple[dict[Node, Any], Tensor]:
-    values = _inputs(region, replaced)
+def _run(region: Region, lengths: _Lengths) -> tuple[dict[Node, Any], Tensor]:
+    values = _inputs(region, lengths)
     # What the region changes in place is a copy: leaves may not be changed, and the operation reads them too.
     env = {node: v.clone() if isinstance(v, Tensor) else v for node, v in values.items()}
     for node in region.nodes:
-        env[node] = _execute(node, env, replaced, last=node is region.output)
+        env[node] = _execute(node, env, lengths, last=node is region.output)
         want = shape_of(node)
         if want is not None and not _is_batch_symbolic(region):
-            want = tuple(replaced.get(n, n) for n in want)
+            want = lengths.of(want)
             if env[node].shape != want:
                 raise Unprovable(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
     return values, env[region.output]
@@ -182,7 +213,7 @@ def _is_batch_symbolic(region: Region) -> bool:
     return any(not isinstance(n, int) for n in tensor_of(region.source).shape)
 
 
-def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int], last: bool):
+def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
     def value(a):
         if isinstance(a, Node):
             return env[a]
@@ -191,8 +222,10 @@ def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int], last: b
         return a
 
     arguments, keywords = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
-    if replaced and name_of(node) in _RESHAPES:
-        arguments = (arguments[0], *map_aggregate(arguments[1:], lambda n: replaced.get(n, n) if type(n) is int else n))
+    if name_of(node) in _RESHAPES:
+        given = arguments[1:]
+        listed = len(given) == 1 and isinstance(given[0], (tuple, list))
+        arguments = (arguments[0], lengths.of(given[0])) if listed else (arguments[0], *lengths.of(given))
     if last and name_of(node) in ("iadd", "add_"):  # autograd would not have it: the norm has kept what this changes
         return torch.add(*arguments, **keywords)
     if node.op == "call_function":
@@ -202,13 +235,13 @@ def _execute(node: Node, env: dict[Node, Any], replaced: dict[int, int], last: b
     return getattr(arguments[0], "double" if node.target in _CAST_METHODS else node.target)(*arguments[1:], **keywords)
 
 
-def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
+def _inputs(region: Region, lengths: _Lengths) -> dict[Node, Any]:
     """Random float64 tensors, masks with both values, and sizes."""
     generator, symbols, values = _generator(0), _symbols(region), {}
 
     def length(n) -> int:
         if isinstance(n, int):
-            return replaced.get(n, n)
+            return n
         return int(n.node.expr.subs({s: symbols.get(s, size(n)) for s in n.node.expr.free_symbols}))
 
     for node in region.inputs:
@@ -221,7 +254,7 @@ def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
             continue
         if not isinstance(value, Tensor):
             raise Unprovable(f"an input that is a {type(value).__name__}")
-        shape = [length(n) for n in value.shape]
+        shape = [length(n) for n in lengths.of(value.shape, node)]
         if value.dtype == torch.bool:
             mask = torch.rand(shape, generator=generator, device="cpu") < 0.7
             if shape and shape[-1] > 1:
@@ -231,6 +264,9 @@ def _inputs(region: Region, replaced: dict[int, int]) -> dict[Node, Any]:
             x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
             x = x * shape[-1] ** -0.5 if len(shape) == 2 else x  # a weight keeps the size of what it multiplies
             values[node] = x.to(value.device).requires_grad_()
+        elif value.dtype == torch.uint8:
+            pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cpu")
+            values[node] = pixels.to(value.device)
         else:
             raise Unprovable(f"an input of {value.dtype}")
     return values
@@ -283,9 +319,6 @@ def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], aut
         floating = isinstance(value, Tensor) and value.is_floating_point()
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        try:
-            given = proposal.build(functools.partial(_compute, real)).dtype
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise Unprovable(f"the dtypes do not fit: {error}") from error
+        given = _built(proposal, real).dtype
     if given != (want := tensor_of(region.output).dtype):
         raise Unprovable(f"the operation gives {given} where the model has {want}")

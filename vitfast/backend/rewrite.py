@@ -2,15 +2,19 @@
 
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .attention import attention_alone
+from .attention import NoAttention, attention_alone
+from .embedding import patch_embeddings
 from .graph import (
     VALUE_FREE,
     Positions,
+    Proposal,
     Region,
+    Unrecognised,
     additions,
     autocast_dtypes,
     module_of,
@@ -18,8 +22,10 @@ from .graph import (
     shape_of,
     tensor_of,
 )
-from .parts import NoAttention, Proposal, Unrecognised, parts_of
-from .proof import Proof, Unprovable, prove
+from .mlp import mlp_alone
+from .norm import NORMS, norm_alone
+from .parts import layer_input, parts_of
+from .proof import Proof, prove
 from .recognise import proposals
 from .reports import Entry, Report, joined
 
@@ -50,13 +56,14 @@ class _Rewriter:
         self.autocast: dict[str, dict] = {}
 
     def run(self) -> list[Entry]:
-        """Blocks first, then attention in what is left."""
+        """Blocks first, then what is left of their parts."""
         entries = []
         for node in additions(self.graph):
             entries += self._guarded(self._block, node)
-        for node in list(self.graph.nodes):
-            if name_of(node) in ("scaled_dot_product_attention", "softmax"):
-                entries += self._guarded(self._attention, node)
+        for replace in (self._patch_embedding, self._attention, self._mlp, self._norm):
+            for node in list(self.graph.nodes):
+                if node in self.positions.place:  # else it went with a block
+                    entries += self._guarded(replace, node)
         return entries
 
     def _guarded(self, replace, node: Node) -> list[Entry]:
@@ -70,42 +77,58 @@ class _Rewriter:
     def _block(self, add: Node) -> list[Entry]:
         """The entry of an addition that ends a block, none of one that is no candidate."""
         for source, branch in (add.all_input_nodes, add.all_input_nodes[::-1]):
-            region = self.positions.region(source, branch, add)
-            if region is None:
+            if not (nodes := self.positions.between(source, branch)):
                 continue
+            region = self.positions.around([*nodes, add], source)
             parts = parts_of(region)
             if not parts.attentions and len(parts.linears) < 2:
                 continue
-            kind, name = (
-                ("attention block" if parts.attentions else "MLP block"),
-                module_of(parts.norms[0] if parts.norms else add),
-            )
-            why = self.positions.obstacle(region)
-            if why is None:
-                dtype = self._autocast(region)
-                found, why = self._proven(region, proposals(region), dtype)
-                if found is not None:
-                    self._write(region, found)
-                    kind = found.kind
+            kind = "attention block" if parts.attentions else "MLP block"
+            name = module_of(parts.norms[0] if parts.norms else add)
+            kind, why = self._replace(region, proposals(region), kind)
             return [Entry(kind, name, why)]
         return []
 
+    def _patch_embedding(self, node: Node) -> list[Entry]:
+        kind, why = "patch embedding", None
+        for region, found in patch_embeddings(self.positions, node):
+            kind, why = self._replace(region, found, kind)
+            if why is None:
+                return [Entry(kind, module_of(node), None)]
+        return [Entry(kind, module_of(node), why)] if why is not None and name_of(node) == "conv2d" else []
+
     def _attention(self, node: Node) -> list[Entry]:
-        if node not in self.positions.place:  # it went with a block
+        if name_of(node) not in ("scaled_dot_product_attention", "softmax"):
             return []
         try:
-            nodes, source, proposal = attention_alone(node)
+            nodes, source, found = attention_alone(node)
         except NoAttention:
             return []
         except Unrecognised as reason:
             return [Entry("attention", module_of(node), str(reason))]
-        region = self.positions.around(nodes, source)
-        if (why := self.positions.obstacle(region)) is not None:
-            return [Entry("attention", module_of(node), why)]
-        found, why = self._proven(region, iter([proposal]), self._autocast(region))
-        if found is not None:
-            self._write(region, found)
-        return [Entry("attention", module_of(node), why)]
+        kind, why = self._replace(self.positions.around(nodes, source), iter(found), "attention")
+        return [Entry(kind, module_of(node), why)]
+
+    def _mlp(self, node: Node) -> list[Entry]:
+        return self._alone(node, mlp_alone(self.positions, node) if layer_input(node) is not None else None)
+
+    def _norm(self, node: Node) -> list[Entry]:
+        return self._alone(node, norm_alone(self.positions, node) if name_of(node) in NORMS else None)
+
+    def _alone(self, node: Node, found: tuple[Region, Iterator[Proposal]] | None) -> list[Entry]:
+        """The entry of a part without a block, where it is replaced: those left are no news."""
+        kind, why = ("", "") if found is None else self._replace(*found, "")
+        return [Entry(kind, module_of(node), None)] if why is None else []
+
+    def _replace(self, region: Region, found: Iterator[Proposal], kind: str) -> tuple[str, str | None]:
+        """(the kind of what replaces a region, None), or (kind, why nothing does)."""
+        why = self.positions.obstacle(region)
+        if why is None:
+            proposal, why = self._proven(region, found, self._autocast(region))
+            if proposal is not None:
+                kind = proposal.kind
+                self._write(region, proposal)
+        return kind, why
 
     def _autocast(self, region: Region) -> torch.dtype | None:
         device = tensor_of(region.source).device.type
@@ -118,7 +141,7 @@ class _Rewriter:
         start = time.perf_counter()
         try:
             proposal, proof = prove(region, found, dtype)
-        except (Unrecognised, Unprovable) as reason:
+        except Unrecognised as reason:
             return None, str(reason)
         finally:
             self.proof_seconds += time.perf_counter() - start

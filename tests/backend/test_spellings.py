@@ -1,0 +1,139 @@
+"""Parts of a ViT in the spellings that models have: replaced by the operation that is named, and equal."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled import block, compare
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.m, self.call = block("", "")[0], forward
+        self.weight, self.bias = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.module, self.separate = nn.MultiheadAttention(32, 4), nn.MultiheadAttention(32, 4, kdim=32, vdim=32)
+        self.module.batch_first = self.separate.batch_first = True
+        self.double()
+
+    def forward(self, x):
+        return self.call(self, x)
+
+    def heads(self, x):
+        """q, k and v (B, H, N, Dh)."""
+        return self.m.qkv(self.m.norm1(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def add(self, x, o):
+        """The output layer for o (B, H, N, Dh), and the residual."""
+        return x + self.m.proj(o.transpose(1, 2).flatten(2))
+
+    def mlp(self, x):
+        return self.m.fc2(F.gelu(self.m.fc1(x)))
+
+    def mlp_half(self, x):
+        return x + self.mlp(self.m.norm2(x))
+
+    def attend(self, x, **masks):
+        h = self.m.norm1(x)
+        return x + self.module(h, h, h, need_weights=False, **masks)[0]
+
+
+def layer_norm(s, x):
+    x = x * 2.0
+    root = torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+    return (x - x.mean(-1, keepdim=True)) / root * s.weight + s.bias
+
+
+def centred_first(s, x):
+    x = x * 2.0
+    d = x - x.mean(-1, keepdim=True)
+    return d * torch.rsqrt((d**2).mean(-1, keepdim=True) + 1e-5) * s.weight + s.bias
+
+
+def rms_norm(s, x):
+    x = (x * 2.0).float()
+    return s.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).double()
+
+
+def einsum(s, x):
+    q, k, v = s.heads(x)
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).mul(8**-0.5).softmax(-1)
+    return s.add(x, torch.einsum("bhij,bhjd->bhid", weights, v))
+
+
+def einsum_tokens_first(s, x):
+    q, k, v = (t.transpose(1, 2) for t in s.heads(x))
+    weights = torch.einsum("bihd,bjhd->bhij", q * 8**-0.5, k).softmax(-1)
+    return s.add(x, torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2))
+
+
+def einsum_alone(s, x):
+    q, k, v = (t.transpose(1, 2) for t in s.heads(x))
+    weights = torch.einsum("bihd,bjhd->bhij", q * 8**-0.5, k).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+def bmm(s, x):
+    q, k, v = (t.flatten(0, 1) for t in s.heads(x))
+    return s.add(x, torch.bmm(torch.softmax(torch.bmm(q, k.mT) * 8**-0.5, -1), v).unflatten(0, (-1, 4)))
+
+
+def bmm_alone(s, x):
+    q, k, v = (t.flatten(0, 1) for t in s.heads(x))
+    return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.3, -1), v)
+
+
+def padding(x):
+    return torch.arange(x.shape[1])[None] >= torch.arange(x.shape[0])[:, None] + 4
+
+
+def separate(s, x):
+    h = s.m.norm1(x)
+    return x + s.separate(h, h, h, need_weights=False)[0]
+
+
+def parallel(s, x):
+    h = s.m.norm1(x)
+    return x + s.m.attention(h) + s.mlp(h)
+
+
+def post_norm(s, x):
+    x = s.m.norm1(x + s.m.attention(x))
+    return s.m.norm2(x + s.mlp(x))
+
+
+CASES = {
+    "layer norm written out": (layer_norm, "LayerNorm"),
+    "layer norm, centred first": (centred_first, "LayerNorm"),
+    "rms norm written out": (rms_norm, "RMSNorm"),
+    "mlp alone": (lambda s, x: s.mlp(x), "MLP"),
+    "tokens on a grid": (lambda s, x: s.mlp_half(x), "MLP block"),
+    "tokens without samples": (lambda s, x: s.mlp_half(x), "MLP block"),
+    "einsum": (einsum, "attention block"),
+    "einsum, tokens first": (einsum_tokens_first, "attention block"),
+    "einsum alone": (einsum_alone, "LayerNorm, attention"),
+    "bmm": (bmm, "attention block"),
+    "bmm alone": (bmm_alone, "LayerNorm, attention"),
+    "module": (lambda s, x: s.attend(x), "attention block"),
+    "module, bias": (lambda s, x: s.attend(x, attn_mask=s.m.table[0]), "attention block"),
+    "module, mask": (lambda s, x: s.attend(x, attn_mask=torch.eye(7, dtype=torch.bool)), "attention block"),
+    "module, mask of each head": (lambda s, x: s.attend(x, attn_mask=s.m.table.repeat(3, 1, 1)), "attention block"),
+    "module, padding": (lambda s, x: s.attend(x, key_padding_mask=padding(x)), "attention block"),
+    "module, separate layers": (separate, "attention block"),
+    "sdpa, padding": (
+        lambda s, x: s.add(x, F.scaled_dot_product_attention(*s.heads(x), ~padding(x)[:, None, None])),
+        "attention block",
+    ),
+    "parallel": (parallel, "LayerNorm, MLP, attention"),
+    "post norm": (post_norm, "2 LayerNorm, MLP, attention"),
+}
+SHAPES = {"tokens on a grid": (2, 3, 4, 32), "tokens without samples": (21, 32)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_is_replaced_and_equal(name):
+    forward, expected = CASES[name]
+    torch.manual_seed(0)
+    x = torch.randn(SHAPES.get(name, (3, 7, 32)), dtype=torch.float64)
+    done = compare(Model(forward), x, tolerance=1e-5 if "rms" in name else 1e-9)
+    assert ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in sorted(done.items())) == expected

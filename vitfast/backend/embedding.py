@@ -1,0 +1,167 @@
+"""Proposes ops.patch_embed: patches of floats or of uint8 images, prefix tokens and positions."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .. import ops
+from .arguments import patch_weight, per_channel, prefix_and_positions, whole_patches
+from .graph import (
+    ADDS,
+    ANALYTIC,
+    CASTS,
+    REARRANGEMENTS,
+    VALUE_FREE,
+    Call,
+    Positions,
+    Proposal,
+    Region,
+    argument,
+    is_draw,
+    name_of,
+    shape_of,
+    tensor_of,
+)
+from .parts import item, layer_input
+
+
+class _Step(NamedTuple):
+    """One of prefix_and_positions, and the nodes that repeat its tokens for every image."""
+
+    kind: str
+    tokens: Node
+    repeated: list[Node]
+
+
+def patch_embeddings(positions: Positions, node: Node) -> Iterator[tuple[Region, Iterator[Proposal]]]:
+    """Regions that may be one patch embedding, those with the most of it first.
+
+    node: a convolution whose stride is its kernel, or a linear layer of patches; nothing is found for others."""
+    if name_of(node) == "conv2d":
+        images, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
+        kernel, stride = (shape_of(weight) or ())[2:], argument(node, 3, "stride", 1)
+        if tuple(kernel) != (tuple(stride) if isinstance(stride, (tuple, list)) else (stride,) * 2) or kernel == (1, 1):
+            return
+        weights = [lambda call: weight]
+    else:
+        images, weight, bias, weights = _linear_of_patches(node)
+    if not weights or shape_of(images) is None:
+        return
+    source, chain = _normalisation(images)
+    cropped = name_of(node) == "conv2d" and any(n % side for n, side in zip(shape_of(images)[-2:], kernel))
+    for end, steps in reversed(_tokens(node, shape_of(weight)[0])):
+        repeated = {n for step in steps for n in step.repeated}
+        nodes = positions.between(source, end)
+        if nodes and repeated.isdisjoint(nodes):
+            region = positions.around([*nodes, *repeated], source)
+            yield region, _proposals(source, chain, cropped, weights, bias, steps)
+
+
+def _proposals(source: Node, chain: list[Node], cropped: bool, weights, bias, steps: list[_Step]) -> Iterator[Proposal]:
+    for weight in weights:
+
+        def build(call, weight=weight):
+            layer = [weight(call), bias]
+            if chain:
+                both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
+                layer = [call(item, both, i) for i in (0, 1)]
+            if steps:
+                both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
+                layer += [call(item, both, i) for i in (0, 1)]
+            return call(ops.patch_embed, call(whole_patches, source, layer[0]) if cropped else source, *layer)
+
+        yield Proposal("patch embedding", build)
+
+
+def _linear_of_patches(node: Node) -> tuple:
+    """(images, weight (D, C P P), bias, the weights of a convolution that it may be) of a linear layer."""
+    patches, weight, bias = layer_input(node), argument(node, 1, "weight"), argument(node, 2, "bias")
+    images = patches if name_of(node) == "linear" else None
+    while images is not None and name_of(images) in REARRANGEMENTS and len(images.all_input_nodes) == 1:
+        images = images.args[0]
+    shape = shape_of(images) or ()
+    if images is patches or len(shape) != 4 or shape[1] < 1:
+        return None, None, None, []
+    chans, columns = shape[1], shape_of(weight)[1]
+    side = math.isqrt(max(0, columns // chans))
+    if side < 2 or chans * side * side != columns or shape[2] % side or shape[3] % side:
+        return None, None, None, []
+    orders = itertools.permutations(range(3))
+    return (
+        images,
+        weight,
+        bias,
+        [lambda call, order=order: call(patch_weight, weight, chans, order) for order in orders],
+    )
+
+
+def _normalisation(images: Node) -> tuple[Node, list[Node]]:
+    """uint8 images and the nodes that make floats of them, pixel by pixel; else the images alone."""
+    chain, node = [], images
+    while tensor_of(node) is not None and tensor_of(node).dtype != torch.uint8 and len(chain) < 20:
+        same = [a for a in node.all_input_nodes if shape_of(a) == shape_of(images)]
+        if len(same) != 1 or name_of(node) not in ANALYTIC - REARRANGEMENTS:
+            return images, []
+        chain, node = [node, *chain], same[0]
+    return (node, chain) if tensor_of(node) is not None and tensor_of(node).dtype == torch.uint8 else (images, [])
+
+
+def _normalised(call: Call, source: Node, chain: list[Node], pixel: int) -> object:
+    """(1, C, 1, 1): what the chain makes of one grey value."""
+    shape, device = (1, shape_of(source)[1], 1, 1), tensor_of(source).device
+    values = {source: call(torch.full, shape, pixel, dtype=torch.uint8, device=device)}
+    for node in chain:
+        arguments, keywords = map_arg((node.args, node.kwargs), lambda a: values.get(a, a))
+        function = getattr(Tensor, node.target) if node.op == "call_method" else node.target
+        values[node] = call(function, *arguments, **keywords)
+    return values[chain[-1]]
+
+
+def _tokens(node: Node, width: int) -> list[tuple[Node, list[_Step]]]:
+    """The nodes after a projection that are tokens (B, T + N, D), with the steps up to each."""
+    found, steps = [], []
+    while True:
+        shape = shape_of(node) or ()
+        if len(shape) == 3 and shape[-1] == width:
+            found.append((node, list(steps)))
+        users = [user for user in node.users if name_of(user) not in VALUE_FREE]
+        if len(users) != 1:
+            return found
+        (user,) = users
+        name = name_of(user)
+        if name == "cat" and len(shape) == 3:
+            tensors, axis = argument(user, 0, "tensors"), argument(user, 1, "dim", 0)
+            if axis not in (1, -2) or tensors[-1] is not node or node in tensors[:-1]:
+                return found
+            pieces = [_unrepeated(piece) for piece in tensors[:-1]]
+            if any(not _for_one_image(shape_of(tokens)) for tokens, _ in pieces):
+                return found
+            steps += [_Step("prefix", *piece) for piece in reversed(pieces)]
+        elif name in ADDS and len(user.all_input_nodes) == 2 and len(shape) == 3:
+            (other,) = (a for a in user.all_input_nodes if a is not node)
+            if shape_of(other) not in ((1, *shape[1:]), shape[1:]):
+                return found
+            steps.append(_Step("positions", other, []))
+        elif name not in REARRANGEMENTS | CASTS and ("dropout" not in name or is_draw(user)):
+            return found
+        node = user
+
+
+def _for_one_image(shape: tuple | None) -> bool:
+    """Whether this is (D,), (1, D) or (1, T, D)."""
+    return shape is not None and (len(shape) == 1 or (len(shape) <= 3 and shape[0] == 1))
+
+
+def _unrepeated(node: Node) -> tuple[Node, list[Node]]:
+    """Prefix tokens as one image has them, and the nodes that repeat them."""
+    repeated = []
+    while name_of(node) in CASTS | {"expand", "repeat"} and isinstance(node.args[0], Node):
+        repeated.append(node)
+        node = node.args[0]
+    return node, repeated

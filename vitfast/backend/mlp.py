@@ -1,0 +1,109 @@
+"""Proposes ops.mlp_block and ops.gated_mlp_block, and ops.mlp and ops.gated_mlp without the block."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+from torch.fx import Node
+
+from .. import ops
+from ..ops.reference import ACTIVATIONS
+from .arguments import halves
+from .graph import Call, Positions, Proposal, Region, Unrecognised, argument, name_of, shape_of
+from .parts import (
+    ATTENTIONS,
+    Parts,
+    block_input,
+    common_arguments,
+    inner_width,
+    item,
+    layer_input,
+    parts_of,
+)
+
+GATES = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+
+
+def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
+    """The blocks that a region with linear layers and no attention may be."""
+    inner_norm = [n for n in parts.norms if n in parts.after(parts.linears[0].node)]
+    outer = [n for n in parts.norms if n not in inner_norm]
+    if len(outer) != 1:
+        raise Unrecognised(f"{len(parts.norms)} norms in an MLP block")
+    norm, keywords = common_arguments(parts, outer[0], parts.linears[-1].node)
+    for operation, layers, extra in _layers(parts, inner_norm):
+
+        def build(call, operation=operation, layers=layers, extra=extra):
+            x, *head = block_input(parts, call, norm)
+            rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(x)) == 4 else x
+            out = call(getattr(ops, f"{operation}_block"), rows, *head, *layers(call), **extra, **keywords(call))
+            return out if rows is x else call(Tensor.view_as, out, x)
+
+        yield Proposal(f"{operation.replace('_', ' ').replace('mlp', 'MLP')} block", build)
+
+
+def mlp_alone(positions: Positions, out: Node) -> tuple[Region, Iterator[Proposal]] | None:
+    """The region that ends in this layer and may be an MLP; None where there is no layer in front."""
+    source = _input_of_first_layers(out)
+    nodes = [] if source is None else positions.between(source, out)
+    if not nodes:
+        return None
+    region = positions.around(nodes, source)
+    parts = parts_of(region)
+
+    def proposals():
+        for operation, layers, extra in _layers(parts, parts.norms):
+
+            def build(call, operation=operation, layers=layers, extra=extra):
+                return call(getattr(ops, operation), source, *layers(call), **extra)
+
+            yield Proposal(operation.replace("_", " ").replace("mlp", "MLP"), build)
+
+    return region, proposals()
+
+
+def _input_of_first_layers(out: Node) -> Node | None:
+    """The one tensor that all layers read which come just before this one."""
+    stack, seen, sources = [layer_input(out)], set(), set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or len(seen) > 30 or name_of(node) in ATTENTIONS:
+            return None
+        seen.add(node)
+        if (x := layer_input(node)) is not None:
+            sources.add(x)
+        elif node.op != "placeholder" or len(shape_of(node) or ()) > 1:
+            stack += [a for a in node.all_input_nodes if len(shape_of(a) or (1, 1)) > 1]
+    return sources.pop() if len(sources) == 1 else None
+
+
+def _layers(parts: Parts, inner_norm: list[Node]) -> Iterator[tuple[str, Callable[[Call], tuple], dict]]:
+    """("mlp" or "gated_mlp", its layers' weights and biases in the operation's order, other arguments)."""
+    if len(parts.linears) not in (2, 3) or len(inner_norm) > 1:
+        raise Unrecognised(f"{len(parts.linears)} linear layers and no attention")
+    *first, out = parts.linears
+    inner = inner_width(out)
+    if len(first) == 1 and first[0].rows == inner and not inner_norm:
+        for activation in ACTIVATIONS:
+            yield "mlp", lambda call: (*first[0].parameters(call), *out.parameters(call)), dict(activation=activation)
+        return
+    if (len(first) == 1 and first[0].rows != 2 * inner) or (len(first) == 2 and {f.rows for f in first} != {inner}):
+        raise Unrecognised("layers of sizes that are those of no MLP")
+    extra = {}
+    if inner_norm:
+        if name_of(inner_norm[0]) != "layer_norm" or argument(inner_norm[0], 2, "weight") is None:
+            raise Unrecognised("an inner norm that is no LayerNorm")
+        names = dict(inner_norm_weight=(2, "weight"), inner_norm_bias=(3, "bias"), inner_eps=(4, "eps", 1e-5))
+        extra = {key: argument(inner_norm[0], *place) for key, place in names.items()}
+    for activation, swapped in itertools.product(GATES, (False, True)):
+
+        def layers(call, swapped=swapped):
+            if len(first) == 1:
+                both = call(halves, *first[0].parameters(call))
+                gate, up = [call(item, both, i) for i in (0, 1)], [call(item, both, i) for i in (2, 3)]
+            else:
+                gate, up = (layer.parameters(call) for layer in first)
+            gate, up = (up, gate) if swapped else (gate, up)
+            return *up, *gate, *out.parameters(call)
+
+        yield "gated_mlp", layers, dict(activation=activation, **extra)
