@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -42,8 +43,8 @@ def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -
 def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """The sum of masks as a bias of ops.attention, (B or 1, heads, N, N).
 
-    A False hides a key; x (B, N, D)."""
-    total, tokens = None, x.shape[1]
+    A False hides a key; x (B, N, D) or (B, H, W, D)."""
+    total, tokens = None, x.shape[1:-1].numel()
     for mask in masks:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
@@ -52,8 +53,8 @@ def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -
     return total if total.dtype in (dtype, torch.float32) else total.to(dtype)
 
 
-def hidden_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, x: Tensor, heads: int) -> list[Tensor]:
-    """The masks of nn.MultiheadAttention as those of logit_bias, where a False hides a key; x (B, N, D)."""
+def hidden_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> list[Tensor]:
+    """The masks of nn.MultiheadAttention as those of logit_bias, where a False hides a key."""
     found = [] if attn_mask is None else [attn_mask]
     if attn_mask is not None and attn_mask.dim() == 3:
         found = [attn_mask.view(-1, heads, *attn_mask.shape[1:])]
@@ -62,8 +63,15 @@ def hidden_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, x: Te
     return [~mask if mask.dtype == torch.bool else mask for mask in found]
 
 
-def rotary_table(table: Tensor) -> Tensor:
-    """cos or sin (N, Dh), (B, 1 or H, N, Dh), without axes of length 1 before or between those."""
+def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
+    """cos or sin (N, Dh), (B, 1 or H, N, Dh), without axes of length 1 before or between those.
+
+    tables: one, or one for each part of a head of this width, whose other columns get `rest`.
+    """
+    table = tables[0]
+    if len(tables) > 1:
+        table = torch.cat(tables, -1)
+        table = F.pad(table, (0, width - table.shape[-1]), value=rest)
     if table.dim() > 2 and table.shape[-2] == 1:
         table = table.squeeze(-2)
     while table.dim() > 2 and table.shape[0] == 1:
@@ -81,7 +89,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | 
         q, k, v = (t[None] for t in (q, k, v))
     if heads_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    bias = None if not masks else logit_bias(masks, q, q.shape[2], q.dtype)
+    bias = None if not masks else logit_bias(masks, q[:, :, 0], q.shape[2], q.dtype)
     out = ops.attention(q, k, v, scale=scale, bias=bias)
     out = out.transpose(1, 2) if heads_first else out
     return out[0] if flat else out

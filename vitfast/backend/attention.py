@@ -1,6 +1,7 @@
 """Proposes ops.attention_block, with the layers that q, k and v come from, and ops.attention."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from .graph import (
     shape_of,
     tensor_of,
 )
-from .parts import Linear, NoAttention, Parts, block_input, common_arguments, inner_width, item
+from .parts import Linear, NoAttention, Parts, call_block, common_arguments, inner_width, item
 
 
 def attention_alone(node: Node) -> tuple[list[Node], Node, list[Proposal]]:
@@ -89,8 +90,8 @@ class _Roles(NamedTuple):
 
 def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     """Attention blocks that a region with one attention may be."""
-    if len(shape_of(parts.region.source)) != 3:
-        raise Unrecognised("tokens that are not (B, N, D)")
+    if len(shape_of(parts.region.source)) == 2:
+        raise Unrecognised("tokens without samples")
     if len(parts.attentions) != 1:
         raise Unrecognised(f"{len(parts.attentions)} attentions")
     if len(parts.norms) != 1:
@@ -103,7 +104,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     out = [linear for linear in parts.linears if linear.node in behind]
     if len(out) != 1:
         raise Unrecognised(f"{len(out)} linear layers after the attention")
-    norm, keywords = common_arguments(parts, parts.norms[0], out[0].node)
+    affine, keywords = common_arguments(parts, parts.norms[0], out[0].node)
     roles = _roles(parts, attention, [linear for linear in parts.linears if linear not in out])
     inner = sum(linear.rows for linear in roles.layers) // 3
     if roles.heads < 1 or inner % roles.heads or inner != inner_width(out[0]):
@@ -121,15 +122,17 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
             if len(weights) > 1 or scale != 1 or (layout, order) != candidates[0]:
                 both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, scale)
                 qkv = [call(item, both, i) for i in range(2)]
-            first, found = block_input(parts, call, norm), keywords(call)
+            found = keywords(call)
             if roles.masks:
                 dtype = tensor_of(out[0].node).dtype
                 found["bias"] = call(logit_bias, roles.masks, parts.region.source, roles.heads, dtype)
             if rope is not None:
                 cos, sin, layout, prefix = rope
-                found |= dict(rope=(call(rotary_table, cos), call(rotary_table, sin)))
+                width = inner // roles.heads
+                found |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
                 found |= dict(rope_layout=layout, num_prefix=prefix)
-            return call(ops.attention_block, *first, *qkv, *out[0].parameters(call), num_heads=roles.heads, **found)
+            layers = *qkv, *out[0].parameters(call)
+            return call_block(parts, call, ops.attention_block, affine, layers, num_heads=roles.heads, **found)
 
         yield Proposal("attention block", build)
 
@@ -142,19 +145,18 @@ def _module_attention(parts: Parts, node: Node) -> Proposal:
         raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(given) or "separate or added keys"))
     if parts.linears:
         raise Unrecognised("linear layers around nn.MultiheadAttention")
-    norm, keywords = common_arguments(parts, parts.norms[0], _first_output(node))
+    affine, keywords = common_arguments(parts, parts.norms[0], _first_output(node))
     heads, weight, bias = (
         argument(node, i, n) for i, n in enumerate(("num_heads", "in_proj_weight", "in_proj_bias"), 4)
     )
     out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
 
     def build(call):
-        x, *head = block_input(parts, call, norm)
-        found = keywords(call)
+        found, source = keywords(call), parts.region.source
         if masks != (None, None):
-            given = call(hidden_keys, *masks, x, heads)
-            found["bias"] = call(logit_bias, given, x, heads, tensor_of(_first_output(node)).dtype)
-        return call(ops.attention_block, x, *head, weight, bias, *out, num_heads=heads, **found)
+            given = call(hidden_keys, *masks, heads)
+            found["bias"] = call(logit_bias, given, source, heads, tensor_of(_first_output(node)).dtype)
+        return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), num_heads=heads, **found)
 
     return Proposal("attention block", build)
 
@@ -187,7 +189,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         if len(products) != 1:
             raise Unrecognised(f"{len(products)} products before the softmax")
         q, k = products[0].all_input_nodes[:2] if len(products[0].all_input_nodes) >= 2 else (None, None)
-        shape, tokens = shape_of(attention), shape_of(parts.region.source)[1]
+        shape, tokens = shape_of(attention), math.prod(shape_of(parts.region.source)[1:-1])
         heads = shape[1] if len(shape) == 4 else shape[0] // max(1, shape_of(parts.region.source)[0])
         logits = [n for n in parts.after(products[0]) if n in scores]
         masks = [m for m in parts.outside(logits, ADDS) if (shape_of(m) or ())[-1:] == (tokens,)]
@@ -209,15 +211,17 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
 
 
 def _rope_candidates(parts: Parts, roles: _Roles) -> list:
-    """None, or (cos, sin, layout, number of prefix tokens) in every way that two tables may be meant."""
+    """None, or (cos, sin, layout, number of prefix tokens) in every way that the tables may be meant.
+
+    cos and sin are lists: of one table, or of one for each part of a head that is rotated alone."""
     if not roles.tables:
         return [None]
-    tokens = tensor_of(parts.region.source).shape[1]
-    if len(roles.tables) != 2 or is_symbolic(tokens):
+    tokens = tensor_of(parts.region.source).shape[1:-1].numel()
+    if len(roles.tables) % 2 or is_symbolic(tokens):
         raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
     lengths = {([n for n in shape_of(t)[:-1] if n != 1] or [1])[-1] for t in roles.tables}
     if len(lengths) != 1 or not 0 < (length := lengths.pop()) <= tokens:
         raise Unrecognised("q is multiplied by tensors that are no rotary tables")
-    a, b = roles.tables
+    a, b = roles.tables[::2], roles.tables[1::2]
     pairs = [(a, b), (b, a)]
     return [(*pair, layout, tokens - length) for pair in pairs for layout in ("half", "interleaved")]

@@ -106,6 +106,15 @@ def is_draw(node: Node) -> bool:
     return name in DRAWS
 
 
+def is_unchanged(node: Node) -> bool:
+    """Whether a node gives back its first argument: a cast to the same dtype, or dropout that drops nothing."""
+    name, own, given = name_of(node), tensor_of(node), tensor_of(node.args[0]) if node.args else None
+    if own is None or given is None or len(node.all_input_nodes) != 1:
+        return False
+    same = own.dtype == given.dtype and shape_of(node) == shape_of(node.args[0])
+    return same and (name in CASTS | {"contiguous", "clone"} or ("dropout" in name and not is_draw(node)))
+
+
 def _takes_inplace(node: Node) -> bool:
     """Whether a function with an argument `inplace` got True for it."""
     if node.op != "call_function" or not inspect.isfunction(node.target):

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
@@ -13,7 +12,7 @@ from .graph import Call, Positions, Proposal, Region, Unrecognised, argument, na
 from .parts import (
     ATTENTIONS,
     Parts,
-    block_input,
+    call_block,
     common_arguments,
     inner_width,
     item,
@@ -30,14 +29,12 @@ def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
     outer = [n for n in parts.norms if n not in inner_norm]
     if len(outer) != 1:
         raise Unrecognised(f"{len(parts.norms)} norms in an MLP block")
-    norm, keywords = common_arguments(parts, outer[0], parts.linears[-1].node)
+    affine, keywords = common_arguments(parts, outer[0], parts.linears[-1].node)
     for operation, layers, extra in _layers(parts, inner_norm):
 
         def build(call, operation=operation, layers=layers, extra=extra):
-            x, *head = block_input(parts, call, norm)
-            rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(x)) == 4 else x
-            out = call(getattr(ops, f"{operation}_block"), rows, *head, *layers(call), **extra, **keywords(call))
-            return out if rows is x else call(Tensor.view_as, out, x)
+            block = getattr(ops, f"{operation}_block")
+            return call_block(parts, call, block, affine, layers(call), **extra, **keywords(call))
 
         yield Proposal(f"{operation.replace('_', ' ').replace('mlp', 'MLP')} block", build)
 

@@ -1,7 +1,7 @@
 """The anchors of a region, and what every block has: norm, residual, layer scale and drop path."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,13 +157,17 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
     return [weight, bias], keywords
 
 
-def block_input(parts: Parts, call: Call, norm: list) -> list:
-    """The first arguments of every block: x in the output's dtype, norm weight and norm bias."""
-    source, output, (weight, bias) = parts.region.source, tensor_of(parts.region.output), norm
+def call_block(parts: Parts, call: Call, operation: Callable, affine: list, /, layers: Iterable, **keywords) -> Any:
+    """Calls the operation of a block with x in the output's dtype and as (B, N, D) or (tokens, D).
+
+    affine: the norm's weight and bias."""
+    source, output, (weight, bias) = parts.region.source, tensor_of(parts.region.output), affine
     x = source if tensor_of(source).dtype == output.dtype else call(Tensor.to, source, output.dtype)
     if weight is None:
         weight = call(torch.ones, shape_of(source)[-1], dtype=output.dtype, device=output.device)
-    return [x, weight, bias]
+    rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(source)) == 4 else x
+    out = call(operation, rows, weight, bias, *layers, **keywords)
+    return out if rows is x else call(Tensor.view_as, out, x)
 
 
 def item(pair: tuple, i: int):

@@ -17,6 +17,7 @@ from .graph import (
     Unrecognised,
     additions,
     autocast_dtypes,
+    is_unchanged,
     module_of,
     name_of,
     shape_of,
@@ -76,10 +77,13 @@ class _Rewriter:
 
     def _block(self, add: Node) -> list[Entry]:
         """The entry of an addition that ends a block, none of one that is no candidate."""
-        for source, branch in (add.all_input_nodes, add.all_input_nodes[::-1]):
-            if not (nodes := self.positions.between(source, branch)):
+        for residual, branch in (add.all_input_nodes, add.all_input_nodes[::-1]):
+            source, same = residual, []
+            while not (nodes := self.positions.between(source, branch)) and is_unchanged(source):
+                same, source = [*same, source], source.args[0]
+            if not nodes:
                 continue
-            region = self.positions.around([*nodes, add], source)
+            region = self.positions.around([*nodes, *same, add], source)
             parts = parts_of(region)
             if not parts.attentions and len(parts.linears) < 2:
                 continue
