@@ -46,7 +46,7 @@ MUTANTS = {
     "q normalised": (HEADS, "o = self.attend(F.layer_norm(q, (8,)), k, v)", "m"),
     "heads mixed up": ("o.transpose(1, 2).reshape", "o.reshape", "m"),
     "two heads in another order": (HEADS, "o = self.attend(q, k, v).flip(1)", "m"),
-    "over the samples": (A, "a = self.attention(h.transpose(0, 1)).transpose(0, 1)", "m"),
+    "over the samples": (A, "a = self.attention(h.transpose(0, 1)).transpose(0, 1)", "am"),
     "causal shift": (A, "a = self.attention(h).roll(1, 1)", "m"),
     "dropout on": (ATTEND, "return F.dropout(weights, 0.2) @ v", "m"),
     "dropout on, sdpa": (*sdpa(", dropout_p=0.1"), "m"),

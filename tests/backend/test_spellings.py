@@ -83,6 +83,51 @@ def bmm_alone(s, x):
     return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.3, -1), v)
 
 
+def tokens_first(s, x):
+    x = x.transpose(0, 1)
+    q, k, v = s.m.qkv(s.m.norm1(x)).unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4).unbind(0)
+    o = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+    return (x + s.m.proj(o)).transpose(0, 1)
+
+
+def module_tokens_first(s, x):
+    s.module.batch_first = False
+    h = s.m.norm1(x := x.transpose(0, 1).contiguous())
+    x = x + s.module(h, h, h, need_weights=False)[0]
+    return x.view(7, 6, 16)
+
+
+def layers_as_einsum(s, x):
+    h, qkv, proj = s.m.norm1(x), s.m.qkv.weight.unflatten(0, (3, 4, 8)), s.m.proj.weight.unflatten(1, (4, 8))
+    q, k, v = (torch.einsum("bnd,hed->bnhe", h, w) for w in qkv)
+    q = (q + s.bias.view(4, 8)) * 8**-0.5
+    o = torch.einsum("bhqk,bkhe->bqhe", torch.einsum("bqhe,bkhe->bhqk", q, k).softmax(-1), v)
+    x = x + torch.einsum("bqhe,dhe->bqd", o, proj) + s.m.proj.bias
+    h = torch.einsum("...d,fd->...f", s.m.norm2(x), s.m.fc1.weight) + s.m.fc1.bias
+    return x + s.m.fc2(F.gelu(h))
+
+
+def rotary_axes(s, x):
+    """Each third of a head rotated by a table of its own, the rest left."""
+
+    def rotated(t):
+        parts = [t[..., i : i + 2] for i in (0, 2, 4)]
+        parts = [p * c + torch.stack([-p[..., 1], p[..., 0]], -1) * s for p, (c, s) in zip(parts, tables)]
+        return torch.cat([*parts, t[..., 6:]], -1)
+
+    angles = [s.weight[i : i + 7, None].repeat(1, 2) for i in (0, 7, 14)]
+    tables = [(a.cos(), a.sin()) for a in angles]
+    q, k, v = s.heads(x.to(x.device))
+    q, k = rotated(q).type_as(v), rotated(k).type_as(v)
+    return s.add(x.to(torch.float64), F.scaled_dot_product_attention(q, k, v))
+
+
+def attention_on_a_grid(s, x):
+    B, H, W, D = x.shape
+    q, k, v = s.m.qkv(s.m.norm1(x)).reshape(B, H * W, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    return x + s.m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, H, W, D))
+
+
 def padding(x):
     return torch.arange(x.shape[1])[None] >= torch.arange(x.shape[0])[:, None] + 4
 
@@ -124,10 +169,15 @@ CASES = {
         lambda s, x: s.add(x, F.scaled_dot_product_attention(*s.heads(x), ~padding(x)[:, None, None])),
         "attention block",
     ),
+    "tokens first": (tokens_first, "attention block"),
+    "module, tokens first": (module_tokens_first, "attention block"),
+    "layers as einsum": (layers_as_einsum, "MLP block, attention block"),
+    "rotary axes": (rotary_axes, "attention block"),
+    "attention on a grid": (attention_on_a_grid, "attention block"),
     "parallel": (parallel, "LayerNorm, MLP, attention"),
     "post norm": (post_norm, "2 LayerNorm, MLP, attention"),
 }
-SHAPES = {"tokens on a grid": (2, 3, 4, 32), "tokens without samples": (21, 32)}
+SHAPES = {"tokens on a grid": (2, 3, 4, 32), "attention on a grid": (2, 3, 4, 32), "tokens without samples": (21, 32)}
 
 
 @pytest.mark.parametrize("name", CASES)

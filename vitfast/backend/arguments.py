@@ -40,11 +40,14 @@ def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -
     return torch.cat([q if scale == 1 else q * scale, k, v])
 
 
-def logit_bias(masks: list[Tensor], x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The sum of masks as a bias of ops.attention, (B or 1, heads, N, N).
+def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int, ...]) -> Tensor:
+    """A weight of any axes as (rows, columns): those of the output and those that are summed."""
+    return weight.permute(*rows_from, *columns_from).flatten(len(rows_from)).flatten(0, len(rows_from) - 1)
 
-    A False hides a key; x (B, N, D) or (B, H, W, D)."""
-    total, tokens = None, x.shape[1:-1].numel()
+
+def logit_bias(masks: list[Tensor], heads: int, dtype: torch.dtype) -> Tensor:
+    """The sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N); a False hides a key."""
+    total, tokens = None, masks[0].shape[-1]
     for mask in masks:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
@@ -89,10 +92,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | 
         q, k, v = (t[None] for t in (q, k, v))
     if heads_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    bias = None if not masks else logit_bias(masks, q[:, :, 0], q.shape[2], q.dtype)
+    bias = None if not masks else logit_bias(masks, q.shape[2], q.dtype)
     out = ops.attention(q, k, v, scale=scale, bias=bias)
     out = out.transpose(1, 2) if heads_first else out
     return out[0] if flat else out
+
+
+def laid_out(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """x with its axes in this order in memory, the outermost first."""
+    return x.permute(axes).contiguous().permute([axes.index(i) for i in range(x.dim())])
 
 
 def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

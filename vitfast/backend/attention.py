@@ -22,8 +22,10 @@ from .graph import (
     name_of,
     shape_of,
     tensor_of,
+    values_read,
 )
-from .parts import Linear, NoAttention, Parts, call_block, common_arguments, inner_width, item
+from .linear import Linear
+from .parts import NoAttention, Parts, call_block, common_arguments, item, tokens_may_be_first
 
 
 def attention_alone(node: Node) -> tuple[list[Node], Node, list[Proposal]]:
@@ -86,6 +88,7 @@ class _Roles(NamedTuple):
     scale: float  # of the logits
     masks: list[Node]
     tables: list[Node]  # what q is multiplied by
+    tokens: int
 
 
 def attention_blocks(parts: Parts) -> Iterator[Proposal]:
@@ -98,7 +101,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
         raise Unrecognised(f"{len(parts.norms)} norms in an attention block")
     attention = parts.attentions[0]
     if name_of(attention) == "multi_head_attention_forward":
-        yield _module_attention(parts, attention)
+        yield from _module_attention(parts, attention)
         return
     behind = set(parts.after(attention))
     out = [linear for linear in parts.linears if linear.node in behind]
@@ -107,16 +110,17 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     affine, keywords = common_arguments(parts, parts.norms[0], out[0].node)
     roles = _roles(parts, attention, [linear for linear in parts.linears if linear not in out])
     inner = sum(linear.rows for linear in roles.layers) // 3
-    if roles.heads < 1 or inner % roles.heads or inner != inner_width(out[0]):
+    if roles.heads < 1 or inner % roles.heads or inner != out[0].columns:
         raise Unrecognised(f"q, k and v of {3 * inner} rows with {roles.heads} heads")
     scale = roles.scale * (inner // roles.heads) ** 0.5
     scale = 1.0 if abs(scale - 1) < 1e-9 else scale
     orders = list(itertools.permutations(range(3)))
     candidates = [(layout, orders[0]) for layout in LAYOUTS]
     candidates += [(layout, order) for layout in LAYOUTS[:2] for order in orders[1:]]
-    for (layout, order), rope in itertools.product(candidates, _rope_candidates(parts, roles)):
+    firsts = tokens_may_be_first(parts, roles.tokens)
+    for (layout, order), rope, first in itertools.product(candidates, _rope_candidates(parts, roles), firsts):
 
-        def build(call, layout=layout, order=order, rope=rope):
+        def build(call, layout=layout, order=order, rope=rope, first=first):
             weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
             qkv = weights[0], biases[0]
             if len(weights) > 1 or scale != 1 or (layout, order) != candidates[0]:
@@ -125,19 +129,20 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
             found = keywords(call)
             if roles.masks:
                 dtype = tensor_of(out[0].node).dtype
-                found["bias"] = call(logit_bias, roles.masks, parts.region.source, roles.heads, dtype)
+                found["bias"] = call(logit_bias, roles.masks, roles.heads, dtype)
             if rope is not None:
                 cos, sin, layout, prefix = rope
                 width = inner // roles.heads
                 found |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
                 found |= dict(rope_layout=layout, num_prefix=prefix)
             layers = *qkv, *out[0].parameters(call)
-            return call_block(parts, call, ops.attention_block, affine, layers, num_heads=roles.heads, **found)
+            found |= dict(num_heads=roles.heads, tokens_first=first)
+            return call_block(parts, call, ops.attention_block, affine, layers, **found)
 
         yield Proposal("attention block", build)
 
 
-def _module_attention(parts: Parts, node: Node) -> Proposal:
+def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
     """nn.MultiheadAttention, which is one node in a graph."""
     given = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
     masks = argument(node, 17, "attn_mask"), argument(node, 14, "key_padding_mask")
@@ -151,14 +156,16 @@ def _module_attention(parts: Parts, node: Node) -> Proposal:
     )
     out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
 
-    def build(call):
-        found, source = keywords(call), parts.region.source
-        if masks != (None, None):
-            given = call(hidden_keys, *masks, heads)
-            found["bias"] = call(logit_bias, given, source, heads, tensor_of(_first_output(node)).dtype)
-        return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), num_heads=heads, **found)
+    for first in tokens_may_be_first(parts, shape_of(argument(node, 0, "query"))[0]):
 
-    return Proposal("attention block", build)
+        def build(call, first=first):
+            found = keywords(call) | dict(num_heads=heads, tokens_first=first)
+            if masks != (None, None):
+                given = call(hidden_keys, *masks, heads)
+                found["bias"] = call(logit_bias, given, heads, tensor_of(_first_output(node)).dtype)
+            return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
+
+        yield Proposal("attention block", build)
 
 
 def _first_output(node: Node) -> Node:
@@ -179,6 +186,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         if len(shape) != 4:
             raise Unrecognised(f"q of shape {shape}")
         masks, heads, given = [] if mask is None else [mask], shape[1], argument(attention, 6, "scale")
+        tokens = shape[-2]
         if not set(masks).isdisjoint(inside):
             raise Unrecognised("a mask that is computed from the tokens")
         factor = shape[-1] ** -0.5 if given is None else given
@@ -189,8 +197,8 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         if len(products) != 1:
             raise Unrecognised(f"{len(products)} products before the softmax")
         q, k = products[0].all_input_nodes[:2] if len(products[0].all_input_nodes) >= 2 else (None, None)
-        shape, tokens = shape_of(attention), math.prod(shape_of(parts.region.source)[1:-1])
-        heads = shape[1] if len(shape) == 4 else shape[0] // max(1, shape_of(parts.region.source)[0])
+        shape, tokens = shape_of(attention), shape_of(attention)[-1]
+        heads = shape[1] if len(shape) == 4 else shape[0] * tokens // math.prod(shape_of(parts.region.source)[:-1])
         logits = [n for n in parts.after(products[0]) if n in scores]
         masks = [m for m in parts.outside(logits, ADDS) if (shape_of(m) or ())[-1:] == (tokens,)]
         weighted = next((n for n in parts.after(attention) if name_of(n) in PRODUCTS), None)
@@ -198,7 +206,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         v = next((a for a in others if a is not attention and a in inside), None)
     found: list[Linear] = []
     for node in (q, k, v):
-        above = {a for n in parts.before(node, stops) for a in n.all_input_nodes} | {node} if node in inside else set()
+        above = {a for n in parts.before(node, stops) for a in values_read(n)} | {node} if node in inside else set()
         own = [linear for linear in layers if linear.node in above]
         if len(own) != 1:
             raise Unrecognised(f"{len(own)} linear layers behind q, k or v")
@@ -207,7 +215,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         raise Unrecognised("linear layers that are none of q, k and v")
     turned = parts.before(q, stops) if name_of(attention) == "scaled_dot_product_attention" else scores
     tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in masks and tensor_of(t) is not None]
-    return _Roles(found, heads, factor * constant_factor(list(dict.fromkeys(scores))), masks, tables)
+    return _Roles(found, heads, factor * constant_factor(list(dict.fromkeys(scores))), masks, tables, tokens)
 
 
 def _rope_candidates(parts: Parts, roles: _Roles) -> list:

@@ -28,7 +28,8 @@ from .graph import (
     shape_of,
     tensor_of,
 )
-from .parts import item, layer_input
+from .linear import linear_of
+from .parts import item
 
 
 class _Step(NamedTuple):
@@ -81,14 +82,15 @@ def _proposals(source: Node, chain: list[Node], cropped: bool, weights, bias, st
 
 def _linear_of_patches(node: Node) -> tuple:
     """(images, weight (D, C P P), bias, the weights of a convolution that it may be) of a linear layer."""
-    patches, weight, bias = layer_input(node), argument(node, 1, "weight"), argument(node, 2, "bias")
-    images = patches if name_of(node) == "linear" else None
+    if (layer := linear_of(node)) is None or name_of(node) != "linear":
+        return None, None, None, []
+    images, weight, bias = layer.x, layer.weight, layer.bias
     while images is not None and name_of(images) in REARRANGEMENTS and len(images.all_input_nodes) == 1:
         images = images.args[0]
     shape = shape_of(images) or ()
-    if images is patches or len(shape) != 4 or shape[1] < 1:
+    if images is layer.x or len(shape) != 4 or shape[1] < 1:
         return None, None, None, []
-    chans, columns = shape[1], shape_of(weight)[1]
+    chans, columns = shape[1], layer.columns
     side = math.isqrt(max(0, columns // chans))
     if side < 2 or chans * side * side != columns or shape[2] % side or shape[3] % side:
         return None, None, None, []

@@ -35,6 +35,8 @@ where masked_fill conv2d add iadd add_ sub isub sub_ subtract rsub mul imul mul_
 itruediv true_divide divide neg negative getitem cat stack split chunk unbind tensor_split select narrow index_select
 """
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
+# Functions whose result has a layout of its own, whatever their argument's.
+_LAYS_OUT = frozenset("linear addmm matmul bmm mm einsum layer_norm rms_norm softmax cat stack reshape flatten".split())
 _DRAWS = "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like normal normal_ uniform_ exponential_"
 DRAWS = frozenset((_DRAWS + " multinomial geometric_ cauchy_ log_normal_ native_dropout").split())
 _INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
@@ -57,6 +59,11 @@ def argument(node: Node, place: int, name: str, default=None):
 def value_of(node: Node):
     """The fake value that a node had when the graph was captured; None where it is not known."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def values_read(node: Node) -> list[Node]:
+    """The nodes whose values a node reads; of a second tensor view_as reads the shape, type_as the dtype."""
+    return node.all_input_nodes[: 1 if name_of(node).endswith("_as") else None]
 
 
 def tensor_of(node) -> Tensor | None:
@@ -107,12 +114,26 @@ def is_draw(node: Node) -> bool:
 
 
 def is_unchanged(node: Node) -> bool:
-    """Whether a node gives back its first argument: a cast to the same dtype, or dropout that drops nothing."""
+    """Whether a node gives back its argument: a cast to the same dtype, dropout that drops nothing."""
     name, own, given = name_of(node), tensor_of(node), tensor_of(node.args[0]) if node.args else None
     if own is None or given is None or len(node.all_input_nodes) != 1:
         return False
     same = own.dtype == given.dtype and shape_of(node) == shape_of(node.args[0])
     return same and (name in CASTS | {"contiguous", "clone"} or ("dropout" in name and not is_draw(node)))
+
+
+def is_viewed(node: Node) -> bool:
+    """Whether another layout of a node's tensor in memory may matter: to a view of it, to the caller."""
+    stack, seen = list(node.users), set()
+    while stack:
+        user = stack.pop()
+        name = name_of(user)
+        if user.op == "output" or name in ("view", "_unsafe_view", "view_as", "as_strided"):
+            return True
+        if user not in seen and name not in _LAYS_OUT:
+            seen.add(user)
+            stack += user.users
+    return False
 
 
 def _takes_inplace(node: Node) -> bool:
@@ -200,14 +221,14 @@ class Positions:
         None where there is no path, or one of more than MOST_NODES."""
         dependent = {source}
         for node in self.nodes[self.place[source] + 1 : self.place[output] + 1]:
-            if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(node.all_input_nodes):
+            if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(values_read(node)):
                 dependent.add(node)
         inside, stack = set(), [output]
         while stack:
             node = stack.pop()
             if node not in inside and node is not source and node in dependent:
                 inside.add(node)
-                stack += node.all_input_nodes
+                stack += values_read(node)
         return [] if len(inside) > MOST_NODES else sorted(inside, key=self.place.__getitem__)
 
     def around(self, nodes: Iterable[Node], source: Node) -> Region:

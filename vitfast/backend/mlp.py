@@ -9,14 +9,13 @@ from .. import ops
 from ..ops.reference import ACTIVATIONS
 from .arguments import halves
 from .graph import Call, Positions, Proposal, Region, Unrecognised, argument, name_of, shape_of
+from .linear import linear_of
 from .parts import (
     ATTENTIONS,
     Parts,
     call_block,
     common_arguments,
-    inner_width,
     item,
-    layer_input,
     parts_of,
 )
 
@@ -61,14 +60,16 @@ def mlp_alone(positions: Positions, out: Node) -> tuple[Region, Iterator[Proposa
 
 def _input_of_first_layers(out: Node) -> Node | None:
     """The one tensor that all layers read which come just before this one."""
-    stack, seen, sources = [layer_input(out)], set(), set()
+    stack, seen, sources = [linear_of(out).x], set(), set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen or len(seen) > 30 or name_of(node) in ATTENTIONS:
+        if node in seen:
+            continue
+        if len(seen) > 30 or name_of(node) in ATTENTIONS:
             return None
         seen.add(node)
-        if (x := layer_input(node)) is not None:
-            sources.add(x)
+        if (layer := linear_of(node)) is not None:
+            sources.add(layer.x)
         elif node.op != "placeholder" or len(shape_of(node) or ()) > 1:
             stack += [a for a in node.all_input_nodes if len(shape_of(a) or (1, 1)) > 1]
     return sources.pop() if len(sources) == 1 else None
@@ -79,13 +80,13 @@ def _layers(parts: Parts, inner_norm: list[Node]) -> Iterator[tuple[str, Callabl
     if len(parts.linears) not in (2, 3) or len(inner_norm) > 1:
         raise Unrecognised(f"{len(parts.linears)} linear layers and no attention")
     *first, out = parts.linears
-    inner = inner_width(out)
+    inner = out.columns
     if len(first) == 1 and first[0].rows == inner and not inner_norm:
         for activation in ACTIVATIONS:
             yield "mlp", lambda call: (*first[0].parameters(call), *out.parameters(call)), dict(activation=activation)
         return
     if (len(first) == 1 and first[0].rows != 2 * inner) or (len(first) == 2 and {f.rows for f in first} != {inner}):
-        raise Unrecognised("layers of sizes that are those of no MLP")
+        raise Unrecognised("an inner norm without a gate" if inner_norm else "layers of sizes that are those of no MLP")
     extra = {}
     if inner_norm:
         if name_of(inner_norm[0]) != "layer_norm" or argument(inner_norm[0], 2, "weight") is None:

@@ -1,5 +1,6 @@
 """The anchors of a region, and what every block has: norm, residual, layer scale and drop path."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,39 +10,22 @@ from torch.fx import Node
 
 from .arguments import factors
 from .graph import (
-    ADDS,
     MULTIPLIES,
     Call,
     Region,
     Unrecognised,
-    argument,
     constant_factor,
     name_of,
     shape_of,
     tensor_of,
+    values_read,
 )
+from .linear import Linear, linear_of, with_bias
 from .norm import NORMS, norm_arguments
 
 
 class NoAttention(Unrecognised):
     """A softmax with no products around it, which no report has to name."""
-
-
-class Linear(NamedTuple):
-    """A product with a weight from outside the region, and what is added to it."""
-
-    node: Node
-    weight: Node
-    bias: Node | None
-    transposed: bool  # weight is (in, out)
-
-    @property
-    def rows(self) -> int:
-        return shape_of(self.weight)[1 if self.transposed else 0]
-
-    def parameters(self, call: Call) -> tuple:
-        """(weight (out, in), bias or None)."""
-        return call(Tensor.t, self.weight) if self.transposed else self.weight, self.bias
 
 
 class Parts(NamedTuple):
@@ -59,7 +43,7 @@ class Parts(NamedTuple):
             n = stack.pop()
             if n in inside and n not in stops and n not in found:
                 found.add(n)
-                stack += n.all_input_nodes
+                stack += values_read(n)
         return [n for n in self.region.nodes if n in found]
 
     def after(self, node: Node) -> list[Node]:
@@ -88,37 +72,10 @@ def parts_of(region: Region) -> Parts:
             attentions.append(node)
         elif name in NORMS:
             norms.append(node)
-        elif (linear := _linear(node, name, inside)) is not None:
-            linears.append(linear)
+        elif (linear := linear_of(node)) is not None:
+            if linear.x in inside and not {linear.weight, linear.bias} & inside:
+                linears.append(with_bias(linear, inside))
     return Parts(region, linears, attentions, norms)
-
-
-def layer_input(node: Node) -> Node | None:
-    """The tensor that a product with a matrix reads; None for what is no such product."""
-    name, place = name_of(node), 1 if name_of(node) == "addmm" else 0
-    if name not in ("linear", "addmm", "matmul", "mm") or len(node.args) < place + 2 or node.kwargs:
-        return None
-    return node.args[place] if len(shape_of(node.args[place + 1]) or ()) == 2 else None
-
-
-def _linear(node: Node, name: str, inside: set[Node]) -> Linear | None:
-    if name == "linear":
-        x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
-    elif name == "addmm" and not node.kwargs:
-        bias, x, weight = node.args
-    elif name in ("matmul", "mm") and len(node.args) == 2:
-        (x, weight), bias = node.args, None
-    else:
-        return None
-    given = isinstance(weight, Node) and weight not in inside and len(shape_of(weight) or ()) == 2
-    if x not in inside or not given or bias in inside:
-        return None
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    if name in ("matmul", "mm") and user in inside and name_of(user) in ADDS:
-        others = [a for a in user.all_input_nodes if a is not node and a not in inside]
-        if len(others) == 1 and len(shape_of(others[0]) or ()) == 1:
-            node, bias = user, others[0]
-    return Linear(node, weight, bias, name != "linear")
 
 
 def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callable[[Call], dict]]:
@@ -157,24 +114,30 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
     return [weight, bias], keywords
 
 
-def call_block(parts: Parts, call: Call, operation: Callable, affine: list, /, layers: Iterable, **keywords) -> Any:
+def call_block(
+    parts: Parts, call: Call, operation: Callable, affine: list, layers: Iterable, *, tokens_first=False, **keywords
+) -> Any:
     """Calls the operation of a block with x in the output's dtype and as (B, N, D) or (tokens, D).
 
-    affine: the norm's weight and bias."""
+    affine: the norm's weight and bias. tokens_first: whether x is (N, B, D)."""
     source, output, (weight, bias) = parts.region.source, tensor_of(parts.region.output), affine
     x = source if tensor_of(source).dtype == output.dtype else call(Tensor.to, source, output.dtype)
     if weight is None:
         weight = call(torch.ones, shape_of(source)[-1], dtype=output.dtype, device=output.device)
     rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(source)) == 4 else x
+    rows = call(Tensor.transpose, x, 0, 1) if tokens_first else rows
     out = call(operation, rows, weight, bias, *layers, **keywords)
-    return out if rows is x else call(Tensor.view_as, out, x)
+    out = call(Tensor.transpose, out, 0, 1) if tokens_first else out
+    return call(Tensor.view_as, out, x) if len(shape_of(source)) == 4 else out
+
+
+def tokens_may_be_first(parts: Parts, tokens: int) -> list[bool]:
+    """The values of tokens_first that the source's shape allows, of so many tokens."""
+    shape = shape_of(parts.region.source)
+    rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
+    return rest + [True] * (len(shape) == 3 and shape[0] == tokens)
 
 
 def item(pair: tuple, i: int):
     """One of several results."""
     return pair[i]
-
-
-def inner_width(out: Linear) -> int:
-    """The columns that an output layer reads."""
-    return shape_of(out.weight)[0 if out.transposed else 1]

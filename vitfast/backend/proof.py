@@ -34,6 +34,7 @@ class Proof(NamedTuple):
 
     index: int | None
     error: float
+    axes: tuple[int, ...] | None = None  # of the region's output as they lie in memory, where the operation's differ
 
 
 class Unprovable(Unrecognised):
@@ -107,8 +108,7 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             error = _gradient_error(gradients, _gradients(ours, values, upstream))
             if not error < TOLERANCE:
                 raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
-            _try_dtypes(region, proposal, values, autocast)
-            return proposal, Proof(index, error)
+            return proposal, Proof(index, error, _try_dtypes(region, proposal, values, autocast))
     return None, Proof(None, least)
 
 
@@ -312,13 +312,18 @@ def _gradient_error(theirs: list[Tensor], ours: list[Tensor]) -> float:
     return max(errors, default=0.0) if all(e == e for e in errors) else float("inf")
 
 
-def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], autocast: torch.dtype | None) -> None:
-    """Runs the operation in the dtypes of the call: the output must have the original's."""
+def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], autocast: torch.dtype | None):
+    """Runs the operation in the dtypes of the call: the output must have the original's.
+
+    Returns the original's order of axes in memory where the operation has another one, else None."""
     real, device = {}, tensor_of(region.source).device
     for node, value in values.items():
         floating = isinstance(value, Tensor) and value.is_floating_point()
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        given = _built(proposal, real).dtype
-    if given != (want := tensor_of(region.output).dtype):
-        raise Unprovable(f"the operation gives {given} where the model has {want}")
+        given, want = _built(proposal, real), tensor_of(region.output)
+    if given.dtype != want.dtype:
+        raise Unprovable(f"the operation gives {given.dtype} where the model has {want.dtype}")
+    long = [axis for axis, length in enumerate(want.shape) if size(length) != 1]
+    orders = [sorted(long, key=lambda axis: -size(strides[axis])) for strides in (want.stride(), given.stride())]
+    return None if orders[0] == orders[1] else (*orders[0], *(axis for axis in range(want.dim()) if axis not in long))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .arguments import laid_out
 from .attention import NoAttention, attention_alone
 from .embedding import patch_embeddings
 from .graph import (
@@ -18,14 +19,16 @@ from .graph import (
     additions,
     autocast_dtypes,
     is_unchanged,
+    is_viewed,
     module_of,
     name_of,
     shape_of,
     tensor_of,
 )
+from .linear import linear_of
 from .mlp import mlp_alone
 from .norm import NORMS, norm_alone
-from .parts import layer_input, parts_of
+from .parts import parts_of
 from .proof import Proof, prove
 from .recognise import proposals
 from .reports import Entry, Report, joined
@@ -114,7 +117,7 @@ class _Rewriter:
         return [Entry(kind, module_of(node), why)]
 
     def _mlp(self, node: Node) -> list[Entry]:
-        return self._alone(node, mlp_alone(self.positions, node) if layer_input(node) is not None else None)
+        return self._alone(node, mlp_alone(self.positions, node) if linear_of(node) is not None else None)
 
     def _norm(self, node: Node) -> list[Entry]:
         return self._alone(node, norm_alone(self.positions, node) if name_of(node) in NORMS else None)
@@ -128,10 +131,10 @@ class _Rewriter:
         """(the kind of what replaces a region, None), or (kind, why nothing does)."""
         why = self.positions.obstacle(region)
         if why is None:
-            proposal, why = self._proven(region, found, self._autocast(region))
+            proposal, axes, why = self._proven(region, found, self._autocast(region))
             if proposal is not None:
                 kind = proposal.kind
-                self._write(region, proposal)
+                self._write(region, proposal, axes)
         return kind, why
 
     def _autocast(self, region: Region) -> torch.dtype | None:
@@ -140,18 +143,18 @@ class _Rewriter:
             self.autocast[device] = autocast_dtypes(self.graph, device)
         return self.autocast[device].get(region.output)
 
-    def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, str | None]:
-        """(a proposal, None) or (None, why there is none)."""
+    def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, tuple | None, str | None]:
+        """(a proposal, the axes of Proof, None) or (None, None, why there is none)."""
         start = time.perf_counter()
         try:
             proposal, proof = prove(region, found, dtype)
         except Unrecognised as reason:
-            return None, str(reason)
+            return None, None, str(reason)
         finally:
             self.proof_seconds += time.perf_counter() - start
-        return proposal, None if proposal is not None else _why(proof)
+        return proposal, proof.axes, None if proposal is not None else _why(proof)
 
-    def _write(self, region: Region, proposal: Proposal) -> None:
+    def _write(self, region: Region, proposal: Proposal, axes: tuple[int, ...] | None) -> None:
         """Writes an operation in front of the region's output, which it replaces; the region goes."""
         written, output = [], region.output
 
@@ -162,6 +165,8 @@ class _Rewriter:
         try:
             with self.graph.inserting_before(output):
                 new = proposal.build(call)
+                if axes is not None and is_viewed(output):
+                    new = call(laid_out, new, axes)
                 swaps = self._value_free_users(region)
         except Exception:
             for node in reversed(written):
