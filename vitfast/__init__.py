@@ -9,6 +9,7 @@ from .adapters import accelerate, acceleration_report, restore
 from .errors import InputError
 from .model import ViT
 from .model.checkpoint import load_checkpoint
+from .ops import sdpa
 from .ops.packed import PackedImages, pack
 from .version import __version__
 
@@ -67,4 +68,5 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+sdpa.register()
 sys.meta_path.insert(0, _Moved)  # before the finder of files, which would load a copy

@@ -145,15 +145,24 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
+def is_of_pytorch(op: str, q: Tensor) -> bool:
+    """Whether "attention_fwd" or "attention_bwd" of q (B, N, H, Dh) calls PyTorch's own attention."""
+    provider = _lookup(op, q).provider
+    return provider in tiles.ATTENTION_LIBRARIES and provider in tiles.library("attention").PYTORCH
+
+
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN
+    q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
+    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0.
+
+    Our kernels write into `o` where it is given, with any strides but a unit last one; libraries return their own.
+    """
     B, N, H, _ = q.shape
     config = _lookup("attention_fwd", q, options)
     if config.provider in tiles.ATTENTION_LIBRARIES:
         return tiles.library("attention").forward(config.provider, q, k, v, scale)
-    o, lse = q.new_empty(q.shape), q.new_empty(B, H, N, dtype=torch.float32)
+    o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
     if config.provider == "single_pass":

@@ -167,6 +167,14 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     return False
 
 
+def kernels_cover(x: Tensor, unsupported: str | None) -> bool:
+    """Whether a kernel can run on x and the mode allows it; unlike kernels_wanted it neither warns nor raises."""
+    mode = current_mode()
+    if mode == "off" or (mode == "auto" and x.device.type != "cuda"):
+        return False
+    return _unsupported_reason(x, unsupported) is None
+
+
 def reason_for_plain(weight: Tensor) -> str | None:
     """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
     mode = current_mode()
