@@ -7,12 +7,15 @@ A region is what lies on the paths from one tensor, the source, to another, the 
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+
+from .. import ops
 
 MOST_NODES = 300  # of a region; the longest encoder block seen has 60
 
@@ -353,3 +356,11 @@ def module_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return re.sub(r"^[LG]\['\w+'\]\.?", "", path).replace("_modules['", "").replace("']", "")
+
+
+_IN_OPERATIONS = re.compile(rf'File "{re.escape(str(Path(ops.__file__).parent))}[^"]*", line \d+, in (\w+)')
+
+
+def operation_of(node: Node) -> str | None:
+    """The operation of vitfast whose call a node was captured in, None for other code."""
+    return next((name for name in _IN_OPERATIONS.findall(node.stack_trace or "") if name in ops.__all__), None)

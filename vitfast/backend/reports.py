@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 from ..ops.fusable import Replacements
 
+ALREADY = "an operation of vitfast already"
+
 
 class Entry(NamedTuple):
     """One part of a graph.
 
     kind: the operation that it is or would be. name: the module that it was captured in. why: the reason why it was
-    left, None where an operation replaces it.
+    left, None where an operation replaces it, ALREADY where it was one before.
     """
 
     kind: str
@@ -24,13 +26,23 @@ class Report(Replacements):
     recognition = 0.0
     proof = 0.0
 
+    @property
+    def left(self) -> list[Entry]:
+        return [entry for entry in self if entry.why not in (None, ALREADY)]
+
+    @property
+    def already(self) -> list[Entry]:
+        """The calls of operations that the model made itself: of a ViT of vitfast, or after `accelerate`."""
+        return [entry for entry in self if entry.why == ALREADY]
+
     def __str__(self) -> str:
         lines = [self.summary()]
         for (kind, why), count in Counter((e.kind, e.why) for e in self).items():
             names = [e.name for e in self if (e.kind, e.why) == (kind, why)]
             where = names[0] if len(set(names)) == 1 else f"{names[0]} ... {names[-1]}"
             what = f"{count} x {kind}" + (f" ({where})" if where.strip(" .") else "")
-            lines.append(f"  {'replaced' if why is None else 'left    '}  {what}" + (f": {why}" if why else ""))
+            what += f": {why}" if why not in (None, ALREADY) else ""
+            lines.append(f"  {'replaced' if why is None else 'already ' if why == ALREADY else 'left    '}  {what}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -38,8 +50,9 @@ class Report(Replacements):
     def summary(self) -> str:
         """One line."""
         done = ", ".join(f"{n} x {kind}" for kind, n in Counter(e.kind for e in self.replaced).items()) or "nothing"
+        before = f", {len(self.already)} vitfast's already" if self.already else ""
         seconds = f"{self.recognition:.2f} s of recognition, {self.proof:.2f} s of proof"
-        return f"{done} replaced, {len(self.left)} left ({seconds})"
+        return f"{done} replaced, {len(self.left)} left{before} ({seconds})"
 
 
 def joined(reports: list[Report]) -> Report:

@@ -1,5 +1,6 @@
 """Replaces the encoder blocks of a graph by operations: each is found, proven, then written."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .graph import (
     is_viewed,
     module_of,
     name_of,
+    operation_of,
     shape_of,
     tensor_of,
 )
@@ -31,7 +33,7 @@ from .norm import NORMS, norm_alone
 from .parts import parts_of
 from .proof import Proof, prove
 from .recognise import proposals
-from .reports import Entry, Report, joined
+from .reports import ALREADY, Entry, Report, joined
 
 _log = logging.getLogger("vitfast")
 
@@ -58,15 +60,18 @@ class _Rewriter:
         self.positions = Positions(graph)
         self.proof_seconds = 0.0
         self.autocast: dict[str, dict] = {}
+        self.ours = {node: name for node in graph.nodes if (name := operation_of(node)) is not None}
 
     def run(self) -> list[Entry]:
         """Blocks first, then what is left of their parts."""
-        entries = []
+        calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
+        entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
         for node in additions(self.graph):
-            entries += self._guarded(self._block, node)
+            if node not in self.ours:
+                entries += self._guarded(self._block, node)
         for replace in (self._patch_embedding, self._attention, self._mlp, self._norm):
             for node in list(self.graph.nodes):
-                if node in self.positions.place:  # else it went with a block
+                if node in self.positions.place and node not in self.ours:  # else it went with a block
                     entries += self._guarded(replace, node)
         return entries
 
@@ -90,7 +95,8 @@ class _Rewriter:
             parts = parts_of(region)
             if not parts.attentions and len(parts.linears) < 2:
                 continue
-            kind = "attention block" if parts.attentions else "MLP block"
+            inside = {self.ours[node] for node in region.nodes if node in self.ours}
+            kind = "attention block" if parts.attentions or "attention" in inside else "MLP block"
             name = module_of(parts.norms[0] if parts.norms else add)
             kind, why = self._replace(region, proposals(region), kind)
             return [Entry(kind, name, why)]
@@ -129,7 +135,8 @@ class _Rewriter:
 
     def _replace(self, region: Region, found: Iterator[Proposal], kind: str) -> tuple[str, str | None]:
         """(the kind of what replaces a region, None), or (kind, why nothing does)."""
-        why = self.positions.obstacle(region)
+        inside = {self.ours[node] for node in region.nodes if node in self.ours}
+        why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
         if why is None:
             proposal, axes, why = self._proven(region, found, self._autocast(region))
             if proposal is not None:

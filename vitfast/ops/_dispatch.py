@@ -168,7 +168,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
 
 
 def kernels_cover(x: Tensor, unsupported: str | None) -> bool:
-    """Whether a kernel can run on x and the mode allows it; unlike kernels_wanted it neither warns nor raises."""
+    """Whether a kernel can run on x and the mode allows it; neither warns nor raises."""
     mode = current_mode()
     if mode == "off" or (mode == "auto" and x.device.type != "cuda"):
         return False

@@ -1,4 +1,4 @@
-"""An implementation of scaled_dot_product_attention by our kernels, for torch.nn.attention to activate.
+"""scaled_dot_product_attention by our kernels, an implementation that torch.nn.attention activates.
 
 After `torch.nn.attention.activate_flash_attention_impl("vitfast")` the fused attentions that PyTorch chooses from on
 CUDA (flash, cuDNN's and the memory-efficient one) are ours for the calls that ours covers, and PyTorch's for the rest.
