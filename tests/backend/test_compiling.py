@@ -1,0 +1,112 @@
+"""Ways to compile a model: Inductor's modes, regions, graph breaks, checkpointing, inference, dynamic batches."""
+
+import pytest
+import timm
+import torch
+from checks import assert_close, randomize
+from compiled import compare
+from torch import nn
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch.utils.checkpoint import checkpoint
+
+from vitfast import backend
+
+SIZES = dict(img_size=32, embed_dim=32, num_heads=2, num_classes=3)
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def of_timm(depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return randomize(timm.create_model("vit_tiny_patch16_224", depth=depth, **SIZES))
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list:
+    """The graphs that the backend compiles, in front of "eager" unless told otherwise."""
+    seen, real = [], backend.compile_graph
+
+    def compile_graph(graph, inputs, options=None):
+        seen.append(graph)
+        return real(graph, inputs, options=options or {"inner": "eager"})
+
+    monkeypatch.setattr(backend, "compile_graph", compile_graph)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_reach_inductor(mode, monkeypatch):
+    seen, real = [], GraphLowering.run
+
+    def run(self, *inputs):
+        seen.append((config.triton.cudagraphs, config.max_autotune, config.shape_padding))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    model = of_timm(depth=1)
+    asked = (dict(options={"mode": mode, "shape_padding": False}), dict(mode=mode))
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
+        for given in asked:
+            torch._dynamo.reset()
+            assert_close(torch.compile(model, backend="vitfast", **given)(IMAGES), model(IMAGES), atol=1e-5)
+            assert len(backend.report().replaced) == 2
+    assert seen == [(True, mode == "max-autotune", padding) for padding in (False, config.shape_padding)]
+
+
+def test_equal_regions_are_compiled_once(graphs):
+    model, blocks = of_timm(depth=3), []
+    for block in model.blocks:
+        block.compile(backend=backend.compile_graph)
+        blocks.append(block._compiled_call_impl)
+
+    def compiled(x):
+        for block, call in zip(model.blocks, blocks):
+            block._compiled_call_impl = call
+        return model(x)
+
+    for block in model.blocks:
+        block._compiled_call_impl = None
+    assert compare(model, IMAGES, compiled=compiled) == {"attention block": 1, "MLP block": 1} and len(graphs) == 1
+
+
+def test_each_graph_between_breaks_is_rewritten(graphs):
+    model = of_timm()
+
+    def broken(x):
+        x = model.blocks[0](model.patch_embed(x))
+        torch._dynamo.graph_break()
+        return model.norm(model.blocks[1](x))
+
+    model.forward = broken
+    compare(model, IMAGES, compiled=backend.compile(broken))
+    assert len(graphs) == 2 and [len(backend.report(n).replaced) for n in (1, 2)] == [2, 4]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_checkpointed_blocks_are_rewritten(inner, reentrant):
+    model = of_timm()
+
+    def forward(x):
+        x = model.patch_embed(x)
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return model.norm(x)
+
+    model.forward = forward
+    compiled = backend.compile(forward, options={"inner": inner}, fullgraph=True)
+    assert compare(model, IMAGES, compiled=compiled) == {"attention block": 2, "MLP block": 2}
+
+
+@pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])
+def test_inference(state, graphs):
+    model = of_timm(depth=1).eval()
+    with state():
+        compiled = backend.compile(model, fullgraph=True)
+        assert_close(compiled(IMAGES), model(IMAGES), atol=1e-5)
+        torch._dynamo.mark_dynamic(images := torch.cat([IMAGES, IMAGES]), 0)
+        for batch in (images, IMAGES, images[:4]):
+            assert_close(compiled(batch), model(batch), atol=1e-5)
+    assert len(graphs) == 2 and len(backend.report(2).replaced) == 4
