@@ -40,18 +40,24 @@ itruediv true_divide divide neg negative getitem cat stack split chunk unbind te
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
 # Functions whose result has a layout of its own, whatever their argument's.
 _LAYS_OUT = frozenset("linear addmm matmul bmm mm einsum layer_norm rms_norm softmax cat stack reshape flatten".split())
-_DRAWS = "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like normal normal_ uniform_ exponential_"
-DRAWS = frozenset((_DRAWS + " multinomial geometric_ cauchy_ log_normal_ native_dropout").split())
+_DRAWS = """
+bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ exponential_
+multinomial geometric_ cauchy_ log_normal_ native_dropout poisson binomial rrelu
+"""
+DRAWS = frozenset(_DRAWS.split())
 _INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
 INPLACE = frozenset(_INPLACE.split())
 STATES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"})
 
 
 def name_of(node: Node) -> str:
-    """The name of the function or method that a node calls."""
-    if node.op == "call_function":
-        return getattr(node.target, "__name__", str(node.target))
-    return node.target if node.op == "call_method" else node.op
+    """The name of the function or method that a node calls: with its module where it is not PyTorch's or Python's."""
+    if node.op != "call_function":
+        return node.target if node.op == "call_method" else node.op
+    name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        module = "torch" if str(node.target).startswith("aten.") else str(node.target)
+    return name if module.partition(".")[0] in ("", "torch", "_operator", "builtins") else f"{module}.{name}"
 
 
 def argument(node: Node, place: int, name: str, default=None):
@@ -154,18 +160,27 @@ def _takes_inplace(node: Node) -> bool:
 
 def changed_by(node: Node) -> list[Node]:
     """The nodes whose tensors a node changes in place."""
-    name, first = name_of(node), [a for a in node.args[:1] if isinstance(a, Node)]
+    name, found = name_of(node), []
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    if _may_change_all(node, name):
         return node.all_input_nodes
-    if "mutation" in name:  # higher-order operations around Triton kernels
-        return node.all_input_nodes
-    out = node.kwargs.get("out")
-    found = [out] if isinstance(out, Node) else list(out) if isinstance(out, (tuple, list)) else []
+    map_arg(node.kwargs.get("out"), found.append)
     if name in INPLACE or (name.endswith("_") and not name.endswith("__")) or _takes_inplace(node):
-        found += first
+        map_arg(node.args[:1], found.append)
     return found
+
+
+def _may_change_all(node: Node, name: str) -> bool:
+    """Whether a node may change any of its inputs: running statistics, custom operations, graphs inside the graph."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    renorm = name in ("embedding", "embedding_bag") and argument(node, 3, "max_norm") is not None
+    return renorm or "batch_norm" in name or "instance_norm" in name
 
 
 class Region(NamedTuple):
@@ -244,11 +259,14 @@ class Positions:
 
     def _expression(self, node: Node, depth: int = 6) -> str:
         """Equal for nodes that compute the same: their own name where that is not certain, or far away."""
-        pure = node.op in ("call_function", "call_method") and not is_draw(node) and not changed_by(node)
-        if not pure or storage_of(node) in self.changed or "empty" in name_of(node) or not depth:
+        name, tensor = name_of(node), tensor_of(node)
+        pure = node.op == "call_method" or (node.op == "call_function" and "." not in name and "empty" not in name)
+        changes = {storage_of(a) for a in (node, *node.all_input_nodes)} & self.changed
+        if not pure or changes or is_draw(node) or changed_by(node) or not depth:
             return f"%{node.name}"
         arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self._expression(a, depth - 1)))
-        return f"{node.target}{arguments}"
+        state = "" if tensor is None else (tensor.dtype, tensor.requires_grad)  # autocast and no_grad change these
+        return f"{node.target}{arguments}{state}"
 
     def obstacle(self, region: Region) -> str | None:
         """Why a region cannot be one operation, whatever it computes; None where it can."""
