@@ -1,8 +1,9 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
-Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced.
-Casts to 16 and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes that
-the operation gives are looked at besides.
+Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced, and
+once more on others: more samples and tokens, of magnitudes from 1e-3 to 1e5, with each mask turned around. So a proof
+holds for more than the numbers that a normal distribution draws. Casts to 16 and 32 bits inside the region become casts
+to float64: the proof is of the mathematics, and the dtypes are looked at besides.
 """
 
 import contextlib
@@ -19,14 +20,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..ops import use_kernels
 from .graph import Proposal, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
 
-TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14
-SAMPLES = 2  # one would hide what mixes samples
-TOKENS = 11
+TOLERANCE = 1e-8  # relative, of norms in float64, below the precision of 32 bits: a true match is at 1e-14
+WIDE_TOLERANCE = 1e-6  # large logits lose digits
 MOST_PREFIX = 8  # tokens in front of the patches
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 _RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
 _SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
+_LENGTHS = frozenset({"getitem", "narrow", "select", "repeat"})  # of these too a whole number is a length or a place
+_LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_forward", "conv2d"})
+
+
+class Numbers(NamedTuple):
+    """What the inputs of one run are."""
+
+    samples: int
+    tokens: int
+    seed: int
+    wide: bool  # magnitudes of a wide range, masks turned around
+
+
+ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample would hide what mixes samples
+WIDE = Numbers(samples=3, tokens=13, seed=2, wide=True)
 
 
 class Proof(NamedTuple):
@@ -85,6 +100,7 @@ def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype |
         _known.move_to_end(key)
         found = None if known.index is None else next(p for i, p in enumerate(proposals) if i == known.index)
         return found, known
+    _look_at_inputs(region, autocast)
     found, proof = _prove(region, proposals, autocast)
     _known[key] = proof
     if len(_known) > _MOST_KNOWN:
@@ -95,12 +111,12 @@ def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype |
 def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
     least = float("inf")
     with _apart(tensor_of(region.source).device):
-        values, theirs = _first_run(region)
+        values, theirs = _first_run(region, ORDINARY)
         upstream = _random(theirs, _generator(1))
         gradients = None
         for index, proposal in enumerate(proposals):
             ours = _built(proposal, values)
-            error = _error(theirs, ours)
+            error = _error(theirs, ours, values[region.source])
             least = min(least, error)
             if not error < TOLERANCE:
                 continue
@@ -108,7 +124,13 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             error = _gradient_error(gradients, _gradients(ours, values, upstream))
             if not error < TOLERANCE:
                 raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
-            return proposal, Proof(index, error, _try_dtypes(region, proposal, values, autocast))
+            axes = _try_dtypes(region, proposal, values, autocast)
+            values, theirs = _first_run(region, WIDE)
+            with torch.no_grad():
+                wide = _error(theirs, _built(proposal, values))
+            if not wide < WIDE_TOLERANCE:
+                raise Unprovable(f"the numbers are the same for ordinary inputs alone ({wide:.0e})")
+            return proposal, Proof(index, error, axes)
     return None, Proof(None, least)
 
 
@@ -135,12 +157,13 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
 
 
-def _first_run(region: Region) -> tuple[dict[Node, Any], Tensor]:
+def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
     """Random values of the inputs, and the region's output: of few samples and tokens where it works."""
-    for lengths in _smaller(region):
+    *ways, last = [*_smaller(region, numbers), *_symbols(region, numbers)]
+    for lengths in ways:
         with contextlib.suppress(Exception):
-            return _run(region, lengths)
-    return _run(region, _Lengths({}, {}))
+            return _run(region, lengths, numbers)
+    return _run(region, last, numbers)
 
 
 class _Lengths(NamedTuple):
@@ -150,9 +173,11 @@ class _Lengths(NamedTuple):
     samples: dict[int, int]
     kept: frozenset[Node] = frozenset()  # inputs that have none
     first: bool = False  # whether samples are replaced in the first axis alone
+    symbols: dict[Any, int] = {}
 
     def of(self, shape: tuple, node: Node | None = None) -> tuple:
         """This shape, of a node or of an argument, with the lengths replaced."""
+        shape = tuple(int(n.node.expr.subs(self.symbols)) if isinstance(n, torch.SymInt) else n for n in shape)
         if node in self.kept:
             return shape
         both = self.tokens | self.samples
@@ -160,23 +185,23 @@ class _Lengths(NamedTuple):
         return tuple(n if not isinstance(n, int) else (rest if i else both).get(n, n) for i, n in enumerate(shape))
 
 
-def _smaller(region: Region) -> Iterator[_Lengths]:
+def _smaller(region: Region, numbers: Numbers) -> Iterator[_Lengths]:
     """Lengths to replace, fewer with each.
 
     Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
     fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
     """
     lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
-    numbers = [n for node in region.nodes if name_of(node) not in _RESHAPES | _SIZED for n in _numbers(node)]
-    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in numbers):
+    places = [n for node in region.nodes if name_of(node) not in _RESHAPES | _SIZED for n in _numbers(node)]
+    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in places):
         return
     samples, tokens = lengths[0], lengths[-2]
-    few, fewer = {samples: SAMPLES} if samples > SAMPLES else {}, {}
-    if tokens > 3 * TOKENS and tokens != samples:
+    few, fewer = {samples: numbers.samples} if samples > numbers.samples else {}, {}
+    if tokens > 3 * numbers.tokens and tokens != samples:
         # Rotary tables have no rows for prefix tokens.
         patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
         patches -= {n for shape in shapes for n in shape[-1:]}
-        fewer = {n: n - tokens + TOKENS for n in (*patches, tokens)}
+        fewer = {n: n - tokens + numbers.tokens for n in (*patches, tokens)}
     # A length of a parameter may be that of the batch by chance.
     kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
     for replaced in (fewer, {}) if fewer else ({},):
@@ -195,22 +220,15 @@ def _numbers(node: Node) -> list[int]:
     return found
 
 
-def _run(region: Region, lengths: _Lengths) -> tuple[dict[Node, Any], Tensor]:
-    values = _inputs(region, lengths)
+def _run(region: Region, lengths: _Lengths, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
+    values = _inputs(region, lengths, numbers)
     # What the region changes in place is a copy: leaves may not be changed, and the operation reads them too.
     env = {node: v.clone() if isinstance(v, Tensor) else v for node, v in values.items()}
     for node in region.nodes:
         env[node] = _execute(node, env, lengths, last=node is region.output)
-        want = shape_of(node)
-        if want is not None and not _is_batch_symbolic(region):
-            want = lengths.of(want)
-            if env[node].shape != want:
-                raise Unprovable(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
+        if (tensor := tensor_of(node)) is not None and env[node].shape != (want := lengths.of(tensor.shape)):
+            raise Unprovable(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
     return values, env[region.output]
-
-
-def _is_batch_symbolic(region: Region) -> bool:
-    return any(not isinstance(n, int) for n in tensor_of(region.source).shape)
 
 
 def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
@@ -235,64 +253,87 @@ def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
     return getattr(arguments[0], "double" if node.target in _CAST_METHODS else node.target)(*arguments[1:], **keywords)
 
 
-def _inputs(region: Region, lengths: _Lengths) -> dict[Node, Any]:
-    """Random float64 tensors, masks with both values, and sizes."""
-    generator, symbols, values = _generator(0), _symbols(region), {}
-
-    def length(n) -> int:
-        if isinstance(n, int):
-            return n
-        return int(n.node.expr.subs({s: symbols.get(s, size(n)) for s in n.node.expr.free_symbols}))
-
+def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, Any]:
+    """Random float64 tensors, masks with both values, pixels, and sizes."""
+    generator, values = _generator(numbers.seed), {}
     for node in region.inputs:
         value = value_of(node)
         if region.equal[node] is not node:
             values[node] = values[region.equal[node]]
-            continue
-        if isinstance(value, (int, torch.SymInt)):
-            values[node] = length(value)
-            continue
-        if not isinstance(value, Tensor):
-            raise Unprovable(f"an input that is a {type(value).__name__}")
-        shape = [length(n) for n in lengths.of(value.shape, node)]
-        if value.dtype == torch.bool:
-            mask = torch.rand(shape, generator=generator, device="cpu") < 0.7
-            if shape and shape[-1] > 1:
+        elif not isinstance(value, Tensor):
+            values[node] = lengths.of((value,), node)[0]
+        elif value.dtype == torch.bool:
+            mask = torch.rand(lengths.of(value.shape, node), generator=_generator(0), device="cpu") < 0.7
+            if mask.dim() and mask.shape[-1] > 1:
                 mask[..., 0], mask[..., 1] = True, False
-            values[node] = mask.to(value.device)
-        elif value.is_floating_point():
-            x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-            x = x * shape[-1] ** -0.5 if len(shape) == 2 else x  # a weight keeps the size of what it multiplies
-            values[node] = x.to(value.device).requires_grad_()
+            values[node] = (mask ^ numbers.wide).to(value.device)
         elif value.dtype == torch.uint8:
-            pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cpu")
-            values[node] = pixels.to(value.device)
+            shape = lengths.of(value.shape, node)
+            values[node] = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cpu").to(
+                value.device
+            )
         else:
-            raise Unprovable(f"an input of {value.dtype}")
+            x = _random(value.new_empty(lengths.of(value.shape, node), device="cpu"), generator)
+            x = x * x.shape[-1] ** -0.5 if x.dim() == 2 else x  # a weight keeps the size of what it multiplies
+            if numbers.wide:
+                of_token = (
+                    torch.logspace(-3, 2, x.shape[-2], dtype=x.dtype, device="cpu") if x.dim() > 2 else x.new_ones(1)
+                )
+                x = x * of_token[:, None] if node is region.source else x * 100
+            values[node] = x.to(value.device).requires_grad_()
     return values
 
 
-def _symbols(region: Region) -> dict:
-    """The sizes of the symbols: two samples; others one more than in this call.
-
-    In this call they may equal a constant of the model by chance.
-    """
-    found = {}
+def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
+    """Raises Unprovable where random inputs would prove too little."""
+    inside, layers, masks = set(region.nodes), set(), set()
     for node in region.inputs:
-        value = value_of(node)
-        for n in value.shape if isinstance(value, Tensor) else (value,):
-            if isinstance(n, torch.SymInt) and n.node.expr.is_symbol:
-                found[n.node.expr] = size(n) + 1
+        value, readers = value_of(node), {name_of(user) for user in node.users if user in inside}
+        if isinstance(value, torch.SymInt) and not readers <= _RESHAPES | _SIZED | _LENGTHS:
+            raise Unprovable("a length is one of the numbers that the region computes with")
+        if not isinstance(value, (Tensor, int, torch.SymInt)):
+            raise Unprovable(f"an input that is a {type(value).__name__}")
+        if isinstance(value, Tensor):
+            if value.dtype not in (torch.bool, torch.uint8) and not value.is_floating_point():
+                raise Unprovable(f"an input of {value.dtype}")
+            masks |= {region.equal[node]} if value.dtype == torch.bool else set()
+            layers |= {value.dtype} if readers & _LAYERS else set()
+    if len(masks) > 1:
+        raise Unprovable("several masks, of which random ones show few combinations")
+    precise = {torch.float32, torch.float64, tensor_of(region.source).dtype, autocast} | layers
+    for node in region.nodes:
+        if (value := tensor_of(node)) is not None and value.is_floating_point() and value.dtype not in precise:
+            raise Unprovable(f"a value is rounded to {value.dtype}")
+
+
+def _symbols(region: Region, numbers: Numbers) -> list[_Lengths]:
+    """Sizes of the symbols, in ways to be tried: a few samples; others one more than in this call.
+
+    In this call they may equal a constant of the model by chance. No length may shrink to one or none, where different
+    orders of the samples are the same.
+    """
+    lengths = [
+        n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
+    ]
+    lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
+    known = {n.node.expr: size(n) + 1 for n in lengths if n.node.expr.is_symbol}
     samples = tensor_of(region.source).shape[0]
-    if isinstance(samples, torch.SymInt) and samples.node.expr.is_symbol:
-        found[samples.node.expr] = SAMPLES
-    return found
+    free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
+    free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
+    ways = [known | dict.fromkeys(free, numbers.samples + i) for i in range(16 if free else 1)]
+    ways = [way for way in ways if all(n.node.expr.subs(way) > 1 for n in lengths)]
+    if not ways:
+        raise Unprovable("the lengths are none of few samples")
+    return [_Lengths({}, {}, symbols=way) for way in ways]
 
 
-def _error(theirs: Tensor, ours: Tensor) -> float:
+def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
+    """The relative error: of the branch where there is a residual, which may be much larger."""
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         return float("inf")
-    return ((theirs - ours).norm() / theirs.norm()).item()
+    whole = theirs.norm()
+    whole = whole if source is None or source.shape != theirs.shape else torch.minimum(whole, (theirs - source).norm())
+    return ((theirs - ours).norm() / whole).item()
 
 
 def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor]:
