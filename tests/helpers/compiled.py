@@ -10,6 +10,19 @@ from torch.nn.utils import parametrizations, parametrize  # noqa: F401, for SOUR
 
 from vitfast import backend
 
+
+class Halved(torch.autograd.Function):
+    """Itself, with half its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / 2
+
+
 SOURCE = """
 class Block(nn.Module):
     def __init__(self):
@@ -48,13 +61,25 @@ class Block(nn.Module):
 """
 
 
-def block(old: str, new: str) -> nn.Module:
-    """A block in float64 with one text of SOURCE replaced."""
-    assert old in SOURCE
+def replaced(source: str, *texts: str) -> str:
+    """A source with texts replaced: one, by what, the next one, by what, ..."""
+    for old, new in zip(texts[::2], texts[1::2]):
+        assert old in source, old
+        source = source.replace(old, new, 1)
+    return source
+
+
+def block(*texts: str, source: str = SOURCE) -> nn.Module:
+    """A block in float64 from a source with texts replaced."""
+    source = replaced(source, *texts)
     scope = dict(globals())
-    exec(compile(SOURCE.replace(old, new, 1), "<mutant>", "exec"), scope)
+    exec(compile(source, "<mutant>", "exec"), scope)
     torch.manual_seed(0)
-    return nn.Sequential(scope["Block"](), nn.Identity()).double()
+    model = nn.Sequential(scope["Block"](), nn.Identity()).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def tensor_of(output) -> torch.Tensor:
