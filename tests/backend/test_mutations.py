@@ -2,22 +2,15 @@
 
 import pytest
 import torch
-from compiled import block, compare
+from compiled import ADD_A, ADD_M, HEADS, QKV, A, M, block, change, compare
 
 WEIGHTS, SDPA = "weights = logits.softmax(-1)", "F.scaled_dot_product_attention(q, k, v"
 ATTEND = "return weights @ v"
-QKV = "q, k, v = self.qkv(h).reshape(B, N, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)"
-ADD_A, ADD_M, M, A = "x = x + a", "y = x + m", "m = self.fc2(F.gelu(self.fc1(h)))", "a = self.attention(h)"
-HEADS = "o = self.attend(q, k, v)"
 GATED = "g, u = self.fc1(h).chunk(2, -1); m = F.linear({}, self.fc2.weight[:, :24])"
 
 
 def sdpa(rest: str) -> tuple[str, str]:
     return HEADS, f"o = {SDPA}{rest})"
-
-
-def change(text: str) -> tuple[str, str]:
-    return "def change(self):\n        pass", f"def change(self):\n        {text}"
 
 
 # name: (a text of SOURCE, what is put in its place, the halves that are replaced: a(ttention), m(lp), s(dpa alone)).

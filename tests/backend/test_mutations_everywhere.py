@@ -4,8 +4,7 @@ import re
 
 import pytest
 import torch
-from compiled import SOURCE, block, compare, replaced
-from test_mutations import ADD_A, HEADS, QKV, A, M, change
+from compiled import ADD_A, HEADS, QKV, SOURCE, A, M, block, change, compare, replaced
 
 # Each line names the values of which a mutant changes one.
 MLP = "u = self.fc1(h)\n        g = F.gelu(u)\n        m = self.fc2(g)"

@@ -61,6 +61,16 @@ class Block(nn.Module):
 """
 
 
+# Texts of it.
+QKV = "q, k, v = self.qkv(h).reshape(B, N, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)"
+ADD_A, ADD_M, M, A = "x = x + a", "y = x + m", "m = self.fc2(F.gelu(self.fc1(h)))", "a = self.attention(h)"
+HEADS = "o = self.attend(q, k, v)"
+
+
+def change(text: str) -> tuple[str, str]:
+    return "def change(self):\n        pass", f"def change(self):\n        {text}"
+
+
 def replaced(source: str, *texts: str) -> str:
     """A source with texts replaced: one, by what, the next one, by what, ..."""
     for old, new in zip(texts[::2], texts[1::2]):
