@@ -41,7 +41,7 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
     compiler = _inner_compiler(inner, mode, options)
     try:
-        done = rewrite_graph(module)
+        done = joined([rewrite_graph(module), Report(_cut_by_ddp())])
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
@@ -49,6 +49,19 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     _reports.append(done)
     _log.info("vitfast backend: %s", done.summary())
     return compiler(module, inputs)
+
+
+def _cut_by_ddp() -> list[Entry]:
+    """Says in the report that Dynamo has cut the graph where the buckets of DistributedDataParallel end."""
+    ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
+        return []
+    if sum(p.nbytes for p in ddp.parameters() if p.requires_grad) <= ddp.bucket_bytes_cap:
+        return []
+    why = (
+        "Dynamo has cut it at the buckets of DDP, within blocks too; torch._dynamo.config.optimize_ddp = False does not"
+    )
+    return [Entry("graph", "", why)]
 
 
 def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> Callable:
