@@ -5,7 +5,9 @@ import timm
 import torch
 from checks import assert_close, randomize
 from compiled import compare
+from processes import Child, done
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import checkpoint
@@ -110,3 +112,19 @@ def test_inference(state, graphs):
         for batch in (images, IMAGES, images[:4]):
             assert_close(compiled(batch), model(batch), atol=1e-5)
     assert len(graphs) == 2 and len(backend.report(2).replaced) == 4
+
+
+def with_cache() -> None:
+    """In a process of its own: prints Inductor's hits, and whether AOTAutograd's cache was passed by."""
+    model = of_timm(depth=1)
+    compare(model, IMAGES, inner="inductor", tolerance=1e-4)
+    hits, passed = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]
+    print(f"{len(backend.report().replaced)} replaced, {hits} hits, {passed} bypassed")
+
+
+@pytest.mark.slow
+def test_another_process_finds_the_compiled_code_in_inductors_cache(tmp_path):
+    """AOTAutograd's cache knows nothing of our functions in the graph, and leaves it alone."""
+    for hits in (0, 2):
+        (said,) = done([Child(with_cache, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))])
+        assert f"2 replaced, {hits} hits, 1 bypassed" in said
