@@ -21,7 +21,7 @@ import machine
 import pytest
 import torch
 from machine import median_seconds
-from peers import BUILDERS, Peer, Setting, bench_peer, learner
+from peers import BACKEND, BUILDERS, Peer, Setting, bench_peer, learner
 from shapes import MAIN, model_work, planned
 
 from vitfast import ops
@@ -35,6 +35,8 @@ LEADING = (  # what decides comes first, because a stage has no time for all
     Setting("vitfast", "compile", "bf16", again=True),
     Setting("vitfast.accelerate(timm)", "compile", "bf16"),
     Setting("vitfast.accelerate(timm)", "compile", "amp"),
+    Setting(BACKEND, "compile", "bf16"),
+    Setting(BACKEND, "compile", "amp"),
     Setting("huggingface", "compile", "bf16"),
     Setting("torchvision", "compile", "bf16"),
     Setting("timm", "max-autotune", "bf16"),

@@ -264,7 +264,7 @@ gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
 going() { if ((device_errors < 2)); then "$@"; fi; } # after two device errors in a row others would only repeat them
 
 first() {
-    local main="B/16 and 224 and B256" ours="" peers="compile and (vitfast or timm) and not accelerate"
+    local main="B/16 and 224 and B256" ours="" peers="compile and (vitfast or timm) and not (accelerate or backend)"
     local train="test_train and $peers" inference="test_inference and bf16 and $peers"
     check="smoke" doctor smoke 90 --dtype bfloat16 \
         --only layer_norm --only attention --only linear_gelu --only "patch_embed, uint8"

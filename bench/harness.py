@@ -56,11 +56,13 @@ class Case:
 def compiled(function: Callable, how: str, **options) -> Callable:
     """torch.compile, from a clean start. how: "compile" or "max-autotune"; options: torch.compile's.
 
-    CUDA graphs are ours to capture: inside torch.compile they would copy every input first.
+    how "eager" is for backend="vitfast", whose graph then runs as it is. CUDA graphs are ours to capture: inside
+    torch.compile they would copy every input first.
     """
     torch._dynamo.reset()
-    if machine.REHEARSED:  # traced, nothing generated
-        return torch.compile(function, backend="eager", **options)
+    if machine.REHEARSED or how == "eager":  # traced, nothing generated
+        inner = dict(options={"inner": "eager"}) if options.get("backend") == "vitfast" else dict(backend="eager")
+        return torch.compile(function, **options, **inner)
     mode = dict(mode="max-autotune-no-cudagraphs") if how == "max-autotune" else {}
     return torch.compile(function, **mode, **options)
 

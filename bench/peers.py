@@ -140,12 +140,14 @@ def _torchvision(s: Shape) -> nn.Module:
     return VisionTransformer(s.image, s.patch, **sizes)
 
 
+BACKEND = "vitfast backend (timm)"  # in each setting compiled by the backend: "eager" is its inner compiler then
 BUILDERS = {
     "vitfast": lambda s: ViT.from_preset(s.model, img_size=s.image),
     "timm": _timm,
     "huggingface": _hugging_face,
     "torchvision": _torchvision,
     "vitfast.accelerate(timm)": lambda s: vitfast.accelerate(_timm(s)),
+    BACKEND: _timm,
 }
 
 
@@ -192,7 +194,9 @@ class Peer:
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
             choose_saved_activations(self.model, shape.rows, setting.dtype)
         self.function = self.model
-        if setting.how != "eager":
+        if setting.library == BACKEND:
+            self.function = compiled(self.model, setting.how, fullgraph=True, backend="vitfast")
+        elif setting.how != "eager":
             self.function = compiled(self.model, setting.how, fullgraph=ours)
 
     def build(self) -> None:
@@ -257,6 +261,8 @@ class Peer:
     def _judge(self, when: str = "") -> dict[str, float]:
         """Judges exactly what is timed."""
         found = self._run(self.model, [self.images], self.upstream, self)
+        if self.setting.library == BACKEND and (done := vitfast.backend.report()).left:
+            raise AssertionError(f"{self.setting.name}: blocks of {self.shape.name} are left\n{done}")
         found = [found[i] for i in self.chosen] + found[self.shape.batch :]
         error = worst(found, [t.to(machine.DEVICE) for t in self.truth])
         return judge(self.setting.name, f"{self.shape.name}{when}", error, self.own, self.setting.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
+LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, and those that cases of some operations must have besides.
