@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from checks import assert_close, randomize
-from compiled import compare
+from compiled import AROUND, compare
 from processes import Child, done
 from torch import nn
 from torch._dynamo.utils import counters
@@ -53,7 +53,7 @@ def test_modes_reach_inductor(mode, monkeypatch):
         for given in asked:
             torch._dynamo.reset()
             assert_close(torch.compile(model, backend="vitfast", **given)(IMAGES), model(IMAGES), atol=1e-5)
-            assert len(backend.report().replaced) == 2
+            assert len(backend.report().replaced) == 4
     assert seen == [(True, mode == "max-autotune", padding) for padding in (False, config.shape_padding)]
 
 
@@ -83,7 +83,7 @@ def test_each_graph_between_breaks_is_rewritten(graphs):
 
     model.forward = broken
     compare(model, IMAGES, compiled=backend.compile(broken))
-    assert len(graphs) == 2 and [len(backend.report(n).replaced) for n in (1, 2)] == [2, 4]
+    assert len(graphs) == 2 and [len(backend.report(n).replaced) for n in (1, 2)] == [3, 6]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -99,7 +99,7 @@ def test_checkpointed_blocks_are_rewritten(inner, reentrant):
 
     model.forward = forward
     compiled = backend.compile(forward, options={"inner": inner}, fullgraph=True)
-    assert compare(model, IMAGES, compiled=compiled) == {"attention block": 2, "MLP block": 2}
+    assert compare(model, IMAGES, compiled=compiled) == AROUND | {"attention block": 2, "MLP block": 2}
 
 
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])
@@ -111,7 +111,7 @@ def test_inference(state, graphs):
         torch._dynamo.mark_dynamic(images := torch.cat([IMAGES, IMAGES]), 0)
         for batch in (images, IMAGES, images[:4]):
             assert_close(compiled(batch), model(batch), atol=1e-5)
-    assert len(graphs) == 2 and len(backend.report(2).replaced) == 4
+    assert len(graphs) == 2 and len(backend.report(2).replaced) == 8
 
 
 def with_cache() -> None:
@@ -127,4 +127,4 @@ def test_another_process_finds_the_compiled_code_in_inductors_cache(tmp_path):
     """AOTAutograd's cache knows nothing of our functions in the graph, and leaves it alone."""
     for hits in (0, 2):
         (said,) = done([Child(with_cache, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))])
-        assert f"2 replaced, {hits} hits, 1 bypassed" in said
+        assert f"4 replaced, {hits} hits, 1 bypassed" in said

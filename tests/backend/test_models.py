@@ -6,7 +6,7 @@ import torch
 import torchvision
 import transformers
 from checks import randomize
-from compiled import compare, run
+from compiled import AROUND, compare, run
 
 from vitfast import backend
 
@@ -21,7 +21,6 @@ def of_transformers(name: str, **options):
     return getattr(transformers, f"{name}Model")(config)
 
 
-AROUND = {"patch embedding": 1, "LayerNorm": 1}
 BOTH, GATED = ({"attention block": 2, mlp: 2} | AROUND for mlp in ("MLP block", "gated MLP block"))
 MODELS = {
     "timm vit": (of_timm, BOTH),

@@ -92,6 +92,9 @@ def block(*texts: str, source: str = SOURCE) -> nn.Module:
     return model
 
 
+AROUND = {"patch embedding": 1, "LayerNorm": 1}  # what is replaced around the blocks of most models
+
+
 def tensor_of(output) -> torch.Tensor:
     """The first tensor of a model's output."""
     if isinstance(output, torch.Tensor):
