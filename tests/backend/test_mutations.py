@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from compiled import ADD_A, ADD_M, HEADS, QKV, A, M, block, change, compare
+from compiled import ADD_A, ADD_M, ATTEND, HEADS, QKV, SDPA, WEIGHTS, A, M, block, change, compare
 
-WEIGHTS, SDPA = "weights = logits.softmax(-1)", "F.scaled_dot_product_attention(q, k, v"
-ATTEND = "return weights @ v"
 GATED = "g, u = self.fc1(h).chunk(2, -1); m = F.linear({}, self.fc2.weight[:, :24])"
 
 

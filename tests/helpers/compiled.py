@@ -61,13 +61,16 @@ class Block(nn.Module):
 """
 
 
-# Texts of it.
+# Texts of SOURCE.
+WEIGHTS, SDPA = "weights = logits.softmax(-1)", "F.scaled_dot_product_attention(q, k, v"
+ATTEND = "return weights @ v"
 QKV = "q, k, v = self.qkv(h).reshape(B, N, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)"
 ADD_A, ADD_M, M, A = "x = x + a", "y = x + m", "m = self.fc2(F.gelu(self.fc1(h)))", "a = self.attention(h)"
 HEADS = "o = self.attend(q, k, v)"
 
 
 def change(text: str) -> tuple[str, str]:
+    """A text of SOURCE and another one, which changes the block after it is made."""
     return "def change(self):\n        pass", f"def change(self):\n        {text}"
 
 

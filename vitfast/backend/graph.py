@@ -132,12 +132,13 @@ def is_unchanged(node: Node) -> bool:
 
 
 def is_viewed(node: Node) -> bool:
-    """Whether another layout of a node's tensor in memory may matter: to a view of it, to the caller."""
+    """Whether another layout of a node's tensor in memory may matter: to a view, to random numbers, to the caller."""
     stack, seen = list(node.users), set()
     while stack:
         user = stack.pop()
         name = name_of(user)
-        if user.op == "output" or name in ("view", "_unsafe_view", "view_as", "as_strided"):
+        drawn = is_draw(user) or name.endswith("_like")  # in memory's order
+        if user.op == "output" or drawn or name in ("view", "_unsafe_view", "view_as", "as_strided"):
             return True
         if user not in seen and name not in _LAYS_OUT:
             seen.add(user)

@@ -24,7 +24,7 @@ from .graph import (
     module_of,
     name_of,
     operation_of,
-    shape_of,
+    size,
     tensor_of,
 )
 from .linear import linear_of
@@ -138,10 +138,10 @@ class _Rewriter:
         inside = {self.ours[node] for node in region.nodes if node in self.ours}
         why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
         if why is None:
-            proposal, axes, why = self._proven(region, found, self._autocast(region))
+            proposal, why = self._proven(region, found, self._autocast(region))
             if proposal is not None:
                 kind = proposal.kind
-                self._write(region, proposal, axes)
+                self._write(region, proposal)
         return kind, why
 
     def _autocast(self, region: Region) -> torch.dtype | None:
@@ -151,17 +151,17 @@ class _Rewriter:
         return self.autocast[device].get(region.output)
 
     def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, tuple | None, str | None]:
-        """(a proposal, the axes of Proof, None) or (None, None, why there is none)."""
+        """(a proposal, None) or (None, why there is none)."""
         start = time.perf_counter()
         try:
             proposal, proof = prove(region, found, dtype)
         except Unrecognised as reason:
-            return None, None, str(reason)
+            return None, str(reason)
         finally:
             self.proof_seconds += time.perf_counter() - start
-        return proposal, proof.axes, None if proposal is not None else _why(proof)
+        return proposal, None if proposal is not None else _why(proof)
 
-    def _write(self, region: Region, proposal: Proposal, axes: tuple[int, ...] | None) -> None:
+    def _write(self, region: Region, proposal: Proposal) -> None:
         """Writes an operation in front of the region's output, which it replaces; the region goes."""
         written, output = [], region.output
 
@@ -172,8 +172,9 @@ class _Rewriter:
         try:
             with self.graph.inserting_before(output):
                 new = proposal.build(call)
-                if axes is not None and is_viewed(output):
-                    new = call(laid_out, new, axes)
+                if is_viewed(output):
+                    strides = list(map(size, tensor_of(output).stride()))
+                    new = call(laid_out, new, sorted(range(len(strides)), key=lambda axis: -strides[axis]))
                 swaps = self._value_free_users(region)
         except Exception:
             for node in reversed(written):
@@ -195,6 +196,7 @@ class _Rewriter:
 
         They can read the source's as well."""
         inside, source, found = set(region.nodes), tensor_of(region.source), []
+        like = [source.shape, source.stride(), source.dtype]
         for node in region.nodes[:-1]:
             for user in node.users:
                 name, own = name_of(user), tensor_of(node)
@@ -202,7 +204,7 @@ class _Rewriter:
                     continue
                 if name.startswith("new_"):
                     found.append((user, {"dtype": own.dtype, **user.kwargs}))
-                elif name.endswith("_like") and shape_of(node) == shape_of(region.source) and own.dtype == source.dtype:
+                elif name.endswith("_like") and [own.shape, own.stride(), own.dtype] == like:
                     found.append((user, user.kwargs))
         return found
 
