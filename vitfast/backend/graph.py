@@ -51,7 +51,7 @@ STATES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_
 
 
 def name_of(node: Node) -> str:
-    """The name of the function or method that a node calls: with its module where it is not PyTorch's or Python's."""
+    """The name of the function or method that a node calls, with its module where that is a stranger's."""
     if node.op != "call_function":
         return node.target if node.op == "call_method" else node.op
     name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
@@ -132,7 +132,7 @@ def is_unchanged(node: Node) -> bool:
 
 
 def is_viewed(node: Node) -> bool:
-    """Whether another layout of a node's tensor in memory may matter: to a view, to random numbers, to the caller."""
+    """Whether another layout in memory may matter: to a view, to random numbers, to the caller."""
     stack, seen = list(node.users), set()
     while stack:
         user = stack.pop()
@@ -173,7 +173,7 @@ def changed_by(node: Node) -> list[Node]:
 
 
 def _may_change_all(node: Node, name: str) -> bool:
-    """Whether a node may change any of its inputs: running statistics, custom operations, graphs inside the graph."""
+    """Whether a node may change any input: running statistics, custom operations, inner graphs."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverloadPacket):

@@ -31,7 +31,7 @@ _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_fo
 
 
 class Numbers(NamedTuple):
-    """What the inputs of one run are."""
+    """The inputs of one run."""
 
     samples: int
     tokens: int
@@ -41,10 +41,10 @@ class Numbers(NamedTuple):
 
 
 ORDINARY = Numbers(samples=2, tokens=11, seed=0, turned=False, wide=False)  # one sample hides what mixes samples
-OTHERS = {
-    Numbers(samples=3, tokens=13, seed=2, turned=True, wide=False): TOLERANCE,
-    Numbers(samples=3, tokens=13, seed=3, turned=True, wide=True): TOLERANCE,  # large logits lose digits
-}
+OTHERS = (
+    Numbers(samples=3, tokens=13, seed=2, turned=True, wide=False),
+    Numbers(samples=3, tokens=13, seed=3, turned=True, wide=True),
+)
 
 
 class Proof(NamedTuple):
@@ -127,11 +127,11 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             if not error < TOLERANCE:
                 raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
             _try_dtypes(region, proposal, values, autocast)
-            for numbers, most in OTHERS.items():
+            for numbers in OTHERS:
                 values, theirs = _first_run(region, numbers)
                 with torch.no_grad():
                     other = _error(theirs, _built(proposal, values))
-                if not other < most:
+                if not other < TOLERANCE:
                     raise Unprovable(f"the numbers are the same for some inputs alone ({other:.0e})")
             return proposal, Proof(index, error)
     return None, Proof(None, least)
