@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import run_cli
 from torch import nn
 
 from vitfast import InputError
 from vitfast.adapters.families import FAMILIES, Family
-from vitfast.cli.families import markdown
+from vitfast.cli.families import coverage_markdown, markdown
+from vitfast.tools.coverage import cover
+from vitfast.tools.encoders import ENCODERS, Encoder
 from vitfast.tools.families import SAME, chosen, judge
 
 PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
@@ -29,10 +32,55 @@ def test_a_family_has_the_row_of_the_page(name):
     assert markdown([row]).splitlines()[-1] in PAGE.read_text().splitlines()
 
 
+def rows_of_the_page(table: int) -> list[list[str]]:
+    text = PAGE.read_text().split("## With torch.compile")[table]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+
+
 def test_the_page_has_no_other_rows():
-    rows = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    assert [(a.removeprefix("| "), b) for a, b in rows[1:]] == [(f.library, f.name) for f in FAMILIES]
+    assert [tuple(row[:2]) for row in rows_of_the_page(0)] == [(f.library, f.name) for f in FAMILIES]
     assert len(NAMES) == len(FAMILIES) >= 40
+
+
+ENCODER_NAMES = {f"{encoder.library} {encoder.family.name}": encoder for encoder in ENCODERS}
+FEW_ENCODERS = ("timm cait_xxs24_224", "transformers BlipVisionModel", "torch as in MAE's repository")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW_ENCODERS else pytest.param(n, marks=pytest.mark.long) for n in ENCODER_NAMES]
+)
+def test_a_compiled_encoder_has_the_row_of_the_page(name):
+    encoder = ENCODER_NAMES[name]
+    pytest.importorskip(encoder.library)
+    row = cover(encoder)
+    assert row.right and row.attention[0] <= row.attention[1] and row.mlp[0] <= row.mlp[1], row
+    assert coverage_markdown([row]).splitlines()[2] in PAGE.read_text().splitlines()
+
+
+def test_nine_of_ten_halves_are_replaced_whole_on_the_page():
+    rows = rows_of_the_page(1)
+    assert [f"{row[0]} {row[1]}" for row in rows] == list(ENCODER_NAMES)
+    halves = [cell.split(" of ") for row in rows for cell in row[2:4] if cell]
+    done, of = (sum(int(half[i]) for half in halves) for i in range(2))
+    assert len(ENCODER_NAMES) == len(ENCODERS) >= len(FAMILIES) + 60 and done >= 0.9 * of
+    assert f"{done} of {of} halves" in PAGE.read_text()
+
+
+def test_the_command_compiles(capsys):
+    code, out, _ = run_cli(capsys, "families", "--compile", "--library", "torchvision", "--device", "cpu")
+    assert code == 0 and "torchvision ViT: 2 of 2 attention halves, 2 of 2 MLP halves, patch embedding" in out
+    assert "4 of 4 halves with the operations' mathematics are replaced whole (100.0%)." in out
+
+
+def test_a_compiled_model_of_other_numbers_is_wrong():
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return x * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+    make = lambda: nn.Sequential(nn.Linear(32, 4), Doubling())  # noqa: E731
+    row = cover(Encoder(Family("torch", "doubling", make, lambda: dict(input=torch.randn(2, 5, 32)))))
+    assert not row.right and row.error > 0.1 and not row.failure
+    assert cover(Encoder(Family("torch", "broken", lambda: 1 / 0, dict))).failure.startswith("ZeroDivisionError")
 
 
 def test_the_command_prints_lines_and_json(capsys):

@@ -3,7 +3,6 @@
 Nothing is imported until a model is made.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -212,8 +211,3 @@ def _family(library: str, images: Callable[[], dict], name: str, make, batch=Non
 
 
 FAMILIES = tuple(_family(library, images, *row) for library, (rows, images) in _LIBRARIES.items() for row in rows)
-
-
-def families() -> list[Family]:
-    """The families whose library is installed."""
-    return [family for family in FAMILIES if importlib.util.find_spec(family.library) is not None]

@@ -1,4 +1,4 @@
-"""Show what accelerate does to each family of models: parts, operations, errors against the library."""
+"""Show what accelerate, or the compile backend, does to each family of models: parts and errors."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--library", metavar="NAME", default=None, help="timm, transformers, torchvision, torch or open_clip (all)"
     )
+    parser.add_argument(
+        "--compile", action="store_true", default=False, help="by the backend of torch.compile, and for more encoders"
+    )
     add_shared(parser, "--device", default=None)
     add_shared(parser, "--json", help="as a list of objects")
     parser.add_argument("--markdown", action="store_true", default=False, help="as the table of the documentation")
@@ -19,21 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..tools.families import chosen, judge
+    from ..tools import coverage, families
 
+    chosen, judged = (coverage.chosen, coverage.cover) if args.compile else (families.chosen, families.judge)
+    lines, table = (_coverage, coverage_markdown) if args.compile else (_lines, markdown)
     device, rows = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), []
     for family in chosen(args.library):
-        rows.append(judge(family, device))
+        rows.append(judged(family, device))
         if not (args.json or args.markdown):
-            print(_lines(rows[-1]), flush=True)
+            print(lines(rows[-1]), flush=True)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) | dict(right=row.right) for row in rows], indent=2))
     elif args.markdown:
-        print(markdown(rows))
+        print(table(rows))
     else:
         wrong = ", ".join(f"{row.library} {row.family}" for row in rows if not row.right) or "none"
         where = "kernels ran" if device == "cuda" else "plain PyTorch ran: kernels need a GPU"
         print(f"{len(rows)} families on {device} ({where}); wrong: {wrong}")
+        if args.compile:
+            print(_total(rows))
     return 0 if all(row.right for row in rows) else 1
 
 
@@ -50,13 +57,50 @@ def _lines(row) -> str:
     return f"{head}: {_counts(row.operations)}; {errors}{left}"
 
 
-def markdown(rows) -> str:
-    """The table of docs/reference/families.md; errors as bounds, so that it is the same on every machine."""
-    columns = ("library", "family", "operations of a forward", "error", "the library's own code, and why")
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+def _coverage(row) -> str:
+    head = f"{row.library} {row.family}"
+    if row.failure:
+        return f"{head}: {row.failure}"
+    done = [f"{a} of {b} {name} halves" for (a, b), name in ((row.attention, "attention"), (row.mlp, "MLP")) if b]
+    left = f"\n    left: {_counts(row.left)}" if row.left else ""
+    return f"{head}: {', '.join([*done, _counts(row.besides)])}; error {row.error:.0e}{left}"
+
+
+def _total(rows) -> str:
+    from ..tools.coverage import whole
+
+    done, of = whole(rows)
+    return f"{done} of {of} halves with the operations' mathematics are replaced whole ({done / max(1, of):.1%})."
+
+
+def _bound(error: float) -> str:
+    """An error as a bound, so that it is the same on every machine."""
+    return next((f"< {bound:.0e}" for bound in (1e-5, 1e-4) if error < bound), "wrong")
+
+
+def _table(columns: str, rows: list[list[str]]) -> str:
+    lines = [columns, *(" | ".join(cells) for cells in rows)]
+    head, *body = [f"| {line} |" for line in lines]
+    return "\n".join([head, "|" + "---|" * (columns.count("|") + 1), *body])
+
+
+def coverage_markdown(rows) -> str:
+    """The second table of docs/reference/families.md."""
+    cells = []
     for row in rows:
-        error = max(row.logits, row.gradients)
-        bound = next((f"< {bound:.0e}" for bound in (1e-5, 1e-4) if error < bound), "wrong")
-        cells = (row.library, row.family, _counts(row.operations), bound, _counts(row.left))
-        lines.append("| " + " | ".join(row.failure or cell for cell in cells) + " |")
-    return "\n".join(lines)
+        halves = [f"{done} of {of}" if of else "" for done, of in (row.attention, row.mlp)]
+        numbers = [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
+        cells.append([row.library, row.family, *([row.failure] * 5 if row.failure else numbers)])
+    columns = (
+        "library | encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
+    )
+    return f"{_table(columns, cells)}\n\n{_total(rows)}"
+
+
+def markdown(rows) -> str:
+    """The first table of docs/reference/families.md."""
+    cells = []
+    for row in rows:
+        numbers = [_counts(row.operations), _bound(max(row.logits, row.gradients)), _counts(row.left)]
+        cells.append([row.library, row.family, *([row.failure] * 3 if row.failure else numbers)])
+    return _table("library | family | operations of a forward | error | the library's own code, and why", cells)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import logging
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..adapters import accelerate, acceleration_report
-from ..adapters.families import FAMILIES, Family, families
+from ..adapters.families import FAMILIES, Family
 from ..errors import InputError
 from ..ops._dispatch import counting
 from .verify import exact_fp32
@@ -57,13 +58,13 @@ def judge(family: Family, device: str = "cpu") -> Row:
             start = time.process_time()
             model = family.make()
             seconds = time.process_time() - start
-            original = _randomised(model).to(device)
+            original = randomised(model).to(device)
             batch = {name: value.to(device) for name, value in family.batch().items()}
             model = accelerate(copy.deepcopy(original))
             with counting() as called:
-                ours = _run(family, model, batch)
-            theirs, report = _run(family, original, batch), acceleration_report(model)
-            errors = [_error(a, b) for a, b in zip(ours, theirs)]
+                ours = run(family, model, batch)
+            theirs, report = run(family, original, batch), acceleration_report(model)
+            errors = [error_of(a, b) for a, b in zip(ours, theirs)]
     except Exception as error:  # a library of another version: a row says so, and the others follow
         return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
     parts, left = (dict(Counter(of)) for of in ((e.part for e in report.replaced), (e.why for e in report.left)))
@@ -74,17 +75,22 @@ def judge(family: Family, device: str = "cpu") -> Row:
 
 def chosen(library: str | None = None) -> list[Family]:
     """The installed families, of one library or of all. Raises InputError where there are none."""
-    known = sorted({family.library for family in FAMILIES})
+    return installed(FAMILIES, library)
+
+
+def installed(found: Iterable, library: str | None) -> list:
+    """Those whose library is installed, of one library or of all. Raises InputError if there are none."""
+    known = sorted({each.library for each in found})
     if library is not None and library not in known:
         raise InputError(f"families: library must be one of {', '.join(known)}, got {library!r}")
-    found = [family for family in families() if library in (None, family.library)]
+    found = [f for f in found if library in (None, f.library) and importlib.util.find_spec(f.library) is not None]
     if not found:
         raise InputError(f"families: {library or 'none of ' + ', '.join(known)} is not installed")
     return found
 
 
 @torch.no_grad()
-def _randomised(model: nn.Module) -> nn.Module:
+def randomised(model: nn.Module) -> nn.Module:
     """Gives every parameter random values: the zeros and ones of a new model would hide mix-ups."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -95,7 +101,7 @@ def _randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
+def run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
     """(a training model's floating outputs, the parameters' gradients for random upstream gradients)."""
     torch.manual_seed(1)
     leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -108,7 +114,7 @@ def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], l
     return [t.detach() for t in leaves], [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, gradients)]
 
 
-def _error(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
+def error_of(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
     """The largest difference relative to the library's largest number; infinite for NaN or other shapes."""
     pairs = list(zip(ours, theirs, strict=True))
     if any(a.shape != b.shape for a, b in pairs):
