@@ -1,4 +1,4 @@
-"""Compiles a small model of each encoder with the backend, and compares it with the library's own code."""
+"""Compiles a small model of each encoder with the backend, and compares it with the library's code."""
 
 import dataclasses
 import logging
