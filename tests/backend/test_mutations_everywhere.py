@@ -1,11 +1,10 @@
 """Each inner value of several blocks is changed in each of many ways: replaced and equal, or left, wherever it is."""
 
 import re
-from collections import Counter
 
 import pytest
 import torch
-from compiled import ADD_A, HEADS, QKV, SOURCE, A, M, block, change, compare, replaced
+from compiled import ADD_A, HEADS, QKV, SOURCE, A, M, block, change, compare, halves, replaced
 
 # Each line names the values of which a mutant changes one.
 MLP = "u = self.fc1(h)\n        g = F.gelu(u)\n        m = self.fc2(g)"
@@ -59,7 +58,7 @@ HARMFUL = {
     "detached": "{0} = {0}.detach()",
     "no_grad": "with torch.no_grad():\n    {0} = {0} * 1.0",
     "returned": "self.seen = {0}",
-    "changed afterwards": "later = {0}.data",
+    "set in part": "{0} = {0}.clone()\n{0}[:, :1] = 0.5",
     "dropout": "{0} = F.dropout({0}, 0.2)",
     "noise": "{0} = {0} + 1e-3 * torch.rand_like({0})",
     "rounded": "{0} = {0}.bfloat16().to({0}.dtype)",
@@ -107,9 +106,6 @@ def changed(source: str, line: int, name: str, text: str) -> str:
     lines = source.splitlines()
     indent = re.match(" *", lines[line])[0]
     lines[line] += "".join(f"\n{indent}{t}" for t in text.format(name).splitlines())
-    if "later" in text:  # changed after all that reads it
-        end = next(i for i in range(line, len(lines)) if lines[i].lstrip().startswith("return"))
-        lines[end] = lines[end].replace("return", "result =") + f"\n{indent}later.mul_(1.5)\n{indent}return result"
     seen = "return torch.cat([y.flatten(), self.seen.flatten()])" if "seen" in text else "return y"
     return "\n".join(lines).replace("return y", seen)
 
@@ -119,18 +115,14 @@ def inputs(base: str) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def halves(done: Counter) -> int:
-    return sum(count for kind, count in done.items() if "block" in kind)
-
-
 SOURCES = {base: replaced(SOURCE, *texts) for base, texts in BASES.items()}
 GRID = [(base, *site, edit) for base in BASES for site in sites(SOURCES[base]) for edit in EDITS]
-CASES = GRID[:: len(EDITS) // 3 + 1]  # every value in three ways, of which each is used everywhere
+CASES = GRID[::17]  # no multiple of the edits: each comes at many values
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_both_halves_are_replaced(base):
-    assert halves(compare(block(source=SOURCES[base]), inputs(base), tolerance=1e-9)) == 2
+    assert halves(compare(block(source=SOURCES[base]), inputs(base), tolerance=1e-9)) == "am"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +131,7 @@ def test_both_halves_are_replaced(base):
 )
 def test_a_changed_value_is_respected(base, line, name, edit):
     model = block(source=changed(SOURCES[base], line, name, EDITS[edit]))
-    done = halves(compare(model, inputs(base), tolerance=1e-9))
+    done = len(halves(compare(model, inputs(base), tolerance=1e-9)))
     assert edit not in HARMLESS or done == 2
     equal = (name, edit) == ("weights", "softly clamped")  # of what is at most 1: the difference is 3e-9
     assert edit not in HARMFUL or name == BORDER or equal or done < 2

@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F  # noqa: F401, for SOURCE
+import torch.utils.checkpoint
 from checks import assert_close
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize  # noqa: F401, for SOURCE
@@ -133,3 +134,8 @@ def compare(model, *inputs, inner="eager", tolerance=1e-5, compiled=None, **opti
         scale = max(gradient.abs().max().item(), 1e-3 * most)  # k's bias has a gradient of zero but for rounding
         assert_close(given[name] / scale, gradient / scale, atol=tolerance, name=f"gradient of {name}")
     return Counter(entry.kind for entry in backend.report().replaced)
+
+
+def halves(done: Counter) -> str:
+    """The halves of a block that were replaced: a(ttention), m(lp)."""
+    return "a" * done["attention block"] + "m" * (done["MLP block"] + done["gated MLP block"])

@@ -1,7 +1,7 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
 Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced, and
-twice more: on more samples and tokens, with each mask turned around, and on magnitudes from 1e-3 to 1e5. So a proof
+twice more: on more samples and tokens, with each mask turned around, and on magnitudes from 1e-3 to 1e6. So a proof
 holds for more than the numbers that a normal distribution draws. Casts to 16 and 32 bits inside the region become casts
 to float64: the proof is of the mathematics, and the dtypes are looked at besides.
 """
@@ -282,7 +282,7 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
                 of_token = (
                     torch.logspace(-3, 2, x.shape[-2], dtype=x.dtype, device="cpu") if x.dim() > 2 else x.new_ones(1)
                 )
-                x = x * of_token[:, None] if node is region.source else x * 100
+                x = x * of_token[:, None] if node is region.source else x * 1000
             values[node] = x.to(value.device).requires_grad_()
     return values
 
