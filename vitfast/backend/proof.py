@@ -128,8 +128,8 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
                 raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
             _try_dtypes(region, proposal, values, autocast)
             for numbers in OTHERS:
-                values, theirs = _first_run(region, numbers)
                 with torch.no_grad():
+                    values, theirs = _first_run(region, numbers)
                     other = _error(theirs, _built(proposal, values))
                 if not other < TOLERANCE:
                     raise Unprovable(f"the numbers are the same for some inputs alone ({other:.0e})")
