@@ -103,6 +103,21 @@ def test_other_batch_sizes_compile_once_more():
     assert any("attention_block" in str(node.target) for node in graphs[1].graph.nodes)
 
 
+@torch.no_grad()
+def test_dynamic_shapes_leave_the_numbers_of_a_model_constant():
+    """dynamic=True makes inputs of eps and of dropout's rates, which operations take as numbers."""
+    torch.manual_seed(0)
+    model = randomize(of_timm())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="vitfast", dynamic=True, options={"inner": "eager"})
+    for eps in (1e-6, 0.5):
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps = eps
+        torch.testing.assert_close(compiled(IMAGES), model(IMAGES), atol=1e-5, rtol=1e-5)
+        assert len(backend.report().replaced) == 6 and not backend.report().left
+
+
 @torch.inference_mode()
 def test_a_residual_changed_in_place_is_replaced_where_nobody_sees_it():
     class Model(torch.nn.Module):

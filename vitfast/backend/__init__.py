@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="vitfast")`: vitfast's operations in any ViT that is compiled.
 
 In the graph of torch.compile all encoder blocks look alike, whatever the classes are called. The backend finds them by
-structure (recognise.py), proves each one by numbers (proof.py), replaces it (rewrite.py) and hands the graph on to
+structure, proves each one by numbers (proof.py), replaces it (rewrite.py) and hands the graph on to
 another backend, Inductor unless told otherwise. `report()` says what it did.
 """
 

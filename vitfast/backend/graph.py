@@ -123,11 +123,11 @@ def is_draw(node: Node) -> bool:
 
 
 def is_unchanged(node: Node) -> bool:
-    """Whether a node gives back its argument: a cast to the same dtype, dropout that drops nothing."""
+    """Whether a node gives back its argument: a cast to what it is already, dropout that drops nothing."""
     name, own, given = name_of(node), tensor_of(node), tensor_of(node.args[0]) if node.args else None
     if own is None or given is None or len(node.all_input_nodes) != 1:
         return False
-    same = own.dtype == given.dtype and shape_of(node) == shape_of(node.args[0])
+    same = (own.dtype, own.device, shape_of(node)) == (given.dtype, given.device, shape_of(node.args[0]))
     return same and (name in CASTS | {"contiguous", "clone"} or ("dropout" in name and not is_draw(node)))
 
 
@@ -237,7 +237,7 @@ class Positions:
     def between(self, source: Node, output: Node) -> list[Node]:
         """The nodes on the paths from source, left out, to output.
 
-        None where there is no path, or one of more than MOST_NODES."""
+        An empty list where there is no path, or where there are more than MOST_NODES."""
         dependent = {source}
         for node in self.nodes[self.place[source] + 1 : self.place[output] + 1]:
             if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(values_read(node)):

@@ -1,4 +1,8 @@
-"""Replaces the encoder blocks of a graph by operations: each is found, proven, then written."""
+"""Replaces parts of a graph by operations: each is found, proven, then written.
+
+Structure only proposes: read off the graph are anchors (the norm, the linear layers, the attention or softmax) and
+their arguments. The views, transposes and products in between are not looked at; numbers decide (proof.py).
+"""
 
 import itertools
 import logging
@@ -7,9 +11,10 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from .arguments import laid_out
-from .attention import NoAttention, attention_alone
+from .attention import attention_alone, attention_blocks
 from .embedding import patch_embeddings
 from .graph import (
     VALUE_FREE,
@@ -26,13 +31,13 @@ from .graph import (
     operation_of,
     size,
     tensor_of,
+    value_of,
 )
 from .linear import linear_of
-from .mlp import mlp_alone
+from .mlp import mlp_alone, mlp_blocks
 from .norm import NORMS, norm_alone
-from .parts import parts_of
+from .parts import NoAttention, parts_of
 from .proof import Proof, prove
-from .recognise import proposals
 from .reports import ALREADY, Entry, Report, joined
 
 _log = logging.getLogger("vitfast")
@@ -41,8 +46,9 @@ _log = logging.getLogger("vitfast")
 def rewrite_graph(module: GraphModule) -> Report:
     """Rewrites a captured graph in place, with the graphs inside it (of activation checkpointing)."""
     inner = [rewrite_graph(child) for child in module.children() if isinstance(child, GraphModule)]
-    rewriter = _Rewriter(module.graph)
     start = time.perf_counter()
+    _fix_numbers(module.graph)
+    rewriter = _Rewriter(module.graph)
     report = Report(rewriter.run())
     report.proof = rewriter.proof_seconds
     report.recognition = time.perf_counter() - start - report.proof
@@ -50,6 +56,21 @@ def rewrite_graph(module: GraphModule) -> Report:
         module.graph.lint()
         module.recompile()
     return joined([*inner, report])
+
+
+def _fix_numbers(graph: Graph) -> None:
+    """Makes constants of what dynamic=True makes inputs: eps of norms, rates of dropout, scales.
+
+    Other numbers then compile the graph once more: making a float of a symbol is a guard on it.
+    """
+    for node in list(graph.nodes):
+        value, readers = value_of(node), list(node.users)
+        known = all(any(word in name_of(n) for word in ("norm", "dropout", "attention")) for n in readers)
+        if isinstance(value, torch.SymFloat) and known:
+            numbers = {node: float(value)}
+            for user in readers:
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda a, n=numbers: n.get(a, a))
+            graph.erase_node(node)
 
 
 class _Rewriter:
@@ -98,7 +119,8 @@ class _Rewriter:
             inside = {self.ours[node] for node in region.nodes if node in self.ours}
             kind = "attention block" if parts.attentions or "attention" in inside else "MLP block"
             name = module_of(parts.norms[0] if parts.norms else add)
-            kind, why = self._replace(region, proposals(region), kind)
+            found = attention_blocks(parts) if parts.attentions else mlp_blocks(parts)
+            kind, why = self._replace(region, found, kind)
             return [Entry(kind, name, why)]
         return []
 
