@@ -45,25 +45,32 @@ def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int,
     return weight.permute(*rows_from, *columns_from).flatten(len(rows_from)).flatten(0, len(rows_from) - 1)
 
 
-def logit_bias(masks: list[Tensor], heads: int, dtype: torch.dtype) -> Tensor:
-    """The sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N); a False hides a key."""
+def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.dtype) -> Tensor:
+    """The sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N).
+
+    hide: whether a True hides a key, or a False, in each mask of truth values.
+    """
     total, tokens = None, masks[0].shape[-1]
-    for mask in masks:
+    for mask, hides in zip(masks, hide):
         if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask if hides else ~mask, float("-inf"))
         total = mask if total is None else total + mask
     total = total[(None,) * (4 - total.dim())].expand(-1, heads, tokens, tokens)
     return total if total.dtype in (dtype, torch.float32) else total.to(dtype)
 
 
-def hidden_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> list[Tensor]:
-    """The masks of nn.MultiheadAttention as those of logit_bias, where a False hides a key."""
-    found = [] if attn_mask is None else [attn_mask]
-    if attn_mask is not None and attn_mask.dim() == 3:
-        found = [attn_mask.view(-1, heads, *attn_mask.shape[1:])]
-    if key_padding_mask is not None:
-        found.append(key_padding_mask[:, None, None])
-    return [~mask if mask.dtype == torch.bool else mask for mask in found]
+def shown_keys(mask: Tensor, hides: bool) -> Tensor:
+    """The number (B,) of keys that a mask (B, ..., N) shows, of truth values or of 0 and -inf, in its first rows."""
+    rows = mask.flatten(1, -2)[:, 0] if mask.dim() > 2 else mask
+    rows = rows if rows.dtype == torch.bool else rows == 0
+    return rows.shape[-1] - rows.sum(-1) if hides else rows.sum(-1)
+
+
+def module_mask(mask: Tensor, heads: int, padding: bool) -> Tensor:
+    """A mask of nn.MultiheadAttention, key_padding_mask (B, N) or attn_mask, as one that broadcasts to (B, H, N, N)."""
+    if padding:
+        return mask[:, None, None]
+    return mask.view(-1, heads, *mask.shape[1:]) if mask.dim() == 3 else mask
 
 
 def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
@@ -82,18 +89,18 @@ def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
     return table
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], scale: float | None, axes: str = "bhnd") -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bhnd", **masks) -> Tensor:
     """PyTorch's scaled_dot_product_attention, computed by ops.attention.
 
-    q, k, v, and what is returned: (B, H, N, Dh) or (H, N, Dh) with axes "bhnd", (B, N, H, Dh) with "bnhd".
+    q, k, v, and what is returned: (B, H, N, Dh) or (H, N, Dh) with axes "bhnd", (B, N, H, Dh) with "bnhd". masks: bias
+    and key_lengths of ops.attention.
     """
     heads_first = axes == "bhnd"
     if flat := q.dim() == 3:
         q, k, v = (t[None] for t in (q, k, v))
     if heads_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    bias = None if not masks else logit_bias(masks, q.shape[2], q.dtype)
-    out = ops.attention(q, k, v, scale=scale, bias=bias)
+    out = ops.attention(q, k, v, scale=scale, **masks)
     out = out.transpose(1, 2) if heads_first else out
     return out[0] if flat else out
 

@@ -5,15 +5,16 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
-from .arguments import LAYOUTS, attend, hidden_keys, logit_bias, pack_qkv, rotary_table
+from .arguments import LAYOUTS, attend, logit_bias, module_mask, pack_qkv, rotary_table
 from .graph import (
-    ADDS,
     MULTIPLIES,
     PRODUCTS,
+    Call,
     Proposal,
     Unrecognised,
     argument,
@@ -25,10 +26,11 @@ from .graph import (
     values_read,
 )
 from .linear import Linear
+from .masks import Mask, bias_of, mask_arguments, masks_of
 from .parts import NoAttention, Parts, call_block, common_arguments, item, tokens_may_be_first
 
 
-def attention_alone(node: Node) -> tuple[list[Node], Node, list[Proposal]]:
+def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
     """ops.attention for one call of scaled_dot_product_attention, or for the products around one softmax.
 
     Returns the nodes that it replaces, q and the proposals. Raises Unrecognised where the operation cannot express it.
@@ -36,27 +38,33 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, list[Proposal]]:
     if name_of(node) == "scaled_dot_product_attention":
         nodes, mask, scale = [node], argument(node, 3, "attn_mask"), argument(node, 6, "scale")
         q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-        masks, transposed, axes = [] if mask is None else [mask], False, ("bhnd",)
+        masks, transposed, axes = [] if mask is None else [Mask(mask)], False, ("bhnd",)
         if argument(node, 5, "is_causal", False):
             raise Unrecognised("causal attention")
     else:
         nodes, (q, k, v) = _around_softmax(node)
-        tokens, chain, transposed = shape_of(node)[-1:], nodes[:-1], name_of(nodes[0]) != "einsum"
+        tokens, chain, transposed = shape_of(node)[-1], nodes[:-1], name_of(nodes[0]) != "einsum"
         axes = ("bhnd",) if transposed and name_of(nodes[-1]) != "einsum" else ("bhnd", "bnhd")
-        others = [a for n in chain if name_of(n) in ADDS for a in n.all_input_nodes if a not in nodes]
-        masks, scale = [m for m in others if shape_of(m)[-1:] == tokens], constant_factor(chain)
+        masks, scale = masks_of(chain, tokens), constant_factor(chain)
     keys = shape_of(k)
     keys = (*keys[:-2], keys[-1], keys[-2]) if transposed else keys
     if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) not in (3, 4):
         raise Unrecognised("q, k and v of different shapes")
 
-    def proposal(axes):
-        def build(call):
-            return call(attend, q, call(Tensor.transpose, k, -2, -1) if transposed else k, v, masks, scale, axes)
+    samples = shape_of(q)[0] if len(keys) == 4 else 1
 
-        return Proposal("attention", build)
+    def proposals() -> Iterator[Proposal]:
+        for order in axes:
+            heads = shape_of(q)[-2 if order == "bnhd" else -3]
+            for masked in mask_arguments(masks, samples, bias_of(heads, tensor_of(q).dtype)):
 
-    return nodes, q, list(map(proposal, axes))
+                def build(call, order=order, masked=masked):
+                    turned = call(Tensor.transpose, k, -2, -1) if transposed else k
+                    return call(attend, q, turned, v, scale, order, **masked(call))
+
+                yield Proposal("attention", build)
+
+    return nodes, q, proposals()
 
 
 def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]:
@@ -86,7 +94,7 @@ class _Roles(NamedTuple):
     layers: list[Linear]
     heads: int
     scale: float  # of the logits
-    masks: list[Node]
+    masks: list[Mask]
     tables: list[Node]  # what q is multiplied by
     tokens: int
 
@@ -117,19 +125,22 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     orders = list(itertools.permutations(range(3)))
     candidates = [(layout, orders[0]) for layout in LAYOUTS]
     candidates += [(layout, order) for layout in LAYOUTS[:2] for order in orders[1:]]
-    firsts = tokens_may_be_first(parts, roles.tokens)
-    for (layout, order), rope, first in itertools.product(candidates, _rope_candidates(parts, roles), firsts):
+    ways = [
+        (first, masked)
+        for first in tokens_may_be_first(parts, roles.tokens)
+        for masked in mask_arguments(
+            roles.masks, shape_of(parts.region.source)[first], bias_of(roles.heads, tensor_of(out[0].node).dtype)
+        )
+    ]
+    for (layout, order), rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
-        def build(call, layout=layout, order=order, rope=rope, first=first):
+        def build(call, layout=layout, order=order, rope=rope, first=first, masked=masked):
             weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
             qkv = weights[0], biases[0]
             if len(weights) > 1 or scale != 1 or (layout, order) != candidates[0]:
                 both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, scale)
                 qkv = [call(item, both, i) for i in range(2)]
-            found = keywords(call)
-            if roles.masks:
-                dtype = tensor_of(out[0].node).dtype
-                found["bias"] = call(logit_bias, roles.masks, roles.heads, dtype)
+            found = keywords(call) | masked(call)
             if rope is not None:
                 cos, sin, layout, prefix = rope
                 width = inner // roles.heads
@@ -144,10 +155,12 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
 
 def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
     """nn.MultiheadAttention, which is one node in a graph."""
-    given = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
-    masks = argument(node, 17, "attn_mask"), argument(node, 14, "key_padding_mask")
-    if given or argument(node, 18, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
-        raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(given) or "separate or added keys"))
+    added = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
+    padding = argument(node, 14, "key_padding_mask")
+    given = [mask for mask in (argument(node, 17, "attn_mask"), padding) if mask is not None]
+    masks = [Mask(mask, hides=tensor_of(mask).dtype == torch.bool) for mask in given]
+    if added or argument(node, 18, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
+        raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(added) or "separate or added keys"))
     if parts.linears:
         raise Unrecognised("linear layers around nn.MultiheadAttention")
     affine, keywords = common_arguments(parts, parts.norms[0], _first_output(node))
@@ -156,16 +169,18 @@ def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
     )
     out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
 
+    def as_bias(call: Call, left: list[Mask]):
+        given = [call(module_mask, mask.node, heads, mask.node is padding) for mask in left]
+        return call(logit_bias, given, [True] * len(left), heads, tensor_of(_first_output(node)).dtype)
+
     for first in tokens_may_be_first(parts, shape_of(argument(node, 0, "query"))[0]):
+        for masked in mask_arguments(masks, shape_of(parts.region.source)[first], as_bias):
 
-        def build(call, first=first):
-            found = keywords(call) | dict(num_heads=heads, tokens_first=first)
-            if masks != (None, None):
-                given = call(hidden_keys, *masks, heads)
-                found["bias"] = call(logit_bias, given, heads, tensor_of(_first_output(node)).dtype)
-            return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
+            def build(call, first=first, masked=masked):
+                found = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=first)
+                return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
 
-        yield Proposal("attention block", build)
+            yield Proposal("attention block", build)
 
 
 def _first_output(node: Node) -> Node:
@@ -185,9 +200,9 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         shape, mask = shape_of(q), argument(attention, 3, "attn_mask")
         if len(shape) != 4:
             raise Unrecognised(f"q of shape {shape}")
-        masks, heads, given = [] if mask is None else [mask], shape[1], argument(attention, 6, "scale")
+        masks, heads, given = [] if mask is None else [Mask(mask)], shape[1], argument(attention, 6, "scale")
         tokens = shape[-2]
-        if not set(masks).isdisjoint(inside):
+        if mask in inside:
             raise Unrecognised("a mask that is computed from the tokens")
         factor = shape[-1] ** -0.5 if given is None else given
         scores = [*parts.before(q, stops), *parts.before(k, stops)]
@@ -200,7 +215,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         shape, tokens = shape_of(attention), shape_of(attention)[-1]
         heads = shape[1] if len(shape) == 4 else shape[0] * tokens // math.prod(shape_of(parts.region.source)[:-1])
         logits = [n for n in parts.after(products[0]) if n in scores]
-        masks = [m for m in parts.outside(logits, ADDS) if (shape_of(m) or ())[-1:] == (tokens,)]
+        masks = [mask for mask in masks_of(logits, tokens) if mask.node not in inside]
         weighted = next((n for n in parts.after(attention) if name_of(n) in PRODUCTS), None)
         others = [] if weighted is None else [a for a in weighted.all_input_nodes if a not in parts.after(attention)]
         v = next((a for a in others if a is not attention and a in inside), None)
@@ -214,7 +229,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
     if len(found) != len(layers):
         raise Unrecognised("linear layers that are none of q, k and v")
     turned = parts.before(q, stops) if name_of(attention) == "scaled_dot_product_attention" else scores
-    tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in masks and tensor_of(t) is not None]
+    tables = [t for t in parts.outside(turned, MULTIPLIES) if tensor_of(t) is not None]
     return _Roles(found, heads, factor * constant_factor(list(dict.fromkeys(scores))), masks, tables, tokens)
 
 

@@ -1,0 +1,151 @@
+"""The masks of an attention, and which of them are lengths of keys by the way that they are computed."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from .arguments import logit_bias, shown_keys
+from .graph import ADDS, CASTS, Call, Unrecognised, argument, changed_by, name_of, shape_of, storage_of, tensor_of
+
+# A comparison with arange on its left -> 1 where it is True up to a length, -1 where it is True from there on.
+_COMPARISONS = {"lt": 1, "le": 1, "gt": -1, "ge": -1, "less": 1, "less_equal": 1, "greater": -1, "greater_equal": -1}
+_NOT = frozenset({"invert", "logical_not", "bitwise_not", "__invert__"})
+_SAME_ROWS = frozenset(
+    "view reshape unsqueeze expand contiguous clone to bool type_as float double half bfloat16".split()
+)
+_FILLS = frozenset({"masked_fill", "masked_fill_", "where"})
+
+
+class Mask(NamedTuple):
+    """Numbers that are added to the logits, or truth values; hides: whether a True hides a key."""
+
+    node: Node
+    hides: bool = False
+
+
+def masks_of(nodes: list[Node], tokens: int) -> list[Mask]:
+    """The masks that these nodes, between q k^T and the softmax, add to the logits or fill them by."""
+    inside, found = set(nodes), {}
+    for node in nodes:
+        if name_of(node) in ADDS:
+            found |= {a: Mask(a) for a in node.all_input_nodes}
+        elif name_of(node) in _FILLS:
+            _, mask, hides = _filled(node)
+            if mask is None:  # a row whose keys are all hidden would have weights
+                raise Unrecognised("hidden keys have logits that are not -inf")
+            found[mask] = Mask(mask, hides)
+    return [mask for node, mask in found.items() if node not in inside and (shape_of(node) or ())[-1:] == (tokens,)]
+
+
+def mask_arguments(masks: list[Mask], samples: int, bias: Callable[[Call, list[Mask]], Any]) -> Iterator:
+    """Functions (call) -> keyword arguments of an operation: lengths of keys with a bias, then a bias alone.
+
+    bias: writes the sum of masks as one.
+    """
+    for i, mask in enumerate(masks):
+        shape, rest = shape_of(mask.node), [*masks[:i], *masks[i + 1 :]]
+        if len(shape) > 1 and shape[0] == samples and direction(mask.node) == (-1 if mask.hides else 1):
+
+            def both(call: Call, mask=mask, rest=rest) -> dict:
+                lengths = dict(key_lengths=call(shown_keys, *mask))
+                return lengths | dict(bias=bias(call, rest)) if rest else lengths
+
+            yield both
+    yield lambda call: dict(bias=bias(call, masks)) if masks else {}
+
+
+def bias_of(heads: int, dtype: torch.dtype) -> Callable[[Call, list[Mask]], Any]:
+    """What mask_arguments writes a bias with, for masks that broadcast to (B, heads, N, N)."""
+
+    def bias(call: Call, masks: list[Mask]):
+        return call(logit_bias, [mask.node for mask in masks], [mask.hides for mask in masks], heads, dtype)
+
+    return bias
+
+
+def direction(mask: Node) -> int:
+    """1 for a mask that shows the keys of each row up to some length, -1 for one that shows those from there on, or 0.
+
+    To show is to be True, or to be 0 where the other numbers are -inf. Such a mask is a comparison of torch.arange with
+    one number a row, maybe negated, written as numbers or seen in another shape, and nothing else changes it in place.
+    Only the way it is computed can tell: the numbers of a call are not known.
+    """
+    chain: list[Node] = []
+    if not (found := _direction(mask, chain)):
+        return 0
+    memory = {storage_of(node) for node in chain}
+    changed = {storage_of(a) for node in mask.graph.nodes if node not in chain for a in changed_by(node)}
+    return 0 if None in memory or memory & changed else found
+
+
+def _direction(node: Node, chain: list[Node]) -> int:
+    """`direction`, whatever else may change the nodes that this puts into the chain."""
+    name, given = name_of(node), [a for a in node.args if isinstance(a, Node)]
+    if tensor_of(node) is None or not given:
+        return 0
+    chain.append(node)
+    if name in _COMPARISONS and len(node.args) == 2:
+        for (counted, length), sign in ((node.args, 1), (node.args[::-1], -1)):
+            one_a_row = not isinstance(length, Node) or (shape_of(length) or (1,))[-1] == 1
+            if one_a_row and _counts(counted, shape_of(node)[-1], chain):
+                return sign * _COMPARISONS[name]
+    elif name in _FILLS and not _is_bool(node):
+        numbers, mask, hides = _filled(node)
+        if mask is not None and _is_zero(numbers, chain):
+            return (-1 if hides else 1) * _direction(mask, chain)
+    elif name in _NOT and _is_bool(node):
+        return -_direction(given[0], chain)
+    elif _keeps_rows(node) and _is_bool(node) == _is_bool(given[0]):
+        return _direction(given[0], chain)
+    return 0
+
+
+def _is_bool(node: Node) -> bool:
+    return tensor_of(node) is not None and tensor_of(node).dtype == torch.bool
+
+
+def _filled(node: Node) -> tuple[Any, Node | None, bool]:
+    """(numbers, mask, whether a True hides) of a call that puts -inf in place of some numbers; (None, None, False)."""
+    if name_of(node) == "where" and node.op == "call_function":
+        mask, *values = (argument(node, i, n) for i, n in enumerate(("condition", "input", "other")))
+        hides = values[0] == -math.inf
+        values = values if hides else values[::-1]
+    else:
+        hides = name_of(node) != "where"
+        values, mask = [argument(node, 2, "value"), node.args[0]], argument(node, 1, "mask")
+    whole = values[0] == -math.inf and isinstance(mask, Node)
+    return (values[1], mask, hides) if whole else (None, None, False)
+
+
+def _is_zero(value, chain: list[Node]) -> bool:
+    while isinstance(value, Node) and name_of(value) in CASTS:
+        chain.append(value)
+        value = value.args[0]
+    chain += [value] if isinstance(value, Node) else []
+    return name_of(value) in ("zeros", "zeros_like", "new_zeros") if isinstance(value, Node) else value == 0
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Whether a node only looks at its argument in another shape, whose last axis is the same one."""
+    before, after = (shape_of(n) or () for n in (node.args[0], node))
+    if before[-1:] != after[-1:] or not before:
+        return False
+    if name_of(node) == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(i is None or i is Ellipsis or isinstance(i, slice) for i in index)
+    return name_of(node) in _SAME_ROWS
+
+
+def _counts(node, length: int, chain: list[Node]) -> bool:
+    """Whether a node is torch.arange along the last axis, of this length."""
+    while tensor_of(node) is not None:
+        chain.append(node)
+        if name_of(node) == "arange":
+            return len(node.args) < 3 and "step" not in node.kwargs and shape_of(node)[-1] == length
+        if not node.args or not isinstance(node.args[0], Node) or not _keeps_rows(node):
+            return False
+        node = node.args[0]
+    return False
