@@ -60,14 +60,18 @@ def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.d
 
 
 def shown_keys(mask: Tensor, hides: bool) -> Tensor:
-    """The number (B,) of keys that a mask (B, ..., N) shows, of truth values or of 0 and -inf, in its first rows."""
+    """The number (B,) of keys that the first row of each sample's mask (B, ..., N) shows.
+
+    The mask has truth values, or 0 and -inf."""
     rows = mask.flatten(1, -2)[:, 0] if mask.dim() > 2 else mask
     rows = rows if rows.dtype == torch.bool else rows == 0
     return rows.shape[-1] - rows.sum(-1) if hides else rows.sum(-1)
 
 
 def module_mask(mask: Tensor, heads: int, padding: bool) -> Tensor:
-    """A mask of nn.MultiheadAttention, key_padding_mask (B, N) or attn_mask, as one that broadcasts to (B, H, N, N)."""
+    """A mask of nn.MultiheadAttention as one that broadcasts to (B, H, N, N).
+
+    padding: whether it is key_padding_mask (B, N), or attn_mask."""
     if padding:
         return mask[:, None, None]
     return mask.view(-1, heads, *mask.shape[1:]) if mask.dim() == 3 else mask

@@ -27,7 +27,7 @@ class Mask(NamedTuple):
 
 
 def masks_of(nodes: list[Node], tokens: int) -> list[Mask]:
-    """The masks that these nodes, between q k^T and the softmax, add to the logits or fill them by."""
+    """The masks that these nodes add to the logits, or fill them by."""
     inside, found = set(nodes), {}
     for node in nodes:
         if name_of(node) in ADDS:
@@ -41,9 +41,9 @@ def masks_of(nodes: list[Node], tokens: int) -> list[Mask]:
 
 
 def mask_arguments(masks: list[Mask], samples: int, bias: Callable[[Call, list[Mask]], Any]) -> Iterator:
-    """Functions (call) -> keyword arguments of an operation: lengths of keys with a bias, then a bias alone.
+    """Ways to write masks as arguments of an operation: first as lengths of keys, then as a bias.
 
-    bias: writes the sum of masks as one.
+    Each is a function of `call` that returns keyword arguments. bias: writes the sum of masks as one.
     """
     for i, mask in enumerate(masks):
         shape, rest = shape_of(mask.node), [*masks[:i], *masks[i + 1 :]]
@@ -58,7 +58,7 @@ def mask_arguments(masks: list[Mask], samples: int, bias: Callable[[Call, list[M
 
 
 def bias_of(heads: int, dtype: torch.dtype) -> Callable[[Call, list[Mask]], Any]:
-    """What mask_arguments writes a bias with, for masks that broadcast to (B, heads, N, N)."""
+    """The function that writes masks which broadcast to (B, heads, N, N) as one bias."""
 
     def bias(call: Call, masks: list[Mask]):
         return call(logit_bias, [mask.node for mask in masks], [mask.hides for mask in masks], heads, dtype)
@@ -67,7 +67,7 @@ def bias_of(heads: int, dtype: torch.dtype) -> Callable[[Call, list[Mask]], Any]
 
 
 def direction(mask: Node) -> int:
-    """1 for a mask that shows the keys of each row up to some length, -1 for one that shows those from there on, or 0.
+    """1 for a mask that shows keys up to a length, -1 for one that shows those from there on, else 0.
 
     To show is to be True, or to be 0 where the other numbers are -inf. Such a mask is a comparison of torch.arange with
     one number a row, maybe negated, written as numbers or seen in another shape, and nothing else changes it in place.
@@ -108,7 +108,9 @@ def _is_bool(node: Node) -> bool:
 
 
 def _filled(node: Node) -> tuple[Any, Node | None, bool]:
-    """(numbers, mask, whether a True hides) of a call that puts -inf in place of some numbers; (None, None, False)."""
+    """(numbers, mask, whether a True hides) of a call that puts -inf in place of some numbers.
+
+    Of other calls it is (None, None, False)."""
     if name_of(node) == "where" and node.op == "call_function":
         mask, *values = (argument(node, i, n) for i, n in enumerate(("condition", "input", "other")))
         hides = values[0] == -math.inf
@@ -129,7 +131,7 @@ def _is_zero(value, chain: list[Node]) -> bool:
 
 
 def _keeps_rows(node: Node) -> bool:
-    """Whether a node only looks at its argument in another shape, whose last axis is the same one."""
+    """Whether a node shows its argument in another shape with the same last axis."""
     before, after = (shape_of(n) or () for n in (node.args[0], node))
     if before[-1:] != after[-1:] or not before:
         return False

@@ -1,9 +1,9 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
 Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced, and
-twice more: on more samples and tokens, with each mask turned around, and on magnitudes from 1e-3 to 1e6. So a proof
-holds for more than the numbers that a normal distribution draws. Casts to 16 and 32 bits inside the region become casts
-to float64: the proof is of the mathematics, and the dtypes are looked at besides.
+twice more: on more samples and tokens, with other masks, and on magnitudes from 1e-3 to 1e3. So a proof holds for more
+than the numbers that a normal distribution draws. Casts to 16 and 32 bits inside the region become casts to float64:
+the proof is of the mathematics, and the dtypes are looked at besides.
 """
 
 import contextlib
@@ -286,7 +286,9 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
 
 
 def _random_mask(node: Node, shape: tuple[int, ...], numbers: Numbers) -> Tensor:
-    """A mask with both values in each row; one that is a length by the way that it is computed (masks.py) stays one."""
+    """A mask with both values in each row.
+
+    One that is a length by the way that it is computed (masks.py) is that of random lengths."""
     if way := direction(node):
         rows = [1 if step == 0 else n for n, step in zip(shape[:-1], tensor_of(node).stride())]
         length = torch.randint(1, max(shape[-1], 2), (*rows, 1), generator=_generator(numbers.seed), device="cpu")
