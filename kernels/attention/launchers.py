@@ -190,22 +190,22 @@ def attention_bwd(
     want_bias_grad: bool = False,
     options: AttentionOptions = PLAIN,
     unrotate: bool = True,
-    packed: bool = True,
+    as_qkv: bool = True,
 ) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """(gradients of q, k and v, contiguous; the QKV bias's gradient, (3 H Dh,) in fp32, or None).
 
-    packed: the former are one tensor dqkv (B, N, 3, H, Dh), else a tuple (dq, dk, dv). unrotate: False leaves dq and
+    as_qkv: the former are one tensor dqkv (B, N, 3, H, Dh), else a tuple (dq, dk, dv). unrotate: False leaves dq and
     dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
     config = _lookup("attention_bwd", q, options)
     if config.provider in tiles.ATTENTION_LIBRARIES:
-        grads = tiles.library("attention").backward(config.provider, q, k, v, o, lse, do, scale, packed)
+        grads = tiles.library("attention").backward(config.provider, q, k, v, o, lse, do, scale, as_qkv)
         if not want_bias_grad:
             return grads, None
         return grads, scale_rows(grads.view(B * N, 3 * H * D), None, None, 1, want_scaled=False)[1]
-    grads = q.new_empty(B, N, 3, H, D) if packed else tuple(q.new_empty(q.shape) for _ in range(3))
-    each = grads.unbind(2) if packed else grads
+    grads = q.new_empty(B, N, 3, H, D) if as_qkv else tuple(q.new_empty(q.shape) for _ in range(3))
+    each = grads.unbind(2) if as_qkv else grads
     return grads, _backward(config, q, k, v, o, lse, do, scale, *each, want_bias_grad, options, unrotate)
 
 
@@ -313,7 +313,7 @@ def attention_bwd_dkdv(
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _are_one_tensor(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether q, k and v (B, N, H, Dh) are slices of one (B, N, 3, H, Dh) tensor, each after the other."""
     strides, start = q.stride(), q.storage_offset()
     step = q.shape[2] * strides[2]
@@ -334,7 +334,7 @@ def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str
     not slices of one tensor, where there are no elements, or where blocks of queries and keys differ in size.
     """
     (B, N, H, D), rows, step = q.shape, config["BLOCK_M"], 16 // q.element_size()
-    if rows != config["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
+    if rows != config["BLOCK_N"] or not q.numel() or not (_are_one_tensor(q, k, v) and _are_one_tensor(dq, dk, dv)):
         return _BOXES
     first, second = head_chunks(D)
     boxes = dict(_BOXES)

@@ -188,9 +188,9 @@ def _backward_pytorch(provider, q, k, v, o, lse, do, scale) -> tuple[Tensor, Ten
 
 
 def backward(
-    provider: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, packed: bool
+    provider: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, as_qkv: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Returns contiguous dqkv (B, N, 3, H, Dh) where `packed`, else contiguous dq, dk, dv (B, N, H, Dh).
+    """Returns contiguous dqkv (B, N, 3, H, Dh) where `as_qkv`, else contiguous dq, dk, dv (B, N, H, Dh).
 
     o and lse are contiguous, as forward returns them. PyTorch's backwards cannot write into dqkv: theirs are copied.
     """
@@ -199,8 +199,8 @@ def backward(
     with torch.cuda.device_of(q):
         if provider in PYTORCH:
             grads = _heads_first(*_backward_pytorch(provider, q, k, v, o, lse, do, scale))
-            return torch.stack(grads, 2) if packed else tuple(g.contiguous() for g in grads)
-        if packed:
+            return torch.stack(grads, 2) if as_qkv else tuple(g.contiguous() for g in grads)
+        if as_qkv:
             result = torch.empty((B, N, 3, H, D), dtype=q.dtype, device=q.device)
             dq, dk, dv = result.unbind(2)
         else:

@@ -62,7 +62,7 @@ def test_attention_by_libraries_matches_float64(provider, axes, forward, backwar
         q, k, v = qkv.unbind(2)
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
         o, lse = attention_fwd(q, k, v, SCALE)
-        separate, _ = attention_bwd(q, k, v, o, lse, do, SCALE, packed=False)
+        separate, _ = attention_bwd(q, k, v, o, lse, do, SCALE, as_qkv=False)
         packed, none = attention_bwd(q, k, v, o, lse, do, SCALE)
     assert none is None and len(separate) == 3
     assert all(g.is_contiguous() and torch.equal(g, part) for g, part in zip(separate, packed.unbind(2)))

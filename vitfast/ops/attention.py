@@ -168,10 +168,10 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 
 def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
-    tensors, packed = (*t.heads, *saved, _unit_rows(do), t.scale), t.k is None
-    grads, _ = kernels.attention_bwd(*tensors, options=t.options, unrotate=not needs_rope(needs), packed=packed)
-    dq, dk, dv = grads.unbind(2) if packed else grads
-    found = dict(q=grads) if packed else dict(q=dq, k=dk, v=dv)
+    tensors, as_qkv = (*t.heads, *saved, _unit_rows(do), t.scale), t.k is None
+    grads, _ = kernels.attention_bwd(*tensors, options=t.options, unrotate=not needs_rope(needs), as_qkv=as_qkv)
+    dq, dk, dv = grads.unbind(2) if as_qkv else grads
+    found = dict(q=grads) if as_qkv else dict(q=dq, k=dk, v=dv)
     return found | option_gradients(t.options, needs, tensors, dq, dk)
 
 

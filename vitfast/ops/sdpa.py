@@ -117,7 +117,7 @@ def _backward(name: str, given: dict) -> tuple[Tensor | None, ...]:
     do = given["grad_out_" if name == "efficient" else "grad_out"].transpose(1, 2)
     do = do if do.stride(-1) == 1 else do.contiguous()
     lse = given["logsumexp"].flatten(2)[..., : q.shape[1]].contiguous()
-    grads, _ = kernels.attention_bwd(q, k, v, o, lse, do, _scale(given), packed=False)
+    grads, _ = kernels.attention_bwd(q, k, v, o, lse, do, _scale(given), as_qkv=False)
     grads = tuple(x.transpose(1, 2) for x in grads)
     if name == "efficient":
         return *grads, None

@@ -114,7 +114,7 @@ def _pair(
         return *_for_backward(t, *qkv(t), scale, **options(*acting).keywords), *acting
 
     def backward(q, k, v, o, lse, do, *acting):
-        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, options(*acting), packed=together)
+        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, options(*acting), as_qkv=together)
         return found if together else found[0]
 
     def backward_formula(q, k, v, o, lse, do, *acting):
