@@ -124,7 +124,10 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             if not error < TOLERANCE:
                 continue
             gradients = _gradients(theirs, values, upstream) if gradients is None else gradients
-            error = _gradient_error(gradients, _gradients(ours, values, upstream))
+            given = _gradients(ours, values, upstream)
+            if [g is None for g in given] != [g is None for g in gradients]:
+                raise Unprovable("an input would get a gradient of zero in place of none, or none in place of zero")
+            error = _gradient_error(gradients, given)
             if not error < TOLERANCE:
                 raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
             _try_dtypes(region, proposal, values, autocast)
@@ -353,18 +356,18 @@ def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
     return ((theirs - ours).norm() / whole).item()
 
 
-def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor]:
+def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor | None]:
     leaves = list({id(v): v for v in values.values() if isinstance(v, Tensor) and v.requires_grad}.values())
     if not output.requires_grad:
-        return [torch.zeros_like(v) for v in leaves]
-    found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
-    return [torch.zeros_like(v) if g is None else g for g, v in zip(found, leaves)]
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(output, leaves, upstream, allow_unused=True))
 
 
-def _gradient_error(theirs: list[Tensor], ours: list[Tensor]) -> float:
-    """The largest relative error of a gradient.
+def _gradient_error(theirs: list[Tensor | None], ours: list[Tensor | None]) -> float:
+    """The largest relative error of a gradient; both lists have None in the same places.
 
     One that is zero but for rounding, as that of k's bias, is held against the others."""
+    theirs, ours = ([g for g in given if g is not None] for given in (theirs, ours))
     least = 1e-6 * max((g.norm().item() for g in theirs), default=0.0)
     errors = [(a - b).norm().item() / max(a.norm().item(), least, 1e-300) for a, b in zip(theirs, ours)]
     return max(errors, default=0.0) if all(e == e for e in errors) else float("inf")
