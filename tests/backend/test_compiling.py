@@ -5,11 +5,13 @@ import timm
 import torch
 from checks import assert_close, randomize
 from compiled import AROUND, compare
+from compiled import block as plain_block
 from processes import Child, done
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from vitfast import backend
@@ -100,6 +102,52 @@ def test_checkpointed_blocks_are_rewritten(inner, reentrant):
     model.forward = forward
     compiled = backend.compile(forward, options={"inner": inner}, fullgraph=True)
     assert compare(model, IMAGES, compiled=compiled) == AROUND | {"attention block": 2, "MLP block": 2}
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_a_checkpointed_block_has_the_autocast_of_its_call(around):
+    model = plain_block("", "").float()
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not around):
+            return checkpoint(model, x, use_reentrant=False)
+
+    x = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        found, expected = backend.compile(forward, options={"inner": "eager"})(x), forward(x)
+    assert_close(found, expected, atol=1e-5 if around else 0.1)
+    assert {entry.kind for entry in backend.report().replaced} == {"attention block", "MLP block"}
+
+
+def vmapped(model, x):
+    parameters = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in model.named_parameters()}
+    return torch.vmap(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
+
+
+def differentiated(model, x):
+    return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+
+@pytest.mark.parametrize("transform", [vmapped, differentiated])
+def test_blocks_inside_transforms_are_left(transform, caplog):
+    model, x = plain_block("", ""), torch.randn(3, 7, 32, dtype=torch.float64)
+    torch._dynamo.reset()
+    assert_close(backend.compile(transform, options={"inner": "eager"})(model, x), transform(model, x), atol=1e-9)
+    report = backend.report()
+    assert not report.replaced and {entry.why for entry in report.left} == {"it is inside a transform of torch.func"}
+    assert "error in recognition" not in caplog.text
+
+
+def test_blocks_of_tensor_subclasses_are_left():
+    """Those of distributed or quantised weights keep their values elsewhere, where no kernel looks."""
+    model, x = plain_block("", ""), torch.randn(3, 7, 32, dtype=torch.float64)
+    torch._dynamo.reset()
+    given = TwoTensor(x, 2 * x)
+    found, expected = backend.compile(model, options={"inner": "aot_eager"})(given), model(given)
+    assert_close(found.a, expected.a, atol=1e-9)
+    assert_close(found.b, expected.b, atol=1e-9)
+    assert not backend.report().replaced and "a tensor in it is a TwoTensor" in str(backend.report())
 
 
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])

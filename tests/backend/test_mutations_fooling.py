@@ -74,6 +74,11 @@ MUTANTS = {
     "clamped by amax": (*mlp("h = -torch.stack([-h, h * 0 - 1e3]).amax(0)"), "a"),
     "two eps": (NORM, "h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-7 + 1e-8) * self.vector", "m"),
     "number that the tokens hide": (*mlp("h = h * ((h * 0 + 1).sum(1, keepdim=True) / 11.0)"), "a"),
+    "inference mode ends inside": (
+        "h = self.norm2(x)",
+        "with torch.inference_mode(): h = self.norm2(x)\n        h = h.clone()",
+        "a",
+    ),
     "branch far below rounding": (ADD_A, "x = x + 1e-13 * a", HEADS, f"k = q; o = {SDPA}", "m"),
     "16 bits and back": (*mlp("h = h.bfloat16().to(x.dtype)"), "a"),
     "16 bits of a branch": (ADD_M, "y = x + m.half().double()", "a"),

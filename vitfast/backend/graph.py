@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import ops
 
@@ -47,7 +48,8 @@ multinomial geometric_ cauchy_ log_normal_ native_dropout poisson binomial rrelu
 DRAWS = frozenset(_DRAWS.split())
 _INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
 INPLACE = frozenset(_INPLACE.split())
-STATES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"})
+# Calls without a value that switch no mode: checks of sizes, and the choice among PyTorch's own attention kernels.
+_CHECKS = ("_assert", "_check", "sym_constrain", "_sdpa_kernel", "_backend_from_string")
 
 
 def name_of(node: Node) -> str:
@@ -184,6 +186,23 @@ def _may_change_all(node: Node, name: str) -> bool:
     return renorm or "batch_norm" in name or "instance_norm" in name
 
 
+def switches_mode(node: Node) -> bool:
+    """Whether a node changes how those after it run: it is a call without a value that takes no tensor.
+
+    Gradient, inference and autocast mode, streams and the transforms of torch.func are switched so.
+    """
+    if node.op != "call_function" or value_of(node) is not None or name_of(node).startswith(_CHECKS):
+        return False
+    return all(tensor_of(a) is None for a in node.all_input_nodes)
+
+
+def why_not_plain(tensor: Tensor) -> str | None:
+    """Why kernels cannot read this tensor, whose values are elsewhere; None for most."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "it is inside a transform of torch.func"
+    return f"a tensor in it is a {type(tensor).__name__}" if is_traceable_wrapper_subclass(tensor) else None
+
+
 class Region(NamedTuple):
     """The nodes from a source (left out) to an output; the source comes first among the inputs."""
 
@@ -272,6 +291,9 @@ class Positions:
     def obstacle(self, region: Region) -> str | None:
         """Why a region cannot be one operation, whatever it computes; None where it can."""
         inside, output = set(region.nodes), region.output
+        for node in (*region.inputs, *region.nodes):
+            if (tensor := tensor_of(node)) is not None and (why := why_not_plain(tensor)) is not None:
+                return why
         for node in region.nodes:
             if is_draw(node):
                 return "dropout" if "dropout" in name_of(node) or "attention" in name_of(node) else "random numbers"
@@ -281,8 +303,8 @@ class Positions:
             if node is not output and outside:
                 return f"an inner value ({name_of(node)}) is used elsewhere"
         first, last = self.place[region.nodes[0]], self.place[output]
-        if any(name_of(node) in STATES for node in self.nodes[first : last + 1]):
-            return "autocast or gradient mode changes inside"
+        if modes := [name_of(node) for node in self.nodes[first : last + 1] if switches_mode(node)]:
+            return f"a mode of PyTorch changes inside ({modes[0].strip('_')})"
         return self._change_in_place(region, inside)
 
     def _change_in_place(self, region: Region, inside: set[Node]) -> str | None:
@@ -328,21 +350,6 @@ def additions(graph: Graph) -> list[Node]:
             shapes = [shape_of(a) for a in node.all_input_nodes] + [shape_of(node)]
             if shapes[0] is not None and len(shapes[0]) in (2, 3, 4) and shapes[0] == shapes[1] == shapes[2]:
                 found.append(node)
-    return found
-
-
-def autocast_dtypes(graph: Graph, device: str) -> dict[Node, torch.dtype | None]:
-    """The dtype of autocast at each node: as the graph was captured, and as the graph switches it."""
-    ambient = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    active, found = {}, {}
-    for node in graph.nodes:
-        if name_of(node) == "_enter_autocast" and argument(node, 0, "device_type") == device:
-            enabled = argument(node, 2, "enabled", True)
-            dtype = argument(node, 1, "dtype") or torch.get_autocast_dtype(device)
-            active[node] = dtype if enabled else None
-        elif name_of(node) == "_exit_autocast":
-            active.pop(node.args[0], None)
-        found[node] = list(active.values())[-1] if active else ambient
     return found
 
 

@@ -4,10 +4,11 @@ Structure only proposes: read off the graph are anchors (the norm, the linear la
 their arguments. The views, transposes and products in between are not looked at; numbers decide (proof.py).
 """
 
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -15,6 +16,7 @@ from torch.fx.node import map_arg
 
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
+from .autocast import ambient_autocast, autocast_dtypes
 from .embedding import patch_embeddings
 from .graph import (
     VALUE_FREE,
@@ -23,7 +25,6 @@ from .graph import (
     Region,
     Unrecognised,
     additions,
-    autocast_dtypes,
     is_unchanged,
     is_viewed,
     module_of,
@@ -43,12 +44,21 @@ from .reports import ALREADY, Entry, Report, joined
 _log = logging.getLogger("vitfast")
 
 
-def rewrite_graph(module: GraphModule) -> Report:
-    """Rewrites a captured graph in place, with the graphs inside it (of activation checkpointing)."""
-    inner = [rewrite_graph(child) for child in module.children() if isinstance(child, GraphModule)]
+def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | None] = ambient_autocast) -> Report:
+    """Rewrites a captured graph in place, with the graphs inside it (of activation checkpointing).
+
+    ambient(device type): the dtype of autocast around the graph.
+    """
+    autocast = functools.cache(lambda device: autocast_dtypes(module.graph, device, ambient))
+    calls = {node.target: user for node in module.graph.nodes if node.op == "get_attr" for user in node.users}
+    inner = [
+        rewrite_graph(child, lambda device, name=name: autocast(device).get(calls.get(name), ambient(device)))
+        for name, child in module.named_children()
+        if isinstance(child, GraphModule)
+    ]
     start = time.perf_counter()
     _fix_numbers(module.graph)
-    rewriter = _Rewriter(module.graph)
+    rewriter = _Rewriter(module.graph, autocast)
     report = Report(rewriter.run())
     report.proof = rewriter.proof_seconds
     report.recognition = time.perf_counter() - start - report.proof
@@ -76,11 +86,10 @@ def _fix_numbers(graph: Graph) -> None:
 class _Rewriter:
     """One graph while it is rewritten."""
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]):
+        self.graph, self.autocast = graph, autocast
         self.positions = Positions(graph)
         self.proof_seconds = 0.0
-        self.autocast: dict[str, dict] = {}
         self.ours = {node: name for node in graph.nodes if (name := operation_of(node)) is not None}
 
     def run(self) -> list[Entry]:
@@ -160,17 +169,12 @@ class _Rewriter:
         inside = {self.ours[node] for node in region.nodes if node in self.ours}
         why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
         if why is None:
-            proposal, why = self._proven(region, found, self._autocast(region))
+            dtypes = self.autocast(tensor_of(region.source).device.type)
+            proposal, why = self._proven(region, found, dtypes.get(region.output))
             if proposal is not None:
                 kind = proposal.kind
                 self._write(region, proposal)
         return kind, why
-
-    def _autocast(self, region: Region) -> torch.dtype | None:
-        device = tensor_of(region.source).device.type
-        if device not in self.autocast:
-            self.autocast[device] = autocast_dtypes(self.graph, device)
-        return self.autocast[device].get(region.output)
 
     def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, tuple | None, str | None]:
         """(a proposal, None) or (None, why there is none)."""
@@ -203,8 +207,8 @@ class _Rewriter:
                 self.graph.erase_node(node)
             raise
         new.meta = dict(output.meta)
-        for dtype_of_node in self.autocast.values():
-            dtype_of_node[new] = dtype_of_node.get(output)
+        dtypes = self.autocast(tensor_of(region.source).device.type)
+        dtypes[new] = dtypes.get(output)
         output.replace_all_uses_with(new)
         for user, keywords in swaps:
             user.args, user.kwargs = (region.source, *user.args[1:]), keywords
