@@ -68,6 +68,17 @@ def test_an_error_in_recognition_breaks_no_compilation(name, monkeypatch, caplog
     assert any("broken on purpose" in entry.why for entry in backend.report().left)
 
 
+def test_a_root_that_is_no_norm_is_no_error(caplog):
+    for function in (
+        lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True)),
+        lambda x: (1.0 - x) / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5),
+        lambda x: 2.0 / torch.sqrt(1 + x.square()),
+    ):
+        torch._dynamo.reset()
+        torch.testing.assert_close(backend.compile(function, options={"inner": "eager"})(X), function(X))
+    assert "error in recognition" not in caplog.text and not backend.report(3)
+
+
 def test_an_error_while_writing_leaves_the_graph_as_it_was(monkeypatch):
     monkeypatch.setattr(rewrite._Rewriter, "_value_free_users", lambda *_: 1 / 0)
     assert not compare(block("", ""), X, tolerance=1e-12)

@@ -128,6 +128,16 @@ def attention_on_a_grid(s, x):
     return x + s.m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, H, W, D))
 
 
+def keywords(s, x):
+    """Arguments by name, operands of einsum as a list."""
+    q, k, v = s.heads(x)
+    weights = torch.softmax(input=torch.matmul(input=q, other=k.mT) * 8**-0.5, dim=-1)
+    x = torch.add(input=x, other=s.m.proj(torch.einsum("bhij,bhjd->bihd", [weights, v]).flatten(2)))
+    h = F.layer_norm(input=x, normalized_shape=(32,), weight=s.m.norm2.weight, bias=s.m.norm2.bias)
+    u = F.gelu(input=F.linear(input=h, weight=s.m.fc1.weight, bias=s.m.fc1.bias))
+    return x.add(other=F.linear(input=u, weight=s.m.fc2.weight, bias=s.m.fc2.bias))
+
+
 def padding(x):
     return torch.arange(x.shape[1])[None] >= torch.arange(x.shape[0])[:, None] + 4
 
@@ -172,6 +182,7 @@ CASES = {
     "tokens first": (tokens_first, "attention block"),
     "module, tokens first": (module_tokens_first, "attention block"),
     "layers as einsum": (layers_as_einsum, "MLP block, attention block"),
+    "keywords": (keywords, "MLP block, attention block"),
     "rotary axes": (rotary_axes, "attention block"),
     "attention on a grid": (attention_on_a_grid, "attention block"),
     "parallel": (parallel, "LayerNorm, MLP, attention"),

@@ -77,8 +77,10 @@ def _written_out(root: Node) -> tuple[Node | None, Node]:
     if name_of(output) not in MULTIPLIES | DIVIDES or len(root.users) != 1:
         return None, root
     source = next((a for a in output.all_input_nodes if a is not root), None)
-    while source is not None and name_of(source) in CASTS | {"sub"}:
+    while isinstance(source, Node) and name_of(source) in CASTS | {"sub"}:
         source = source.args[0]
+    if not isinstance(source, Node):
+        return None, root
     while len(output.users) == 1:
         user = next(iter(output.users))
         others = [a for a in user.all_input_nodes if a is not output]

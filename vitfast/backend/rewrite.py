@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
@@ -32,7 +31,6 @@ from .graph import (
     operation_of,
     size,
     tensor_of,
-    value_of,
 )
 from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
@@ -40,6 +38,7 @@ from .norm import NORMS, norm_alone
 from .parts import NoAttention, parts_of
 from .proof import Proof, prove
 from .reports import ALREADY, Entry, Report, joined
+from .spelling import standardise
 
 _log = logging.getLogger("vitfast")
 
@@ -57,7 +56,7 @@ def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | No
         if isinstance(child, GraphModule)
     ]
     start = time.perf_counter()
-    _fix_numbers(module.graph)
+    standardise(module.graph)
     rewriter = _Rewriter(module.graph, autocast)
     report = Report(rewriter.run())
     report.proof = rewriter.proof_seconds
@@ -66,21 +65,6 @@ def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | No
         module.graph.lint()
         module.recompile()
     return joined([*inner, report])
-
-
-def _fix_numbers(graph: Graph) -> None:
-    """Makes constants of what dynamic=True makes inputs: eps of norms, rates of dropout, scales.
-
-    Other numbers then compile the graph once more: making a float of a symbol is a guard on it.
-    """
-    for node in list(graph.nodes):
-        value, readers = value_of(node), list(node.users)
-        known = all(any(word in name_of(n) for word in ("norm", "dropout", "attention")) for n in readers)
-        if isinstance(value, torch.SymFloat) and known:
-            numbers = {node: float(value)}
-            for user in readers:
-                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda a, n=numbers: n.get(a, a))
-            graph.erase_node(node)
 
 
 class _Rewriter:
@@ -106,9 +90,11 @@ class _Rewriter:
         return entries
 
     def _guarded(self, replace, node: Node) -> list[Entry]:
-        """An error leaves this part as it was."""
+        """An error leaves this part as it was, and so does what is nothing that an operation computes."""
         try:
             return replace(node)
+        except Unrecognised:
+            return []
         except Exception as error:
             _log.warning("vitfast backend: %s is left, an error in recognition", node.name, exc_info=True)
             return [Entry("block", module_of(node), f"{type(error).__name__}: {error}")]
