@@ -97,6 +97,13 @@ def module_tokens_first(s, x):
     return x.view(7, 6, 16)
 
 
+def module_by_place(s, x):
+    m, h = s.module, s.m.norm1(x := x.transpose(0, 1).contiguous())
+    given = m.in_proj_weight, m.in_proj_bias, None, None, False, 0.0, m.out_proj.weight, m.out_proj.bias
+    x = x + F.multi_head_attention_forward(h, h, h, 32, 4, *given, True, None, False, s.m.table[0])[0]
+    return x.view(7, 6, 16)
+
+
 def layers_as_einsum(s, x):
     h, qkv, proj = s.m.norm1(x), s.m.qkv.weight.unflatten(0, (3, 4, 8)), s.m.proj.weight.unflatten(1, (4, 8))
     q, k, v = (torch.einsum("bnd,hed->bnhe", h, w) for w in qkv)
@@ -181,6 +188,7 @@ CASES = {
     ),
     "tokens first": (tokens_first, "attention block"),
     "module, tokens first": (module_tokens_first, "attention block"),
+    "module by place": (module_by_place, "attention block"),
     "layers as einsum": (layers_as_einsum, "MLP block, attention block"),
     "keywords": (keywords, "MLP block, attention block"),
     "rotary axes": (rotary_axes, "attention block"),
@@ -198,3 +206,11 @@ def test_a_part_is_replaced_and_equal(name):
     x = torch.randn(SHAPES.get(name, (3, 7, 32)), dtype=torch.float64)
     done = compare(Model(forward), x, tolerance=1e-5 if "rms" in name else 1e-9)
     assert ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in sorted(done.items())) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_without_eps_has_that_of_its_dtype(dtype):
+    model = block("nn.LayerNorm(32), nn.LayerNorm(32)", "nn.RMSNorm(32), nn.RMSNorm(32)").to(dtype)
+    x = 1e-3 * torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))  # so small that eps is seen
+    done = compare(model, x.to(dtype), tolerance=1e-5 if dtype == torch.float32 else 3e-2)
+    assert done == {"attention block": 1, "MLP block": 1}

@@ -157,9 +157,9 @@ def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
     """nn.MultiheadAttention, which is one node in a graph."""
     added = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
     padding = argument(node, 14, "key_padding_mask")
-    given = [mask for mask in (argument(node, 17, "attn_mask"), padding) if mask is not None]
+    given = [mask for mask in (argument(node, 16, "attn_mask"), padding) if mask is not None]
     masks = [Mask(mask, hides=tensor_of(mask).dtype == torch.bool) for mask in given]
-    if added or argument(node, 18, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
+    if added or argument(node, 17, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
         raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(added) or "separate or added keys"))
     if parts.linears:
         raise Unrecognised("linear layers around nn.MultiheadAttention")

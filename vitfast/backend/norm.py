@@ -1,10 +1,13 @@
 """Norms in a graph, called by name or written out, and proposals of ops.layer_norm and ops.rms_norm."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops
 from .graph import (
@@ -26,12 +29,21 @@ from .graph import (
 NORMS = ("layer_norm", "rms_norm", "rsqrt", "sqrt")
 
 
+@functools.cache
+def default_eps(dtype: torch.dtype) -> float:
+    """The eps of rms_norm where none is given: that of its dtype, or of fp32 at least, by version."""
+    with _disable_current_modes(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        x = torch.full((1, 4), 2.0**-10, dtype=dtype, device="cpu")
+        error = lambda eps: (F.rms_norm(x, (4,)) - F.rms_norm(x, (4,), eps=eps)).abs().max()  # noqa: E731
+        return min((torch.finfo(dtype).eps, torch.finfo(torch.float32).eps), key=error)
+
+
 def norm_arguments(norm: Node, region: Region, nodes: list[Node]) -> tuple[str, Node | None, Node | None, float]:
     """("layer" or "rms", weight, bias, eps) of a norm; nodes: those up to the layer that reads it."""
     width, name = shape_of(region.source)[-1], name_of(norm)
     if name == "rms_norm":
         eps = argument(norm, 3, "eps")
-        eps = torch.finfo(tensor_of(norm.args[0]).dtype).eps if eps is None else eps
+        eps = default_eps(tensor_of(norm.args[0]).dtype) if eps is None else eps
         return "rms", argument(norm, 2, "weight"), None, eps
     if name == "layer_norm":
         return "layer", argument(norm, 2, "weight"), argument(norm, 3, "bias"), argument(norm, 4, "eps", 1e-5)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..ops import use_kernels
 from .graph import Proposal, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
 from .masks import direction
+from .norm import default_eps
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
 MOST_PREFIX = 8  # tokens in front of the patches
@@ -246,11 +247,13 @@ def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
             return torch.float64 if a in _CASTS else a
         return a
 
-    arguments, keywords = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
+    arguments, keywords = map_aggregate(node.args, value), dict(map_aggregate(node.kwargs, value))
     if name_of(node) in _RESHAPES:
         given = arguments[1:]
         listed = len(given) == 1 and isinstance(given[0], (tuple, list))
         arguments = (arguments[0], lengths.of(given[0])) if listed else (arguments[0], *lengths.of(given))
+    if name_of(node) == "rms_norm" and argument(node, 3, "eps") is None:  # what it is depends on the dtype of the call
+        arguments, keywords["eps"] = arguments[:3], default_eps(tensor_of(node.args[0]).dtype)
     if last and name_of(node) in ("iadd", "add_"):  # autograd would not have it: the norm has kept what this changes
         return torch.add(*arguments, **keywords)
     if node.op == "call_function":
