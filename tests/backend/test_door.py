@@ -48,10 +48,10 @@ def test_options_reach_the_inner_compiler(monkeypatch):
 
 
 def test_options_that_mean_nothing_are_refused():
-    for options, word in (({"inner": "vitfast"}, "another backend"), ({"inner": "nobody"}, "nobody")):
+    for inner, word in (("vitfast", "another backend"), ("nobody", "nobody"), (None, "or a callable, got None")):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=word):
-            backend.compile(block("", ""), options=options)(X)
+            backend.compile(block("", ""), options={"inner": inner})(X)
     with pytest.raises(RuntimeError, match="no_such_option"):
         backend._inner_compiler("inductor", None, {"no_such_option": 1})
 

@@ -68,6 +68,8 @@ def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> C
     """The inner backend, with mode and options as torch.compile would hand them on."""
     if inner == "vitfast" or inner is compile_graph:
         raise ValueError("vitfast backend: inner must be another backend, got vitfast itself")
+    if not isinstance(inner, str) and not callable(inner):
+        raise ValueError(f"vitfast backend: inner must be the name of a backend or a callable, got {inner!r}")
     if inner == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, None)
     return torch._TorchCompileWrapper(inner, mode, options, None)
