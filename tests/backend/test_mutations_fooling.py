@@ -88,6 +88,9 @@ MUTANTS = {
     "changed in between, custom": (ADD_A, IN_PLACE.format("torch.ops.mutants.change(w.data)"), "m"),
     "changed in between, view": (ADD_A, IN_PLACE.format("w.data[0, 0].fill_(2.0)"), "m"),
     "changed in between, out": (ADD_A, IN_PLACE.format("torch.mul(x.data, 2.0, out=w.data)"), "m"),
+    "changed in between, unknown function": (ADD_A, IN_PLACE.format("doubled_in_place(w.data)"), "m"),
+    "changed in between, method": (ADD_A, IN_PLACE.format("w.data.__imul__(2.0)"), "m"),
+    "changed in between, NumPy": (ADD_A, IN_PLACE.format("n = w.data.numpy(); n *= 2.0"), "m"),
     "running statistics": (
         *change("self.bn = nn.BatchNorm1d(32)"),
         *(

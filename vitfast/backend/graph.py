@@ -46,20 +46,22 @@ bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_li
 multinomial geometric_ cauchy_ log_normal_ native_dropout poisson binomial rrelu
 """
 DRAWS = frozenset(_DRAWS.split())
-_INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem __setitem__"
+_INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem"
 INPLACE = frozenset(_INPLACE.split())
-# Calls without a value that switch no mode: checks of sizes, and the choice among PyTorch's own attention kernels.
-_CHECKS = ("_assert", "_check", "sym_constrain", "_sdpa_kernel", "_backend_from_string")
+# Calls without a value that switch no mode: checks, statistics, the choice among PyTorch's own attention kernels.
+_CHECKS = ("_assert", "_check", "sym_constrain", "_log_api", "_sdpa_kernel", "_backend_from_string")
 
 
 def name_of(node: Node) -> str:
-    """The name of the function or method that a node calls, with its module where that is a stranger's."""
+    """The name of the function or method that a node calls, with its module where that is none of PyTorch's."""
     if node.op != "call_function":
         return node.target if node.op == "call_method" else node.op
     name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         module = "torch" if str(node.target).startswith("aten.") else str(node.target)
-    return name if module.partition(".")[0] in ("", "torch", "_operator", "builtins") else f"{module}.{name}"
+    root, _, rest = module.partition(".")
+    known = root in ("", "torch", "_operator", "builtins") and not rest.startswith("_dynamo")
+    return name if known else f"{module}.{name}"  # Dynamo's own functions call NumPy's and the user's
 
 
 def argument(node: Node, place: int, name: str, default=None):
@@ -169,19 +171,21 @@ def changed_by(node: Node) -> list[Node]:
     if _may_change_all(node, name):
         return node.all_input_nodes
     map_arg(node.kwargs.get("out"), found.append)
-    if name in INPLACE or (name.endswith("_") and not name.endswith("__")) or _takes_inplace(node):
+    if name.strip("_") in INPLACE or (name.endswith("_") and not name.endswith("__")) or _takes_inplace(node):
         map_arg(node.args[:1], found.append)
     return found
 
 
 def _may_change_all(node: Node, name: str) -> bool:
-    """Whether a node may change any input: running statistics, custom operations, inner graphs."""
+    """Whether a node may change any input: running statistics, custom operations, inner graphs, unknown functions."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if node.op == "call_function" and "." in name and not name.startswith("vitfast."):
+        return True
     renorm = name in ("embedding", "embedding_bag") and argument(node, 3, "max_norm") is not None
     return renorm or "batch_norm" in name or "instance_norm" in name
 
