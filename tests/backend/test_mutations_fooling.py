@@ -235,3 +235,16 @@ def test_a_length_that_changes_is_no_number(name):
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-9, rtol=1e-9)
     assert halves(Counter(entry.kind for entry in backend.report().replaced)) == ("a" if name == "power" else "m")
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_lengths_that_are_equal_by_chance_are_two(equal):
+    """Dynamo gives equal lengths one symbol, unless told not to."""
+    torch._dynamo.reset()
+    attend = lambda q, k: torch.nn.functional.scaled_dot_product_attention(q, k, k)  # noqa: E731
+    with torch.fx.experimental._config.patch(use_duck_shape=equal):
+        compiled = backend.compile(attend, dynamic=True, options={"inner": "eager"})
+        for queries, keys in ((7, 7), (8, 5)):
+            q, k = (ROWS[:, :n].unflatten(-1, (4, 8)).transpose(1, 2) for n in (queries, keys))
+            torch.testing.assert_close(compiled(q, k), attend(q, k))
+            assert len(backend.report().replaced) == (equal and queries == keys)

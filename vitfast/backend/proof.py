@@ -8,6 +8,7 @@ the proof is of the mathematics, and the dtypes are looked at besides.
 
 import contextlib
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -339,7 +340,10 @@ def _symbols(region: Region, numbers: Numbers) -> list[_Lengths]:
         n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
     ]
     lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
-    known = {n.node.expr: size(n) + 1 for n in lengths if n.node.expr.is_symbol}
+    known: dict[Any, int] = {}
+    for n in lengths:
+        if n.node.expr.is_symbol and n.node.expr not in known:  # two that are equal in this call become unequal
+            known[n.node.expr] = next(i for i in itertools.count(size(n) + 1) if i not in known.values())
     samples = tensor_of(region.source).shape[0]
     free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
     free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
