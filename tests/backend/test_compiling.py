@@ -150,6 +150,13 @@ def test_blocks_of_tensor_subclasses_are_left():
     assert not backend.report().replaced and "a tensor in it is a TwoTensor" in str(backend.report())
 
 
+def test_a_model_without_values_is_left(caplog):
+    torch._dynamo.reset()
+    model, x = plain_block("", "").to("meta"), torch.randn(3, 7, 32, dtype=torch.float64, device="meta")
+    assert backend.compile(model, options={"inner": "eager"})(x).shape == x.shape
+    assert "error in recognition" not in caplog.text and "on the device meta" in str(backend.report())
+
+
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])
 def test_inference(state, graphs):
     model = of_timm(depth=1).eval()

@@ -201,7 +201,9 @@ def switches_mode(node: Node) -> bool:
 
 
 def why_not_plain(tensor: Tensor) -> str | None:
-    """Why kernels cannot read this tensor, whose values are elsewhere; None for most."""
+    """Why kernels cannot read this tensor, whose values are elsewhere or nowhere; None for most."""
+    if tensor.device.type == "meta":
+        return "it is on the device meta"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "it is inside a transform of torch.func"
     return f"a tensor in it is a {type(tensor).__name__}" if is_traceable_wrapper_subclass(tensor) else None
