@@ -117,7 +117,9 @@ def _filled(node: Node) -> tuple[Any, Node | None, bool]:
         values = values if hides else values[::-1]
     else:
         hides = name_of(node) != "where"
-        values, mask = [argument(node, 2, "value"), node.args[0]], argument(node, 1, "mask")
+        words = ("mask", "value") if hides else ("condition", "other")
+        mask, value = (argument(node, i, word) for i, word in enumerate(words, 1))
+        values = [value, node.args[0]]
     whole = values[0] == -math.inf and isinstance(mask, Node)
     return (values[1], mask, hides) if whole else (None, None, False)
 
