@@ -165,7 +165,11 @@ MUTANTS = {
         *logits("logits.masked_fill((g := torch.ones(7, 7).triu(1) > 0), float('-inf')).masked_fill(g, 0.0)"),
         "m",
     ),
-    "scale is a tensor": (*logits("(logits * self.vector[0])"), None),
+    "scale is a tensor": (*logits("(logits * self.vector[0])"), "am"),
+    "scale divides": (*logits("(logits / self.vector[0].exp() * self.vector[1])"), "am"),
+    "scale after a bias": (*logits("((logits + self.table) * self.vector[0])"), "m"),
+    "scale of q, sdpa": (HEADS, f"q = q * self.vector[0]; o = {SDPA}", "am"),
+    "scale of v": (HEADS, f"v = v * self.vector[0]; o = {SDPA}", "m"),
     "scale of a head": (*logits("(logits * self.vector[:4, None, None])"), "m"),
     "probabilities twice": (ATTEND, "return weights @ (weights @ v)", "m"),
     "squared probabilities": (ATTEND, "return weights.square() @ v", "m"),
@@ -244,6 +248,17 @@ def test_a_length_that_changes_is_no_number(name):
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-9, rtol=1e-9)
     assert halves(Counter(entry.kind for entry in backend.report().replaced)) == ("a" if name == "power" else "m")
+
+
+def test_scales_that_dynamic_true_makes_inputs(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", False)
+    model, x = block(*change("self.scale = 0.3"), "* 8**-0.5", "* self.scale"), ROWS[:3, :7]
+    compiled = backend.compile(model, dynamic=True, options={"inner": "eager"})
+    for model[0].scale in (0.3, 0.7):
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-9, rtol=1e-9)
+        torch._dynamo.config.error_on_recompile = True
+    assert halves(Counter(entry.kind for entry in backend.report().replaced)) == "am"
 
 
 @pytest.mark.parametrize("equal", [False, True])

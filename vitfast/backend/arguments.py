@@ -12,7 +12,14 @@ from .. import ops
 LAYOUTS = ("three, head, column", "head, three, column", "head, column, three")
 
 
-def pack_qkv(weights: list[Tensor], biases: list[Tensor | None], heads: int, layout: str, order: tuple, scale: float):
+def pack_qkv(
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    heads: int,
+    layout: str,
+    order: tuple,
+    scale: float | Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each.
 
     The rows of q are multiplied by scale.
@@ -27,8 +34,9 @@ def pack_qkv(weights: list[Tensor], biases: list[Tensor | None], heads: int, lay
     return tuple(None if t is None else _packed(t, heads, layout, order, scale) for t in (weight, bias))
 
 
-def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -> Tensor:
-    if layout == LAYOUTS[0] and order == (0, 1, 2) and scale == 1:
+def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float | Tensor) -> Tensor:
+    scaled = isinstance(scale, Tensor) or scale != 1
+    if layout == LAYOUTS[0] and order == (0, 1, 2) and not scaled:
         return rows
     if layout == LAYOUTS[0]:
         three = rows.unflatten(0, (3, -1)).unbind(0)
@@ -37,7 +45,7 @@ def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float) -
     else:
         three = [t.flatten(0, 1) for t in rows.unflatten(0, (heads, -1, 3)).unbind(2)]
     q, k, v = (three[place] for place in order)
-    return torch.cat([q if scale == 1 else q * scale, k, v])
+    return torch.cat([q * scale if scaled else q, k, v])
 
 
 def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch.fx import Node
 from .. import ops
 from .arguments import LAYOUTS, attend, logit_bias, module_mask, pack_qkv, rotary_table
 from .graph import (
+    DIVIDES,
     MULTIPLIES,
     PRODUCTS,
     Call,
@@ -23,6 +25,7 @@ from .graph import (
     name_of,
     shape_of,
     tensor_of,
+    value_of,
     values_read,
 )
 from .linear import Linear
@@ -38,7 +41,8 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
     if name_of(node) == "scaled_dot_product_attention":
         nodes, mask, scale = [node], argument(node, 3, "attn_mask"), argument(node, 6, "scale")
         q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-        masks, transposed, axes = [] if mask is None else [Mask(mask)], False, ("bhnd",)
+        masks, factors = [] if mask is None else [Mask(mask)], []
+        transposed, axes = False, ("bhnd",)
         if argument(node, 5, "is_causal", False):
             raise Unrecognised("causal attention")
     else:
@@ -46,6 +50,7 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
         tokens, chain, transposed = shape_of(node)[-1], nodes[:-1], name_of(nodes[0]) != "einsum"
         axes = ("bhnd",) if transposed and name_of(nodes[-1]) != "einsum" else ("bhnd", "bnhd")
         masks, scale = masks_of(chain, tokens), constant_factor(chain)
+        factors = _factors(chain, set(nodes))
     keys = shape_of(k)
     keys = (*keys[:-2], keys[-1], keys[-2]) if transposed else keys
     if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) not in (3, 4):
@@ -60,11 +65,28 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
 
                 def build(call, order=order, masked=masked):
                     turned = call(Tensor.transpose, k, -2, -1) if transposed else k
-                    return call(attend, q, turned, v, scale, order, **masked(call))
+                    return call(attend, _multiplied(call, q, factors), turned, v, scale, order, **masked(call))
 
                 yield Proposal("attention", build)
 
     return nodes, q, proposals()
+
+
+def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
+    """Tensors of one number, and numbers of dynamic=True, by which these nodes multiply or divide (True) logits."""
+    found = []
+    for node in nodes:
+        divides = name_of(node) in DIVIDES
+        for a in node.all_input_nodes[divides:] if divides or name_of(node) in MULTIPLIES else ():
+            if a not in inside and (shape_of(a) == () or isinstance(value_of(a), torch.SymFloat)):
+                found.append((a, divides))
+    return found
+
+
+def _multiplied(call: Call, x, factors: list[tuple[Node, bool]]):
+    for factor, divides in factors:
+        x = call(operator.truediv if divides else operator.mul, x, factor)
+    return x
 
 
 def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]:
@@ -94,6 +116,7 @@ class _Roles(NamedTuple):
     layers: list[Linear]
     heads: int
     scale: float  # of the logits
+    factors: list[tuple[Node, bool]]  # tensors that scale them too
     masks: list[Mask]
     tables: list[Node]  # what q is multiplied by
     tokens: int
@@ -137,8 +160,9 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
         def build(call, layout=layout, order=order, rope=rope, first=first, masked=masked):
             weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
             qkv = weights[0], biases[0]
-            if len(weights) > 1 or scale != 1 or (layout, order) != candidates[0]:
-                both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, scale)
+            if len(weights) > 1 or scale != 1 or roles.factors or (layout, order) != candidates[0]:
+                factor = _multiplied(call, scale, roles.factors)
+                both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, factor)
                 qkv = [call(item, both, i) for i in range(2)]
             found = keywords(call) | masked(call)
             if rope is not None:
@@ -229,8 +253,11 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
     if len(found) != len(layers):
         raise Unrecognised("linear layers that are none of q, k and v")
     turned = parts.before(q, stops) if name_of(attention) == "scaled_dot_product_attention" else scores
-    tables = [t for t in parts.outside(turned, MULTIPLIES) if tensor_of(t) is not None]
-    return _Roles(found, heads, factor * constant_factor(list(dict.fromkeys(scores))), masks, tables, tokens)
+    factors = _factors(scores, inside)
+    others = [factor for factor, _ in factors]
+    tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in others and tensor_of(t) is not None]
+    scale = factor * constant_factor(list(dict.fromkeys(scores)))
+    return _Roles(found, heads, scale, factors, masks, tables, tokens)
 
 
 def _rope_candidates(parts: Parts, roles: _Roles) -> list:

@@ -271,6 +271,8 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
         value = value_of(node)
         if region.equal[node] is not node:
             values[node] = values[region.equal[node]]
+        elif isinstance(value, torch.SymFloat):
+            values[node] = 0.5 + torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
         elif not isinstance(value, Tensor):
             values[node] = lengths.of((value,), node)[0]
         elif value.dtype == torch.bool or direction(node):
@@ -315,7 +317,7 @@ def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
         value, readers = value_of(node), {name_of(user) for user in node.users if user in inside}
         if isinstance(value, torch.SymInt) and not readers <= _RESHAPES | _SIZED | _LENGTHS:
             raise Unprovable("a length is one of the numbers that the region computes with")
-        if not isinstance(value, (Tensor, int, torch.SymInt)):
+        if not isinstance(value, (Tensor, int, torch.SymInt, torch.SymFloat)):
             raise Unprovable(f"an input that is a {type(value).__name__}")
         if isinstance(value, Tensor):
             if value.dtype not in (torch.bool, torch.uint8) and not value.is_floating_point():
