@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from compiled import block, compare
 from torch import nn
 
+from vitfast import backend
+
 
 class Model(nn.Module):
     def __init__(self, forward):
@@ -214,3 +216,23 @@ def test_rms_norm_without_eps_has_that_of_its_dtype(dtype):
     x = 1e-3 * torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))  # so small that eps is seen
     done = compare(model, x.to(dtype), tolerance=1e-5 if dtype == torch.float32 else 3e-2)
     assert done == {"attention block": 1, "MLP block": 1}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["module, padding", "sdpa, padding", "relative bias", "norm without weight"])
+def test_masks_and_constants_have_the_dtype_of_the_call(name, autocast):
+    forward = CASES[name][0] if name in CASES else lambda s, x: s.m.inner(x)
+    torch.manual_seed(0)
+    model = Model(forward).to(torch.float32 if autocast else torch.bfloat16)
+    if name == "relative bias":
+        model.m.attend = lambda q, k, v: (q @ k.mT * 8**-0.5 + model.m.table).softmax(-1) @ v
+    if name == "norm without weight":
+        model.m.norm1 = nn.LayerNorm(32, elementwise_affine=False)
+    model.m.inner = lambda x: x + model.m.attention(model.m.norm1(x))
+    torch._dynamo.reset()
+    x = torch.randn(3, 7, 32, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        found, expected = backend.compile(model, options={"inner": "eager"})(x), model(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=2e-2)
+    assert [entry.kind for entry in backend.report().replaced] == ["attention block"]

@@ -143,16 +143,22 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
     return None, Proof(None, least)
 
 
-def _built(proposal: Proposal, values: dict[Node, Any]) -> Tensor:
+def _built(proposal: Proposal, values: dict[Node, Any], casts: frozenset = _CASTS) -> Tensor:
+    """The output of the operation; casts: dtypes that become float64, as they do in the region."""
     try:
-        return proposal.build(functools.partial(_compute, values))
+        return proposal.build(functools.partial(_compute, values, casts))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unprovable(f"the operation does not take it: {error}") from error
 
 
-def _compute(values: dict[Node, Any], function, *arguments, **keywords):
+def _compute(values: dict[Node, Any], casts: frozenset, function, *arguments, **keywords):
     """Calls a function now, with the values of nodes."""
-    value = lambda a: values[a] if isinstance(a, Node) else a  # noqa: E731
+
+    def value(a):
+        if isinstance(a, Node):
+            return values[a]
+        return torch.float64 if isinstance(a, torch.dtype) and a in casts else a
+
     arguments, keywords = map_aggregate(arguments, value), map_aggregate(keywords, value)
     arguments = [list(a) if isinstance(a, (list, tuple)) else a for a in arguments]
     return function(*arguments, **keywords)
@@ -389,6 +395,6 @@ def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], aut
         floating = isinstance(value, Tensor) and value.is_floating_point()
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        given = _built(proposal, real).dtype
+        given = _built(proposal, real, casts=frozenset()).dtype
     if given != (want := tensor_of(region.output).dtype):
         raise Unprovable(f"the operation gives {given} where the model has {want}")
