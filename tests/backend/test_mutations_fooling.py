@@ -166,6 +166,7 @@ MUTANTS = {
         "m",
     ),
     "scale is a tensor": (*logits("(logits * self.vector[0])"), "am"),
+    "scale is a switch": (*logits("(logits * torch.tensor(True))"), "am"),
     "scale divides": (*logits("(logits / self.vector[0].exp() * self.vector[1])"), "am"),
     "scale after a bias": (*logits("((logits + self.table) * self.vector[0])"), "m"),
     "scale of q, sdpa": (HEADS, f"q = q * self.vector[0]; o = {SDPA}", "am"),
@@ -250,14 +251,13 @@ def test_a_length_that_changes_is_no_number(name):
     assert halves(Counter(entry.kind for entry in backend.report().replaced)) == ("a" if name == "power" else "m")
 
 
-def test_scales_that_dynamic_true_makes_inputs(monkeypatch):
+def test_scales_that_dynamic_true_makes_inputs():
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", False)
     model, x = block(*change("self.scale = 0.3"), "* 8**-0.5", "* self.scale"), ROWS[:3, :7]
     compiled = backend.compile(model, dynamic=True, options={"inner": "eager"})
     for model[0].scale in (0.3, 0.7):
-        torch.testing.assert_close(compiled(x), model(x), atol=1e-9, rtol=1e-9)
-        torch._dynamo.config.error_on_recompile = True
+        with torch._dynamo.config.patch(error_on_recompile=model[0].scale == 0.7):
+            torch.testing.assert_close(compiled(x), model(x), atol=1e-9, rtol=1e-9)
     assert halves(Counter(entry.kind for entry in backend.report().replaced)) == "am"
 
 

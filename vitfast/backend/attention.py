@@ -65,7 +65,8 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
 
                 def build(call, order=order, masked=masked):
                     turned = call(Tensor.transpose, k, -2, -1) if transposed else k
-                    return call(attend, _multiplied(call, q, factors), turned, v, scale, order, **masked(call))
+                    queries = _multiplied(call, q, factors, tensor_of(q).dtype)
+                    return call(attend, queries, turned, v, scale, order, **masked(call))
 
                 yield Proposal("attention", build)
 
@@ -83,8 +84,11 @@ def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
     return found
 
 
-def _multiplied(call: Call, x, factors: list[tuple[Node, bool]]):
+def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dtype):
+    """x, a tensor or a number, times those factors, in fp32 at least: a number would be rounded to 16 bits."""
     for factor, divides in factors:
+        if tensor_of(factor) is not None:
+            factor = call(Tensor.to, factor, torch.float64 if like == torch.float64 else torch.float32)
         x = call(operator.truediv if divides else operator.mul, x, factor)
     return x
 
@@ -161,7 +165,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
             weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
             qkv = weights[0], biases[0]
             if len(weights) > 1 or scale != 1 or roles.factors or (layout, order) != candidates[0]:
-                factor = _multiplied(call, scale, roles.factors)
+                factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
                 both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, factor)
                 qkv = [call(item, both, i) for i in range(2)]
             found = keywords(call) | masked(call)
