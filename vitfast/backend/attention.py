@@ -74,7 +74,7 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
 
 
 def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
-    """Tensors of one number, and numbers of dynamic=True, by which these nodes multiply or divide (True) logits."""
+    """Tensors of one number, and symbolic numbers, that these nodes multiply or divide (True) by."""
     found = []
     for node in nodes:
         divides = name_of(node) in DIVIDES
@@ -85,7 +85,7 @@ def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
 
 
 def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dtype):
-    """x, a tensor or a number, times those factors, in fp32 at least: a number would be rounded to 16 bits."""
+    """Multiplies x, a tensor or a number, by factors in fp32 at least: 16 bits would round a number."""
     for factor, divides in factors:
         if tensor_of(factor) is not None:
             factor = call(Tensor.to, factor, torch.float64 if like == torch.float64 else torch.float32)

@@ -53,7 +53,7 @@ _CHECKS = ("_assert", "_check", "sym_constrain", "_log_api", "_sdpa_kernel", "_b
 
 
 def name_of(node: Node) -> str:
-    """The name of the function or method that a node calls, with its module where that is none of PyTorch's."""
+    """The name of what a node calls, with its module where that is none of PyTorch's."""
     if node.op != "call_function":
         return node.target if node.op == "call_method" else node.op
     name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
@@ -177,7 +177,7 @@ def changed_by(node: Node) -> list[Node]:
 
 
 def _may_change_all(node: Node, name: str) -> bool:
-    """Whether a node may change any input: running statistics, custom operations, inner graphs, unknown functions."""
+    """Whether a node may change any input: running statistics, custom operations, unknown functions."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverloadPacket):

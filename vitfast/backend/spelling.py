@@ -1,4 +1,4 @@
-"""Brings a captured graph into one spelling before parts are looked for: the same values, from the same calls."""
+"""Brings a captured graph into one spelling, of the same values, before parts are looked for."""
 
 import torch
 from torch.fx import Graph, Node
@@ -12,7 +12,7 @@ _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_di
 
 
 def standardise(graph: Graph) -> None:
-    """Arguments by place where the recognition reads them so, and numbers for what dynamic=True makes inputs."""
+    """Puts arguments in the places where they are looked for; makes constants of symbolic numbers."""
     for node in graph.nodes:
         _place_arguments(node)
     _fix_numbers(graph)
