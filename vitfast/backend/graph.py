@@ -35,8 +35,9 @@ CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16
 _ANALYTIC = """
 linear addmm matmul bmm mm einsum baddbmm scaled_dot_product_attention multi_head_attention_forward layer_norm
 rms_norm gelu silu sigmoid tanh erf exp pow sqrt rsqrt square reciprocal softmax _softmax mean var sum amax dropout
-where masked_fill conv2d add iadd add_ sub isub sub_ subtract rsub mul imul mul_ multiply multiply_ div div_ truediv
-itruediv true_divide divide neg negative getitem cat stack split chunk unbind tensor_split select narrow index_select
+where masked_fill masked_fill_ conv2d add iadd add_ sub isub sub_ subtract rsub mul imul mul_ multiply multiply_ div
+div_ truediv itruediv true_divide divide neg negative getitem cat stack split chunk unbind tensor_split select narrow
+index_select
 """
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
 # Functions whose result has a layout of its own, whatever their argument's.
