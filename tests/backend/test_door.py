@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from compiled import block, compare
+from compiled import ADD_M, ATTEND, WEIGHTS, block, compare
 
 from vitfast import backend, ops
 from vitfast.backend import proof, rewrite
@@ -97,6 +97,31 @@ def test_the_report_says_what_was_done():
     assert len(backend.report(graphs=3)) == 12
     with pytest.raises(ValueError, match="graphs"):
         backend.report(0)
+
+
+REASONS = {
+    "dropout": (("F.gelu(self.fc1(h))", "F.dropout(F.gelu(self.fc1(h)), 0.1)"), "dropout"),
+    "a value that is returned": (
+        (ATTEND, "self.seen = weights; return weights @ v"),
+        "an inner value (softmax) is used",
+    ),
+    "rounded": (
+        ("F.gelu(self.fc1(h))", "F.gelu(self.fc1(h)).bfloat16().double()"),
+        "a value is rounded to torch.bfloat16",
+    ),
+    "clamp": (("F.gelu(self.fc1(h))", "F.gelu(self.fc1(h)).clamp(-9, 9)"), "clamp is in none of the operations"),
+    "norm behind": ((ADD_M, "y = x + self.norm1(m)"), "a norm after the branch"),
+    "causal": ((ATTEND, "return F.scaled_dot_product_attention(q, k, v, is_causal=True)"), "causal attention"),
+    "-1e9": ((WEIGHTS, "weights = logits.masked_fill(self.table > 1, -1e9).softmax(-1)"), "logits that are not -inf"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_reason_names_the_obstacle(name):
+    texts, reason = REASONS[name]
+    torch._dynamo.reset()
+    torch.compile(block(*texts), backend="vitfast", options={"inner": "eager"})(X)
+    assert any(reason in entry.why for entry in backend.report().left), backend.report()
 
 
 def test_equal_layers_are_proven_once(monkeypatch):

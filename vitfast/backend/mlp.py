@@ -26,6 +26,8 @@ def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
     """The blocks that a region with linear layers and no attention may be."""
     inner_norm = [n for n in parts.norms if n in parts.after(parts.linears[0].node)]
     outer = [n for n in parts.norms if n not in inner_norm]
+    if not set(parts.after(parts.linears[-1].node)).isdisjoint(parts.norms):
+        raise Unrecognised("a norm after the branch")
     if len(outer) != 1:
         raise Unrecognised(f"{len(parts.norms)} norms in an MLP block")
     affine, keywords = common_arguments(parts, outer[0], parts.linears[-1].node)
