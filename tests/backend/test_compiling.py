@@ -26,6 +26,25 @@ def of_timm(depth: int = 2) -> nn.Module:
     return randomize(timm.create_model("vit_tiny_patch16_224", depth=depth, **SIZES))
 
 
+@torch.no_grad()
+def test_pytorchs_fused_encoder_layer_is_named_and_without_it_its_parts_are_replaced():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True, norm_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 7, 32)
+    expected = model(x)
+    for fused in (True, False):
+        torch._dynamo.reset()
+        torch.backends.mha.set_fastpath_enabled(fused)
+        try:
+            found = torch.compile(model, backend="vitfast", options={"inner": "eager"})(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert_close(found, expected, atol=1e-5)
+        report = backend.report()
+        assert [len(report.replaced), len(report.left)] == ([0, 2] if fused else [4, 0])
+        assert all("set_fastpath_enabled" in entry.why for entry in report.left)
+
+
 @pytest.fixture
 def graphs(monkeypatch) -> list:
     """The graphs that the backend compiles, in front of "eager" unless told otherwise."""

@@ -41,6 +41,7 @@ from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise
 
 _log = logging.getLogger("vitfast")
+FUSED = "it is PyTorch's fused call for inference; torch.backends.mha.set_fastpath_enabled(False) shows its parts"
 
 
 def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | None] = ambient_autocast) -> Report:
@@ -80,6 +81,9 @@ class _Rewriter:
         """Blocks first, then what is left of their parts."""
         calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
         entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
+        for node in self.graph.nodes:
+            if name_of(node) == "_transformer_encoder_layer_fwd":
+                entries.append(Entry("encoder layer", module_of(node), FUSED))
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)
