@@ -1,10 +1,11 @@
 """Launch configurations of attention, as tables: the first row that matches is taken.
 
-A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128. Each is
-(warps, stages, BLOCK_M, BLOCK_N): of a few, tried from large to small, the first that compiled in Triton 3.8 and 3.6
-without spills and with every product on the tensor cores, for the head sizes, rotary layouts and masks of its cell that
-were tried. None was timed. Options cost registers: rotary positions hold a second half of each head and its tables,
-masks a block of numbers beside the logits.
+A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128, or one for
+the heads that it names. Each is (warps, stages, BLOCK_M, BLOCK_N): of a few, tried from large to small, the first that
+compiled without spills and with every product on the tensor cores: in Triton 3.9 for every case of its cell in
+tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. None was timed. Options cost registers: rotary
+positions hold a second half of each head and its tables, masks a block of numbers beside the logits, and padded heads
+the mask of their columns ("m": 104 to 120 with interleaved pairs is the narrowest).
 
 Shape classes (attention_class in attention/launchers.py): the padded head size, "n", or "m" where the head is padded;
 tokens up to 64, 128, 256, 320 or "long"; "r" or "f" for rotary positions, "b" for a bias, "k" for lengths of keys; for
@@ -54,13 +55,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
         *_forward(MMA_SYNC, PLAIN, (4, 2, 64, 32), (4, 2, 64, 32), (8, 2, 64, 32)),
         *_forward(MMA_SYNC, MASKED, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 32, 32)),
-        *_forward(MMA_SYNC, "fp", (4, 2, 64, 32), heads="d[1-6]?[mn]"),
+        *_forward((80, 89), "fp", (4, 2, 64, 32), heads="d[1-6]?[mn]"),
         *_forward((120,), ROTARY, (8, 1, 64, 32), heads="d[89]?[mn]"),
         *_forward(MMA_SYNC, ROTARY, (8, 2, 64, 32), (8, 2, 64, 32), (8, 1, 32, 32)),
         *_forward(MMA_SYNC, PACKED, (8, 2, 64, 32)),
         # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.
         *_forward(ASYNC, MASKED, (8, 2, 128, 64), heads="d64n"),
-        *_forward(WGMMA, MASKED, (8, 2, 32, 32), (8, 2, 128, 64), (8, 2, 64, 32)),
+        *_forward(WGMMA, MASKED, (8, 2, 32, 32), (8, 2, 128, 64), (8, 2, 128, 16)),
         *_forward(TCGEN05, MASKED, (8, 1, 64, 32), (8, 2, 128, 64), (8, 1, 64, 32)),
         # Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once.
         Rule(config(4, 1, "single_pass", BLOCK_M=64), WGMMA, shape="d[1-6]?[mn][126]*[rf]"),
@@ -92,15 +93,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
         *_row(MMA_SYNC, PACKED, (8, 2, 64, 32), (8, 2, 64, 32), (8, 2, 32, 32)),
         *_row(MMA_SYNC, PLAIN, (4, 2, 64, 32), (8, 2, 64, 32), (4, 1, 32, 32)),
+        *_row((120,), "*r*", (8, 1, 16, 32), heads="d128m"),
         *_row(MMA_SYNC, "*r*", (8, 1, 32, 32), heads="d128m"),
-        *_row(MMA_SYNC, ANY, (8, 1, 64, 32), (8, 1, 32, 32), (8, 2, 32, 32)),
+        *_row((80,), ROTARY, (8, 1, 32, 32), heads="d[89]?[mn]"),
+        *_row(MMA_SYNC, ANY, (8, 1, 64, 32), (8, 2, 32, 32), (8, 2, 32, 32)),
         *_row(WGMMA, MASKED, (8, 2, 128, 64), (8, 2, 64, 64), (8, 2, 128, 32)),
         *_row(TCGEN05, MASKED, (8, 2, 128, 32), (8, 2, 128, 32), (8, 1, 64, 32)),
         *_row(TCGEN05, "fp", (4, 2, 64, 64), heads="d[1-6]?[mn]"),
-        *_row(ASYNC, "*r*", (8, 2, 128, 32), heads="d[36][24]m"),
+        *_row(ASYNC, "*r*", (8, 2, 64, 64), heads="d[36][24]m"),
         *_row(ASYNC, "*r*", (8, 1, 64, 32), heads="d128m"),
+        *_row(TCGEN05, "*f*", (8, 2, 64, 32), heads="d128?"),
         *_row(WGMMA, ROTARY, (8, 2, 128, 64), (8, 2, 128, 32), (8, 2, 64, 64)),
-        *_row(TCGEN05, ROTARY, (8, 2, 128, 64), (8, 2, 128, 64), (8, 2, 64, 64)),
+        *_row(TCGEN05, ROTARY, (8, 2, 128, 64)),
         *_row(WGMMA, PACKED, (4, 2, 64, 64)),
         *_row(TCGEN05, PACKED, (4, 2, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
         Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), shape="*320 *64"),
@@ -110,7 +114,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
         *_row(MMA_SYNC, PACKED, (8, 2, 32, 64), (8, 2, 16, 64), (8, 1, 32, 32)),
         *_row(MMA_SYNC, PLAIN, (4, 2, 32, 64), (8, 1, 16, 64), (8, 1, 32, 32)),
-        *_row((120,), ROTARY, (8, 2, 16, 64), heads="d16?"),
+        *_row((120,), ROTARY, (8, 1, 32, 64), heads="d16?"),
+        *_row((120,), ROTARY, (8, 2, 16, 32), heads="d[89]?[mn]"),
         *_row(MMA_SYNC, ROTARY, (8, 1, 32, 16), heads="d128?"),
         *_row(MMA_SYNC, ANY, (8, 1, 16, 64), (8, 1, 32, 32), (8, 1, 32, 32)),
         *_row(WGMMA, MASKED, (8, 2, 32, 64), (8, 2, 32, 128), (8, 2, 32, 64)),
