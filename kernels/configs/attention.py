@@ -107,6 +107,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_row(TCGEN05, ROTARY, (8, 2, 128, 64)),
         *_row(WGMMA, PACKED, (4, 2, 64, 64)),
         *_row(TCGEN05, PACKED, (4, 2, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
+        *_row(TCGEN05, "64", (8, 2, 64, 64), heads="d64?"),
         Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), shape="*320 *64"),
         Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64)),
     ),

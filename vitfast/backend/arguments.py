@@ -56,7 +56,7 @@ def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int,
 def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.dtype) -> Tensor:
     """The sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N).
 
-    hide: whether a True hides a key, or a False, in each mask of truth values.
+    hide: whether a True hides a key, or a False, in each mask of truth values. heads: -1 for those that the masks have.
     """
     total, tokens = None, masks[0].shape[-1]
     for mask, hides in zip(masks, hide):
@@ -112,6 +112,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bh
         q, k, v = (t[None] for t in (q, k, v))
     if heads_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if "bias" in masks:
+        masks["bias"] = masks["bias"].expand(-1, q.shape[2], -1, -1)
     out = ops.attention(q, k, v, scale=scale, **masks)
     out = out.transpose(1, 2) if heads_first else out
     return out[0] if flat else out

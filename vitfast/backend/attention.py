@@ -60,8 +60,7 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
 
     def proposals() -> Iterator[Proposal]:
         for order in axes:
-            heads = shape_of(q)[-2 if order == "bnhd" else -3]
-            for masked in mask_arguments(masks, samples, bias_of(heads, tensor_of(q).dtype)):
+            for masked in mask_arguments(masks, samples, bias_of(-1, tensor_of(q).dtype)):
 
                 def build(call, order=order, masked=masked):
                     turned = call(Tensor.transpose, k, -2, -1) if transposed else k
