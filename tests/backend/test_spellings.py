@@ -106,6 +106,12 @@ def module_by_place(s, x):
     return x.view(7, 6, 16)
 
 
+def heads_as_samples(s, x):
+    """Attention of (B H, N, Dh) with a bias that is computed from q, as SAM has it."""
+    q, k, v = (t.flatten(0, 1) for t in s.heads(x))
+    return F.scaled_dot_product_attention(q, k, v, q @ s.m.matrix[:8, :7] * s.bias[:7])
+
+
 def layers_as_einsum(s, x):
     h, qkv, proj = s.m.norm1(x), s.m.qkv.weight.unflatten(0, (3, 4, 8)), s.m.proj.weight.unflatten(1, (4, 8))
     q, k, v = (torch.einsum("bnd,hed->bnhe", h, w) for w in qkv)
@@ -177,6 +183,7 @@ CASES = {
     "einsum, tokens first": (einsum_tokens_first, "attention block"),
     "einsum alone": (einsum_alone, "LayerNorm, attention"),
     "bmm": (bmm, "attention block"),
+    "heads as samples": (heads_as_samples, "LayerNorm, attention"),
     "bmm alone": (bmm_alone, "LayerNorm, attention"),
     "module": (lambda s, x: s.attend(x), "attention block"),
     "module, bias": (lambda s, x: s.attend(x, attn_mask=s.m.table[0]), "attention block"),
