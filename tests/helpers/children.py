@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import sys
 from functools import partialmethod
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def compiled(output: str) -> int:
 
 def limited(sizes: list[int], *commands: list[str]) -> int:
     """`vitfast ...` several times, where no file may become larger than so many bytes; 0 where all end with 1."""
+    sys.dont_write_bytecode = True  # Python would leave half of what it compiles, for other tests to import
     for size, argv in zip(sizes, commands, strict=True):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         if command_line(argv) != 1:
