@@ -115,6 +115,16 @@ LEFT = {
 }
 
 
+def test_lengths_of_samples_prove_nothing_for_lengths_of_queries():
+    """Both masks are (B, H, N, N) and computed alike; one is expanded, the other has a length for each query."""
+    x, queries = torch.randn(3, 7, 32, dtype=torch.float64), torch.randint(1, 8, (3, 4, 7, 1))
+    samples = torch.tensor([4, 7, 2])[:, None, None, None]
+    for lengths, expand in ((samples, True), (queries, False), (samples, True)):
+        mask = sdpa(lambda s, n, e=expand: (torch.arange(7) < n).expand(3, 4, 7, 7) if e else torch.arange(7) < n)
+        done = compare(Model(mask), x, lengths, inner="eager", tolerance=1e-9)
+        assert done["attention block"] == 1
+
+
 @pytest.mark.parametrize("name", [*LENGTHS, *BIAS, *LEFT])
 def test_a_mask_is_lengths_where_it_is_computed_as_such(name):
     used = []

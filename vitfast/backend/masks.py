@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from .arguments import logit_bias, shown_keys
@@ -64,6 +65,35 @@ def bias_of(heads: int, dtype: torch.dtype) -> Callable[[Call, list[Mask]], Any]
         return call(logit_bias, [mask.node for mask in masks], [mask.hides for mask in masks], heads, dtype)
 
     return bias
+
+
+def as_lengths(mask: Node) -> tuple[int, tuple[bool, ...]] | None:
+    """The `direction` of a mask that is lengths, and the axes along which it is expanded; else None.
+
+    A proof draws the mask by this, so that what is proven holds for masks that have the same alone."""
+    way = direction(mask)
+    return (way, tuple(step == 0 for step in tensor_of(mask).stride()[:-1])) if way else None
+
+
+def random_mask(mask: Node, shape: tuple[int, ...], seed: int, turned: bool) -> Tensor:
+    """A mask for a proof: with both values in each row, or with random lengths where it is lengths.
+
+    turned: whether the former shows what it hides."""
+    if lengths := as_lengths(mask):
+        way, expanded = lengths
+        rows = [1 if same else n for n, same in zip(shape, expanded)]
+        generator = torch.Generator().manual_seed(seed)
+        length = torch.randint(1, max(shape[-1], 2), (*rows, 1), generator=generator, device="cpu")
+        shown = ((torch.arange(shape[-1], device="cpu") < length) ^ (way < 0)).expand(shape)
+        return (
+            shown
+            if _is_bool(mask)
+            else torch.zeros(shape, dtype=torch.float64, device="cpu").masked_fill(~shown, -math.inf)
+        )
+    found = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.7
+    if found.dim() and found.shape[-1] > 1:
+        found[..., 0], found[..., 1] = True, False
+    return found ^ turned
 
 
 def direction(mask: Node) -> int:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
 from .graph import Proposal, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
-from .masks import direction
+from .masks import as_lengths, random_mask
 from .norm import default_eps
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
@@ -91,7 +91,7 @@ def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
 
     calls = [(n.op, n.target, _text(n.args, number), _text(n.kwargs, number), described(n)) for n in region.nodes]
     equal = tuple(number[region.equal[node]] for node in region.inputs)
-    return tuple(calls), tuple(map(described, region.inputs)), equal, tuple(map(direction, region.inputs)), autocast
+    return tuple(calls), tuple(map(described, region.inputs)), equal, tuple(map(as_lengths, region.inputs)), autocast
 
 
 def _text(arguments, number: dict[Node, int]) -> str:
@@ -281,8 +281,9 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
             values[node] = 0.5 + torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
         elif not isinstance(value, Tensor):
             values[node] = lengths.of((value,), node)[0]
-        elif value.dtype == torch.bool or direction(node):
-            values[node] = _random_mask(node, lengths.of(value.shape, node), numbers).to(value.device)
+        elif value.dtype == torch.bool or as_lengths(node):
+            mask = random_mask(node, lengths.of(value.shape, node), numbers.seed, numbers.turned)
+            values[node] = mask.to(value.device)
         elif value.dtype == torch.uint8:
             shape = lengths.of(value.shape, node)
             values[node] = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cpu").to(
@@ -298,22 +299,6 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
                 x = x * of_token[:, None] if node is region.source else x * 1000
             values[node] = x.to(value.device).requires_grad_()
     return values
-
-
-def _random_mask(node: Node, shape: tuple[int, ...], numbers: Numbers) -> Tensor:
-    """A mask with both values in each row.
-
-    One that is a length by the way that it is computed (masks.py) is that of random lengths."""
-    if way := direction(node):
-        rows = [1 if step == 0 else n for n, step in zip(shape[:-1], tensor_of(node).stride())]
-        length = torch.randint(1, max(shape[-1], 2), (*rows, 1), generator=_generator(numbers.seed), device="cpu")
-        shown = ((torch.arange(shape[-1], device="cpu") < length) ^ (way < 0)).expand(shape)
-        is_bool = tensor_of(node).dtype == torch.bool
-        return shown if is_bool else torch.zeros(shape, dtype=torch.float64).masked_fill(~shown, float("-inf"))
-    mask = torch.rand(shape, generator=_generator(0), device="cpu") < 0.7
-    if mask.dim() and mask.shape[-1] > 1:
-        mask[..., 0], mask[..., 1] = True, False
-    return mask ^ numbers.turned
 
 
 def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
