@@ -1,0 +1,66 @@
+"""Seconds and memory that the proofs of a B/16 take, beside its compilation by Inductor and its training step."""
+
+import ctypes
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from vitfast import backend
+from vitfast.backend import proof, rewrite
+
+
+class Peak:
+    """The bytes by which this process grew at most since it was made, as Linux counts them."""
+
+    def __init__(self):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # so that what was freed before is not used unseen
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._read("VmRSS")
+
+    def _read(self, name: str) -> int:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(lines[name].split()[0]) * 1024
+
+    def bytes(self) -> int:
+        return self._read("VmHWM") - self.before
+
+
+def first_step(model, images, **options) -> float:
+    """The seconds of a first training step of the compiled model, with all proofs to be made."""
+    torch._dynamo.reset()
+    proof._known.clear()
+    start = time.perf_counter()
+    torch.compile(model, backend="vitfast", **options)(images).sum().backward()
+    return time.perf_counter() - start
+
+
+@pytest.mark.long
+def test_proofs_of_a_b16_take_5_percent_of_its_compilation_and_less_memory_than_a_step(monkeypatch):
+    torch.manual_seed(0)
+    model, images = timm.create_model("vit_base_patch16_224"), torch.randn(4, 3, 224, 224)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        seconds = first_step(model, images)
+    report, of_proofs, real = backend.report(), [], rewrite.prove
+    assert len(report.replaced) == 26
+    assert report.proof + report.recognition < 0.05 * seconds, (report.summary(), seconds)
+
+    def prove(*arguments):
+        peak = Peak()
+        try:
+            return real(*arguments)
+        finally:
+            of_proofs.append(peak.bytes())
+
+    monkeypatch.setattr(rewrite, "prove", prove)
+    first_step(model, images, options={"inner": "eager"})
+    model.zero_grad()
+    peak = Peak()
+    model(images).sum().backward()
+    of_step, mib = peak.bytes(), 2**20
+    assert 0 < max(of_proofs) < of_step
+    print(f"{report.summary()}, {seconds:.1f} s; proofs {max(of_proofs) / mib:.0f} MiB, step {of_step / mib:.0f} MiB")
