@@ -70,9 +70,9 @@ def wide(tmp_path):
     return root
 
 
-def resized(data, size: tuple[int, int]) -> Image.Image:
+def resized(data, size: tuple[int, int], interpolation: str = "bicubic") -> Image.Image:
     with Image.open(data / "val" / "a" / "0.jpg") as image:
-        return image.resize(size, Image.Resampling.BICUBIC)
+        return image.resize(size, Image.Resampling[interpolation.upper()])
 
 
 def pixels(image: Image.Image) -> torch.Tensor:
@@ -84,19 +84,26 @@ def test_evaluations_cut_images_as_they_are_told(weights, wide):
     centre = pixels(resized(wide, (40, 16)).crop((12, 0, 28, 16)))
     assert torch.equal(shown(wide, weights), centre)
     assert torch.equal(shown(wide, weights, crop_mode="squash"), pixels(resized(wide, (16, 16))))
+    told = dict(crop_mode="squash", interpolation="lanczos")
+    assert torch.equal(shown(wide, weights, **told), pixels(resized(wide, (16, 16), "lanczos")))
     assert torch.equal(shown(wide, weights, crop_pct=0.8), pixels(resized(wide, (50, 20)).crop((17, 2, 33, 18))))
     config = json.loads((weights / "config.json").read_text())
     assert config["crop_mode"] is None and config["crop_pct"] is None  # of no training
 
 
 @pytest.fixture(
-    params=[("center", 0.8), ("squash", 1.0), ("squash", 0.8), ("center", 1.0)],
+    params=[
+        ("center", 0.8, "bilinear"),
+        ("squash", 1.0, "bicubic"),
+        ("squash", 0.8, "lanczos"),
+        ("center", 1.0, "bicubic"),
+    ],
     ids=["cut", "squash", "squash-cut", "center"],
 )
 def cut_weights(request, tmp_path):
     """A checkpoint that says how evaluations cut images, without any state of a run."""
     model = tiny(2)
-    model.crop_mode, model.crop_pct = request.param
+    model.crop_mode, model.crop_pct, model.interpolation = request.param
     model.save_pretrained(tmp_path / "cut")
     return tmp_path / "cut"
 
@@ -107,12 +114,14 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
     from transformers import AutoImageProcessor
 
     ours = shown(wide, cut_weights)
-    mode, share = (json.loads((cut_weights / "config.json").read_text())[name] for name in ("crop_mode", "crop_pct"))
+    told = json.loads((cut_weights / "config.json").read_text())
+    mode, share, kind = (told[name] for name in ("crop_mode", "crop_pct", "interpolation"))
     truth = (int(16 / share * 2.5), int(16 / share)) if mode == "center" else (int(16 / share),) * 2
     left, top = ((side - 16) / 2 for side in truth)
-    near = [resized(wide, truth).crop((x, y, x + 16, y + 16)) for x in {int(left), int(left + 0.5)} for y in {int(top)}]
+    truth = resized(wide, truth, kind)
+    near = [truth.crop((x, y, x + 16, y + 16)) for x in {int(left), int(left + 0.5)} for y in {int(top)}]
     assert any(torch.equal(ours, pixels(image)) for image in near)
-    told = shown(wide, cut_weights, crop_mode="squash", crop_pct=1)  # the user's word is last
+    told = shown(wide, cut_weights, crop_mode="squash", crop_pct=1, interpolation="bicubic")  # the user's word is last
     assert torch.equal(told, pixels(resized(wide, (16, 16))))
     with Image.open(wide / "val" / "a" / "0.jpg") as image:
         image.load()
@@ -131,7 +140,7 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
 
     for form, name in (("npz", "w.npz"), ("torchvision", "w.pth"), ("timm", "w.safetensors")):
         notes = [note for note in convert(cut_weights, tmp_path / name, form) if "cut" in note]
-        assert len(notes) == ((mode, share) != ("center", 1.0))  # that it is where nothing is said
+        assert len(notes) == ((mode, share, kind) != ("center", 1.0, "bicubic"))  # that it is where nothing is said
         assert all(f"crop_mode={mode!r}, crop_pct={share!r}" in note for note in notes)
     assert convert(tmp_path / "timm", tmp_path / "again", "vitfast") == []
     assert ViT.from_pretrained(tmp_path / "again").config == ViT.from_pretrained(cut_weights).config
@@ -146,7 +155,7 @@ def test_what_a_format_cannot_say_of_the_cut_is_told(tmp_path):
         assert write(model, tmp_path / f"timm of {form}", "timm") == []
 
 
-@pytest.mark.parametrize("cut_weights", [("squash", 0.8)], indirect=True)
+@pytest.mark.parametrize("cut_weights", [("squash", 0.8, "bicubic")], indirect=True)
 def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_path, capsys):
     flags = ("--weights", cut_weights, "--data", wide, "--device", "cpu", "--img-size", 16)
     quick = ("--set", "workers=0", "steps=1", "batch_size=4", "warmup_steps=0")
@@ -163,7 +172,7 @@ def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_p
 
 def test_weights_written_before_the_cut_was_kept_are_read(weights):
     config = json.loads((weights / "config.json").read_text())
-    del config["crop_mode"], config["crop_pct"]
+    del config["crop_mode"], config["crop_pct"], config["interpolation"]
     (weights / "config.json").write_text(json.dumps(config))
     assert ViT.from_pretrained(weights).crop_mode is None
 

@@ -60,6 +60,7 @@ WRONG = {
     "ref_feat_shape": (16, (16,), (16, 0), "16", (16.0, 16.0)),
     "crop_mode": ("middle", 1, []),
     "crop_pct": (0, 0.01, 1.1, "1", True, math.nan),
+    "interpolation": ("cubic", 3, []),
     "class_names": ("abc", ["a", "b"], ["a", "b", 3], 3, ["a"] * 4),
     "keep": ("none", None, 1),
 }

@@ -94,7 +94,7 @@ def transforms(config: Config, img_size: tuple[int, int]):
         (3, *img_size),
         is_training=False,
         use_prefetcher=True,
-        interpolation="bicubic",
+        interpolation=config.interpolation or "bicubic",
         crop_pct=config.crop_pct or 1.0,
         crop_mode=mode,
         mean=(0.5, 0.5, 0.5),  # what border fills up with: the middle grey

@@ -13,6 +13,7 @@ from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
 from ..errors import InputError
 from ..model.baselines import load_any, sizes
+from ..model.preprocessing import CROP
 from ..model.vit import ViT
 from ..ops.packed import PackedImages
 from ..run.config import Config
@@ -139,10 +140,10 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
 
 def cut_as_told(config: Config, model: nn.Module) -> Config:
-    """The config, with crop_mode and crop_pct from the model's weights if it does not set them."""
-    told = {name: getattr(model, name, None) for name in ("crop_mode", "crop_pct") if not getattr(config, name)}
+    """The config, with crop_mode, crop_pct and interpolation from the model's weights if it does not set them."""
+    told = {name: getattr(model, name, None) for name in CROP if not getattr(config, name)}
     told = {name: value for name, value in told.items() if value is not None}
-    if set(told.values()) - {"center", 1.0}:  # these are the defaults
+    if set(told.values()) - set(CROP.values()):  # these are the defaults
         logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
     return dataclasses.replace(config, **told)
 

@@ -19,6 +19,7 @@ from .checkpoint.formats import listing
 from .checkpoint.writers import write_safetensors
 from .checks import enforce
 from .config import ARGUMENTS
+from .preprocessing import CROP
 from .presets import pair
 from .vit import ViT
 
@@ -34,7 +35,6 @@ RESNETS = {
 # A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
 ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
 TIMM = "timm:"
-CROP = ("crop_mode", "crop_pct")
 VITS = ("vision_transformer", "vision_transformer_hybrid", "deit")  # timm's files of models that ViT reads
 
 
@@ -65,7 +65,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     cfg = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
     model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
-    model.crop_mode, model.crop_pct = None, None  # weights may tell them
+    vars(model).update(dict.fromkeys(CROP))  # weights may tell them
     if img_size is not None:
         _set_size(model, img_size)
     model.register_forward_pre_hook(_normalize_raw)

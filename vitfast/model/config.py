@@ -20,6 +20,7 @@ POS_EMBEDS = ("learn", "learn2d", "factorized", "sincos2d", "relative", "none", 
 ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, and their temperatures
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by its numbers
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
@@ -143,6 +144,9 @@ class ViTConfig:
         None,
         optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
         "the share of a side that evaluations cut out; None if unknown",
+    )
+    interpolation: str | None = argument(
+        None, optional(one_of(INTERPOLATIONS)), "Pillow's filter by which evaluations resize; None if unknown"
     )
     keep: str = argument("auto", one_of(KEEPS), "what blocks keep for backward, see `set_keep`; not in `config`")
     class_names: Sequence[str] | None = argument(

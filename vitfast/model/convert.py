@@ -9,6 +9,7 @@ from ..errors import InputError, unknown
 from .checkpoint import load_model, read
 from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
 from .checkpoint.writers import HEAD, NO_HEAD, PRE_LOGITS, WRITERS, file_suffix, lacks, tensors, write_as
+from .preprocessing import CROP
 from .presets import pair
 from .vit import ViT
 
@@ -102,8 +103,8 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
     if mine["swiglu_mlp"]:  # a gated MLP has one activation, whatever act_layer says
         mine["act_layer"] = theirs["act_layer"]
-    if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
-        said = f"crop_mode={mine['crop_mode'] or 'center'!r}, crop_pct={mine['crop_pct'] or 1.0!r}"
+    if any(made[name] for made in (mine, theirs) for name in CROP) and _cut(mine) != _cut(theirs):
+        said = ", ".join(f"{name}={mine[name] or default!r}" for name, default in CROP.items())
         notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
     return notes + [
         f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
@@ -113,8 +114,9 @@ def _read_back(model, path: Path, form: str) -> list[str]:
 
 
 def _cut(config: dict) -> tuple:
-    """The crop mode, and the size that images have before they are cut."""
-    return config["crop_mode"] or "center", [int(side / (config["crop_pct"] or 1)) for side in pair(config["img_size"])]
+    """The crop mode, the filter, and the size that images have before they are cut."""
+    mode, share, interpolation = (config[name] or default for name, default in CROP.items())
+    return mode, interpolation, [int(side / share) for side in pair(config["img_size"])]
 
 
 def _same(ours, theirs) -> bool:

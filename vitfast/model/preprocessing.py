@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields, replace
 
 from .config import ViTConfig, class_names
 
+# How evaluations resize and cut images where neither weights nor settings say.
+CROP = dict(crop_mode="center", crop_pct=1.0, interpolation="bicubic")
+
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -14,6 +17,7 @@ class Preprocessing:
     std: tuple[float, ...]
     crop_mode: str | None = None
     crop_pct: float | None = None
+    interpolation: str | None = None
     class_names: tuple[str, ...] | None = None
 
     @classmethod
@@ -43,7 +47,7 @@ class Preprocessed:
     """A ViT with its `preprocessing`, whose fields are the model's own attributes too."""
 
     preprocessing: Preprocessing
-    mean, std, crop_mode, crop_pct = map(_field, FIELDS[:4])
+    mean, std, crop_mode, crop_pct, interpolation = map(_field, FIELDS[:5])
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -57,6 +61,6 @@ class Preprocessed:
 
     def __setstate__(self, state: dict) -> None:
         if "preprocessing" not in state:  # pickled by a version that kept each field as an attribute of the model
-            told = {name: state.pop(name, None) for name in FIELDS[:4]}
+            told = {name: state.pop(name, None) for name in FIELDS[:5]}
             state["preprocessing"] = Preprocessing(**told, class_names=state["_config"].pop("class_names", None))
         super().__setstate__(state)

@@ -123,9 +123,10 @@ class Recipe:
     random_erasing: float = within(0.0, "[0, 1]")  # share of the images that lose a rectangle to noise
     # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
     # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
-    # over, squash does not keep it, border keeps it and fills up.
+    # over, squash does not keep it, border keeps it and fills up. interpolation: Pillow's filter, else bicubic.
     crop_mode: str = choice("", "center", "squash", "border")
     crop_pct: float | None = within(None, "[0.1, 1]")
+    interpolation: str = choice("", "nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
     dropout: float = within(0.0, "[0, 1)")  # the paper's, after dense layers and positions
     drop_path: float = within(0.0, "[0, 1)")

@@ -11,6 +11,7 @@ from ..data.samples import ONE, seed_everything
 from ..errors import InputError
 from ..eval.accuracy import cut_as_told
 from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
+from ..model.preprocessing import CROP
 from ..model.presets import pair, preset
 from ..model.vit import ViT
 from ..run.config import Config
@@ -77,7 +78,8 @@ def set_up(
         model = new_model(config, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
-    model.crop_mode, model.crop_pct = config.crop_mode or "center", config.crop_pct or 1.0
+    for name, default in CROP.items():
+        setattr(model, name, getattr(config, name) or default)
     if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
     else:

@@ -15,7 +15,7 @@ from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
-_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
+_MAY_LACK = ("crop_mode", "crop_pct", "interpolation")  # the first versions wrote none
 _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix. Two values mean the same if these functions of them are equal.
 _EXACT = """

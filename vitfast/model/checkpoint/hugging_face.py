@@ -6,7 +6,7 @@ import torch
 
 from ...errors import InputError
 from .. import config as arguments
-from ..checks import flag, shown
+from ..checks import flag, shown, whole
 from ..config import POSITIVE, RATE, ROPES
 from ..presets import pair
 from . import names
@@ -139,11 +139,12 @@ def statistics(pixels: dict) -> dict:
     return dict(mean=divided(mean), std=divided(std))
 
 
+_BILINEAR = ("ViT", "DINOv3", "Siglip2")
 _BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
+    """`crop_mode`, `crop_pct` and `interpolation` in preprocessor_config.json, {} where it has none; and notes."""
     file = "preprocessor_config.json"
     kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
     resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
@@ -158,11 +159,19 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
             share = math.nextafter(share, 0)
         alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
         if alike and arguments.LEAST_CROP <= share <= 1:
-            return dict(crop_mode=mode, crop_pct=share), []
+            return dict(crop_mode=mode, crop_pct=share, interpolation=_filter(pixels, kind)), []
     said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
     return {}, [
         f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
     ]
+
+
+def _filter(pixels: dict, kind: str) -> str:
+    """The filter's name; a processor of the ViT or DINOv3 whose file says none is bilinear."""
+    number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), "preprocessor_config.json")
+    if number is None:
+        return "bilinear" if kind.startswith(_BILINEAR) else "bicubic"
+    return arguments.INTERPOLATIONS[number]
 
 
 def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:

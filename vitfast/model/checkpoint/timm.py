@@ -91,11 +91,11 @@ FIELDS |= {"act_layer": {name: name for name in ACTIVATIONS} | {"swish": "silu"}
 # adds fields of its own if it wraps a model of timm's.
 _WITHOUT_SAY = """
     url file hf_hub_id hf_hub_filename source architecture tag custom_load input_size test_input_size min_input_size
-    fixed_input_size interpolation test_crop_pct label_offset label_names label_descriptions pool_size test_pool_size
+    fixed_input_size test_crop_pct label_offset label_names label_descriptions pool_size test_pool_size
     first_conv classifier license description origin_url paper_name paper_ids notes labels
 """.split()
 PRETRAINED = dict.fromkeys(_WITHOUT_SAY)
-PRETRAINED |= {name: name for name in ("num_classes", "mean", "std", "crop_pct", "crop_mode")}
+PRETRAINED |= {name: name for name in ("num_classes", "mean", "std", "crop_pct", "crop_mode", "interpolation")}
 _WITHOUT_SAY = """
     architecture num_features global_pool label_names label_descriptions labels model_args pretrained_cfg architectures
     do_pooling initializer_range transformers_version torch_dtype dtype problem_type id2label label2id num_labels

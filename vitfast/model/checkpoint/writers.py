@@ -132,7 +132,7 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
     pretrained = dict(
         input_size=(config["in_chans"], *size),
         fixed_input_size=not config["dynamic_img_size"],
-        interpolation="bicubic",
+        interpolation=config["interpolation"] or "bicubic",
         crop_pct=config["crop_pct"] or 1.0,
         crop_mode=config["crop_mode"] or "center",
         mean=config["mean"],
@@ -165,7 +165,7 @@ def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | Non
     state, content = hugging_face.converted(state, config, class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
-        resample=3,  # bicubic
+        resample=arguments.INTERPOLATIONS.index(config["interpolation"] or "bicubic"),
         do_rescale=True,
         rescale_factor=1 / 255,
         do_normalize=True,
