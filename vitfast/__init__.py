@@ -62,7 +62,9 @@ class _Moved:
 
 
 def __getattr__(name: str):
-    """The compile backend, or a module by its earlier name, where nothing has imported it yet."""
+    """The Embedder, the compile backend, or a module by its earlier name, where nothing has imported it yet."""
+    if name == "Embedder":  # it needs timm, torchvision and Pillow, which the core does not
+        return importlib.import_module(f"{__name__}.eval.embedder").Embedder
     if name == "backend" or name in MOVED:
         return importlib.import_module(f"{__name__}.{MOVED.get(name, name)}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

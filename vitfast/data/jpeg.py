@@ -9,12 +9,13 @@ only: other augmentations need the CPU path.
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torchvision
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
@@ -45,22 +46,29 @@ def check_decodable(config: Config, source: Source) -> None:
 class EncodedFiles(Subset):
     """index -> ((content, name, (height, width)), label) of chosen ImageFiles.
 
-    content: the bytes (n,) uint8 of a grey or RGB JPEG file. Any other file (16 bits, CMYK, PNG) is decoded here by the
-    host path's `as_rgb` to pixels (3, H, W) uint8.
+    content: see `encoded`.
     """
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, str, tuple[int, int]], int | np.ndarray]:
         files, index = self.source, self.indices[index]
         with files.opened(index) as image:
             size = image.height, image.width
-            if image.format == "JPEG" and image.mode in ("L", "RGB"):
-                encoded = bytearray(Path(files.files[index]).read_bytes())
-                if encoded.rfind(END) < encoded.rfind(START):
-                    raise ValueError("image file is truncated")  # a decoder may fill up what is missing
-                content = torch.frombuffer(encoded, dtype=torch.uint8)
-            else:
-                content = torch.from_numpy(np.asarray(as_rgb(image)).transpose(2, 0, 1).copy())
+            content = encoded(image, Path(files.files[index]).read_bytes)
         return (content, files.name(index), size), files.label(index)
+
+
+def encoded(image: Image.Image, read: Callable[[], bytes]) -> Tensor:
+    """The bytes (n,) uint8 of an opened grey or RGB JPEG file, as `read` returns them.
+
+    Any other file (16 bits, CMYK, PNG) is decoded here by the host path's `as_rgb` to pixels (3, H, W) uint8. Raises
+    ValueError for a truncated file.
+    """
+    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
+        return torch.from_numpy(np.asarray(as_rgb(image)).transpose(2, 0, 1).copy())
+    content = bytearray(read())
+    if content.rfind(END) < content.rfind(START):
+        raise ValueError("image file is truncated")  # a decoder may fill up what is missing
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def draw(config: Config, encoded: tuple[Tensor, str, tuple[int, int]]) -> tuple:

@@ -225,6 +225,7 @@ class Native:
 
     patch: tuple[int, int]
     most: int
+    interpolation: str = "bicubic"
 
     @classmethod
     def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int]) -> "Native | None":
@@ -236,7 +237,8 @@ class Native:
         if config.sizes != "native":
             raise InputError(f"eval and predict take sizes=native, got sizes={config.sizes}")
         own = math.prod(img_size) // math.prod(patch)
-        return cls(patch, config.tokens_per_step or config.eval_batch_size * own)
+        most = config.tokens_per_step or config.eval_batch_size * own
+        return cls(patch, most, config.interpolation or "bicubic")
 
     @property
     def batch_bytes(self) -> int:
@@ -249,7 +251,7 @@ class Native:
         if down * across > self.most:
             down, across = fit_grid(image.height, image.width, self.patch, self.most)
         size = across * self.patch[1], down * self.patch[0]
-        image = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+        image = image if image.size == size else image.resize(size, Image.Resampling[self.interpolation.upper()])
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def pack(self, images: list) -> list[PackedImages]:

@@ -145,14 +145,10 @@ _BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless th
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
     """`crop_mode`, `crop_pct` and `interpolation` in preprocessor_config.json, {} where it has none; and notes."""
-    file = "preprocessor_config.json"
-    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
-    resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
-    if resizes is False or "size" not in pixels:
+    file, kind = "preprocessor_config.json", _kind(pixels)
+    if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
-    mode, size = _size(pixels, "size", kind.startswith(_BY_EDGE))
-    cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
-    cut = _size(pixels, "crop_size")[1] if cuts else size
+    (mode, size), cut = _size(pixels, "size", kind.startswith(_BY_EDGE)), image_size(pixels)
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
@@ -164,6 +160,18 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
     return {}, [
         f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
     ]
+
+
+def image_size(pixels: dict) -> tuple[int, int] | None:
+    """(height, width) of the images that a processor returns; None where its JSON does not say it."""
+    kind, cuts = _kind(pixels), read(pixels, "do_center_crop", flag, "preprocessor_config.json")
+    cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
+    return _size(pixels, "crop_size")[1] if cuts else _size(pixels, "size", kind.startswith(_BY_EDGE))[1]
+
+
+def _kind(pixels: dict) -> str:
+    """The class of a processor; older files call it a feature extractor."""
+    return str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))
 
 
 def _filter(pixels: dict, kind: str) -> str:

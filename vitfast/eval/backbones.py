@@ -1,0 +1,284 @@
+"""Models that turn images into vectors: our ViT, timm's and transformers' models, each with its preprocessing."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..data.packing import Native
+from ..data.transforms import transforms
+from ..errors import InputError
+from ..model.baselines import sizes as sizes_of
+from ..model.checkpoint import hugging_face
+from ..model.config import INTERPOLATIONS
+from ..model.preprocessing import CROP
+from ..model.presets import pair
+from ..model.vit import ViT
+from ..ops import reference as ref
+from ..run.config import Config
+
+POOLS = ("token", "avg", "map")
+NAFLEX_PATCHES = 576  # of an image at its own size, as timm's validation has it
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A model, how its images are prepared, and the function that computes their vectors.
+
+    prepare: PIL image -> uint8 (C, h, w) array. embed: prepared uint8 tensors on the model's device, one (B, C, h, w)
+    or a list of sizes of their own, -> (B, D). tokens: (h, w) of a prepared image -> its tokens. preprocessing: what a
+    record of the embeddings says of `prepare`.
+    """
+
+    model: nn.Module
+    prepare: Callable[[Image.Image], np.ndarray]
+    embed: Callable[[Tensor | list[Tensor]], Tensor]
+    tokens: Callable[[int, int], int]
+    preprocessing: dict
+    native: bool = False
+
+
+def backbone(model: nn.Module, pool: str | None, sizes: str | None, most: int, processor=None) -> Backbone:
+    """The Backbone of a ViT or of a model of timm or transformers.
+
+    pool: how tokens become one vector, one of POOLS; None: as the model does. sizes: "native" keeps each image's own
+    size. most: the most patches of an image at its own size. processor: transformers' image processor, its dict, or a
+    folder that has its JSON. Raises InputError for what the model lacks.
+    """
+    if pool not in (None, *POOLS):
+        raise InputError(f"pool must be one of {', '.join(POOLS)}, or None for the model's own; got {pool!r}")
+    if sizes not in (None, "native"):
+        raise InputError(f"sizes must be None or 'native', got {sizes!r}")
+    if isinstance(model, ViT):
+        return _vit(model, pool, sizes, most)
+    if hasattr(model, "forward_head") and hasattr(model, "pretrained_cfg"):
+        return _naflexvit(model, pool, most) if hasattr(model, "_forward_embeds") else _timm(model, pool, sizes)
+    if hasattr(model, "config") and hasattr(model.config, "model_type"):
+        return _transformers(model, pool, sizes, processor)
+    known = "a ViT of vitfast, a model of timm or one of transformers"
+    raise InputError(f"Embedder: the model must be {known}, got {type(model).__module__}.{type(model).__qualname__}")
+
+
+def _cutting(size: tuple[int, int], crop: dict) -> Callable[[Image.Image], np.ndarray]:
+    return transforms(Config(task="eval", **crop), size)[1]
+
+
+def _record(size: tuple[int, int] | None, crop: dict, mean, std) -> dict:
+    return dict(size=list(size) if size else "native", **crop, mean=list(mean), std=list(std))
+
+
+def _refuse_native(sizes: str | None, what: str) -> None:
+    if sizes:
+        raise InputError(f"Embedder: {what} takes images of one size; leave sizes out")
+
+
+# ---- our ViT
+
+
+def _vit(model: ViT, pool: str | None, sizes: str | None, most: int) -> Backbone:
+    lacks = {"token": not model.has_class_token, "map": model.attn_pool is None}
+    own = model.global_pool or None
+    if lacks.get(pool) or (pool or own) is None:
+        raise InputError(f"Embedder: the ViT cannot pool by {pool!r}; give pool, one of {', '.join(POOLS)}")
+    size, patch = sizes_of(model)
+    crop = {name: getattr(model, name) or default for name, default in CROP.items()}
+    prefix = model.num_prefix_tokens
+
+    def embed(images: Tensor | list[Tensor]) -> Tensor:
+        tokens = model.forward_features(images)
+        if pool in (None, own):
+            return model.forward_head(tokens, pre_logits=True)
+        return model.fc_norm(model.pool(tokens, pool))
+
+    def tokens(height: int, width: int) -> int:
+        return prefix + math.prod(side // p for side, p in zip((height, width), patch))
+
+    if sizes is None:
+        record = _record(size, crop, model.mean, model.std)
+        return Backbone(model, _cutting(size, crop), embed, tokens, record)
+    model.check_many_sizes()
+    prepare = Native(patch, most, crop["interpolation"]).transform
+    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=most), model.mean, model.std)
+    return Backbone(model, prepare, embed, tokens, record, native=True)
+
+
+# ---- timm
+
+
+def _timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]:
+    """Size, crop, mean and std of a model of timm, as `timm.data.resolve_model_data_config` has them."""
+    from timm.data import resolve_model_data_config
+
+    told = resolve_model_data_config(model)
+    size = tuple(getattr(model, "image_size", told["input_size"][1:]))  # of a baseline
+    return size, {name: told[name] for name in CROP}, told["mean"], told["std"]
+
+
+def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
+    _refuse_native(sizes, f"timm's {type(model).__name__}")
+    size, crop, mean, std = _timm_pixels(model)
+    crop |= {name: getattr(model, name) for name in CROP if getattr(model, name, None)}
+    patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 16)
+    prefix = getattr(model, "num_prefix_tokens", 0)
+
+    def embed(images: Tensor) -> Tensor:
+        tokens = model.forward_features(ref.normalize(images, mean, std, _dtype(model)))
+        if pool is None:
+            return model.forward_head(tokens, pre_logits=True)
+        if pool == "map" and getattr(model, "attn_pool", None) is None:
+            raise InputError(f"Embedder: {type(model).__name__} has no attention pooling, so pool cannot be 'map'")
+        found = model.pool(tokens, pool) if hasattr(model, "pool") else _pooled(tokens, pool, prefix)
+        return getattr(model, "fc_norm", nn.Identity())(found)
+
+    record = _record(size, crop, mean, std)
+    return Backbone(model, _cutting(size, crop), embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record)
+
+
+def _pooled(tokens: Tensor, pool: str, prefix: int) -> Tensor:
+    """(B, T+N, D) -> (B, D) by the first token or the mean of the patches."""
+    if tokens.dim() != 3 or pool == "map" or (pool == "token" and not prefix):
+        raise InputError(f"Embedder: the model has no tokens that could be pooled by {pool!r}")
+    return tokens[:, 0] if pool == "token" else tokens[:, prefix:].mean(1)
+
+
+def _naflexvit(model: nn.Module, pool: str | None, most: int) -> Backbone:
+    """timm's NaFlexVit at each image's own aspect, as timm's `ResizeToSequence` sizes it."""
+    from timm.data.naflex_transforms import get_image_size_for_seq
+
+    _, crop, mean, std = _timm_pixels(model)
+    patch, prefix = pair(model.embeds.patch_size), model.num_prefix_tokens
+    most = min(most, NAFLEX_PATCHES)
+
+    def size_of(height: int, width: int) -> tuple[int, int]:
+        return get_image_size_for_seq((height, width), patch, most)[1]
+
+    def embed(images: list[Tensor]) -> Tensor:
+        patches, grids, valid = _padded([ref.normalize(x[None], mean, std, _dtype(model))[0] for x in images], patch)
+        found = model.forward_features(patches, patch_coord=_coordinates(grids, valid), patch_valid=valid)["patches"]
+        if pool is not None:
+            return model.fc_norm(model._pool(found, pool, patch_valid=valid))
+        return model.forward_head(found, pre_logits=True, patch_valid=valid)
+
+    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=most), mean, std)
+    prepare = _resizing(size_of, crop["interpolation"])
+    return Backbone(model, prepare, embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record, native=True)
+
+
+def _resizing(size_of: Callable, interpolation: str) -> Callable[[Image.Image], np.ndarray]:
+    """Resizes a whole image to size_of(height, width)."""
+    resample = Image.Resampling(INTERPOLATIONS.index(interpolation))
+
+    def prepare(image: Image.Image) -> np.ndarray:
+        height, width = size_of(image.height, image.width)
+        return np.asarray(image.resize((width, height), resample)).transpose(2, 0, 1)
+
+    return prepare
+
+
+def _padded(images: list[Tensor], patch: tuple[int, int]) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
+    """Patches (B, N, P*Q*C) of images (C, h, w), zeros behind the shorter ones; grids; which are no zeros (B, N)."""
+    cut = [x.unflatten(2, (-1, patch[1])).unflatten(1, (-1, patch[0])).permute(1, 3, 2, 4, 0) for x in images]
+    grids = [(x.shape[0], x.shape[1]) for x in cut]
+    patches = nn.utils.rnn.pad_sequence([x.flatten(2).flatten(0, 1) for x in cut], batch_first=True)
+    counts = torch.tensor([h * w for h, w in grids], device=patches.device)
+    return patches, grids, torch.arange(patches.shape[1], device=patches.device) < counts[:, None]
+
+
+def _coordinates(grids: list[tuple[int, int]], valid: Tensor) -> Tensor:
+    """(B, N, 2) row and column of each patch in its image."""
+    places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)).view(-1, 2) for h, w in grids]
+    return nn.utils.rnn.pad_sequence(places, batch_first=True).to(valid.device)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+# ---- transformers
+
+_PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"}  # parameters that are one token each
+
+
+def _transformers(model: nn.Module, pool: str | None, sizes: str | None, processor) -> Backbone:
+    config = getattr(model.config, "vision_config", model.config)
+    patch = pair(getattr(config, "patch_size", None) or 16)
+    told, where = _processor(model, processor)
+    found = hugging_face.statistics(told)
+    mean, std = (value if isinstance(value, Sequence) else (value,) for value in (found["mean"], found["std"]))
+    if None in (*mean, *std):
+        raise InputError(f"Embedder: {where} says no image_mean and image_std; give processor=")
+    run = getattr(model, "get_image_features", None) or (model.base_model if "For" in type(model).__name__ else model)
+    if config.model_type.startswith("siglip2") and getattr(config, "num_patches", None):
+        return _siglip2(model, run, pool, told, patch, mean, std)
+    _refuse_native(sizes, f"transformers' {type(model).__name__}")
+    crop, notes = hugging_face.crop(told)
+    size = hugging_face.image_size(told)
+    if not crop or size is None:
+        raise InputError(f"Embedder: {notes[0] if notes else f'{where} says no size'}")
+    owners = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    prefix = len(owners & _PREFIX) + (getattr(config, "num_register_tokens", 0) or 0)
+
+    def embed(images: Tensor) -> Tensor:
+        return _vector(run(pixel_values=ref.normalize(images, mean, std, _dtype(model))), pool, prefix)
+
+    record = _record(size, crop, mean, std)
+    return Backbone(model, _cutting(size, crop), embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record)
+
+
+def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
+    """SigLIP 2 at each image's own aspect, as its processor sizes it."""
+    from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
+
+    most, kind = told.get("max_num_patches", 256), INTERPOLATIONS[told.get("resample", 2)]
+
+    def size_of(height: int, width: int) -> tuple[int, int]:
+        return get_image_size_for_max_num_patches(height, width, patch[0], most)
+
+    def embed(images: list[Tensor]) -> Tensor:
+        patches, grids, valid = _padded([ref.normalize(x[None], mean, std, _dtype(model))[0] for x in images], patch)
+        given = dict(pixel_attention_mask=valid.int(), spatial_shapes=torch.tensor(grids, device=patches.device))
+        return _vector(run(pixel_values=patches, **given), pool, 0, valid)
+
+    record = _record(None, dict(interpolation=kind, most_patches=most), mean, std)
+    prepare = _resizing(size_of, kind)
+    return Backbone(model, prepare, embed, lambda h, w: h // patch[0] * (w // patch[1]), record, native=True)
+
+
+def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) -> Tensor:
+    """(B, D) of what a model of transformers returns."""
+    if isinstance(output, Tensor):
+        return output
+    tokens, pooled = output.last_hidden_state, getattr(output, "image_embeds", None)
+    pooled = output.get("pooler_output") if pooled is None else pooled
+    if pool in (None, "map") and pooled is not None:
+        return pooled
+    if pool == "avg" and valid is not None:
+        return (tokens * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+    return _pooled(tokens, pool or "token", prefix)
+
+
+def _processor(model: nn.Module, given) -> tuple[dict, str]:
+    """preprocessor_config.json as a dict, and where it is from: `given`, the model's folder or the hub's cache."""
+    if given is not None and not isinstance(given, (str, Path)):
+        given = getattr(given, "image_processor", given)  # a processor of images and texts
+        return (given if isinstance(given, dict) else given.to_dict()), "processor"
+    name, file = str(given or getattr(model.config, "_name_or_path", "")), "preprocessor_config.json"
+    path = Path(name) / file
+    if name and not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = try_to_load_from_cache(name, file)
+        except HFValidationError:
+            path = None
+    if not name or not isinstance(path, (str, Path)) or not Path(path).is_file():
+        advice = "give processor=, transformers' image processor or the folder of its preprocessor_config.json"
+        raise InputError(f"Embedder: nothing says how images for {type(model).__name__} are prepared; {advice}")
+    return json.loads(Path(path).read_text()), f"{name}/{file}"

@@ -1,0 +1,281 @@
+"""Embeddings of images: decoded, resized as the weights say, batched by tokens, in the order given."""
+
+import io
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from ..data.images import Unreadable, as_rgb, opened, printable, read_rgb
+from ..data.jpeg import encoded
+from ..errors import InputError
+from ..model.baselines import load_any
+from ..model.checkpoint import hugging_face
+from ..model.checkpoint.files import locate
+from ..run.device import autocast, autocast_dtype, choose_device
+from .backbones import backbone
+
+ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
+TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
+AHEAD = 4  # images that each worker reads ahead
+
+
+class Embedded(NamedTuple):
+    """One image's result: its vector (D,) fp32 and size in pixels, or why there is none."""
+
+    vector: np.ndarray | None
+    height: int | None
+    width: int | None
+    error: str | None
+
+
+class Embeddings(NamedTuple):
+    """What `embed(..., errors="skip")` returns: vectors (n - len(skipped), D), and (index, reason) of the others."""
+
+    vectors: Tensor
+    skipped: list[tuple[int, str]]
+
+
+class Embedder:
+    """Turns images into vectors with a model: `Embedder("folder/").embed(paths)` -> (n, D).
+
+    model: a ViT, weights in any format that ViT.from_pretrained reads (a file, a folder, hf-hub:owner/name), or a model
+        of timm or transformers, accelerated or not. Weights are loaded here and cast to `dtype`; a model that is given
+        stays as it is and runs under autocast where `dtype` is another than its own.
+    pool: "token", "avg" or "map"; None: what the model's head sees, or transformers' pooled output.
+    device: "cuda", "cuda:1", "cpu"; None: that of a given model, else CUDA if present.
+    dtype: None: bfloat16 for weights that are loaded onto CUDA, else the model's own.
+    normalize: divide each vector by its L2 norm.
+    img_size: for weights, another size than their own.
+    sizes: "native" gives a ViT each image at its own size, to the nearest patch, packed without padding; NaFlexViT and
+        SigLIP 2 always see images in their own aspect.
+    processor: transformers' image processor for a model of transformers, or the folder of its preprocessor_config.json;
+        None: that of the model's own folder or of the hub's cache.
+    decode: "host" reads images with Pillow; "device" decodes grey and RGB JPEGs by nvJPEG, whose pixels differ from
+        Pillow's by rounding.
+    workers: threads that read images; None: one for each core, up to 16.
+    tokens: how many a batch has at most; None: 65,536 on CUDA and 8,192 on a CPU.
+
+    Images are resized as the weights say (crop_mode, crop_pct, interpolation; Pillow's pixels), and normalised in the
+    patch projection of a ViT. An instance may be used by several threads and pickled; no thread outlives a call.
+    Raises InputError for what the model cannot do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str | os.PathLike,
+        *,
+        pool: Literal["token", "avg", "map"] | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        normalize: bool = False,
+        img_size: int | tuple[int, int] | None = None,
+        sizes: Literal["native"] | None = None,
+        processor=None,
+        decode: Literal["host", "device"] = "host",
+        workers: int | None = None,
+        tokens: int | None = None,
+    ):
+        if decode not in ("host", "device"):
+            raise InputError(f"decode must be 'host' or 'device', got {decode!r}")
+        if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise InputError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype!r}")
+        for name, value, least in (("workers", workers, 0), ("tokens", tokens, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InputError(f"{name} must be a whole number from {least}, got {value!r}")
+        if isinstance(model, nn.Module):
+            if img_size is not None:
+                raise InputError("img_size is for weights; a model has its size (ViT.set_input_size changes it)")
+            parameter = next(model.parameters())
+            self.device = parameter.device if device is None else choose_device(str(device))
+            model = model.to(self.device).eval()
+            self.dtype = None if dtype == parameter.dtype else dtype
+        else:
+            self.device = choose_device("" if device is None else str(device))
+            size = hugging_face.image_size(locate(model).preprocessor) if img_size is None else img_size
+            model = load_any("", model, size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
+            self.dtype = None
+        self.pool, self.normalize, self.decode = pool, normalize, decode
+        self.workers = min(16, len(os.sched_getaffinity(0))) if workers is None else workers
+        self.tokens = tokens or TOKENS[self.device.type]
+        self._made_from, self._dim = (model, pool, sizes, self.tokens, processor), None
+        self.backbone = backbone(*self._made_from)
+        self._lock = threading.Lock()
+
+    def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise", "skip"] = "raise") -> Tensor | Embeddings:
+        """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
+
+        images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W) or (1, H, W), of any sizes
+        and in any mix. errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip"
+        leaves such images out and returns Embeddings, which lists them.
+        """
+        whole = isinstance(images, (str, bytes, os.PathLike, Image.Image))
+        if whole or (isinstance(images, (Tensor, np.ndarray)) and images.ndim != 4):
+            raise TypeError(f"embed: images must be a list of images, got one {type(images).__name__}; give [image]")
+        if errors not in ("raise", "skip"):
+            raise ValueError(f"embed: errors must be 'raise' or 'skip', got {errors!r}")
+        vectors, skipped = [], []
+        for index, found in enumerate(self.stream(images)):
+            if found.error is None:
+                vectors.append(found.vector)
+            elif errors == "raise":
+                raise InputError(found.error)
+            else:
+                skipped.append((index, found.error))
+        made = torch.from_numpy(np.stack(vectors)) if vectors else torch.empty(0, self.dim)
+        return made if errors == "raise" else Embeddings(made, skipped)
+
+    @property
+    def dim(self) -> int:
+        """D, the length of a vector; the first time, one grey image is computed for it."""
+        if self._dim is None:
+            (found,) = self.stream([np.full((3, 64, 64), 127, np.uint8)])
+            self._dim = len(found.vector)
+        return self._dim
+
+    def stream(self, images: Iterable[ImageLike]) -> Iterator[Embedded]:
+        """The result of each image in order, as soon as its batch is computed; images are read as they are needed."""
+        named = ((None, image, _name(i, image)) for i, image in enumerate(images))
+        return (found for _, found in self.stream_groups(named))
+
+    def stream_groups(self, items: Iterable[tuple[object, ImageLike, str]]) -> Iterator[tuple[object, Embedded]]:
+        """(group, result) of each item (group, image, name) in order; no batch has images of two groups.
+
+        So what is computed together does not depend on the groups before.
+        """
+        for group, batch in self._batches(self._read_ahead(iter(items))):
+            for found in self._computed(batch):
+                yield group, found
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "backbone")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+        self.backbone = backbone(*self._made_from)
+
+    def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
+        """(group, what `_read` returns) of each item, in order; threads read AHEAD."""
+        first = list(itertools.islice(items, 2))
+        if not self.workers or len(first) < 2:  # one image needs no threads
+            yield from ((group, self._read(image, name)) for group, image, name in itertools.chain(first, items))
+            return
+        waiting: deque = deque()
+        with ThreadPoolExecutor(self.workers, "vitfast-embed") as pool:
+            try:
+                for group, image, name in itertools.chain(first, items):
+                    waiting.append((group, pool.submit(self._read, image, name)))
+                    if len(waiting) > AHEAD * self.workers:
+                        group, future = waiting.popleft()
+                        yield group, future.result()
+                while waiting:
+                    group, future = waiting.popleft()
+                    yield group, future.result()
+            finally:  # the consumer may have stopped
+                for _, future in waiting:
+                    future.cancel()
+
+    def _read(self, image: ImageLike, name: str) -> "_Read":
+        """An image, prepared or (decode="device") as its bytes, or the reason why it cannot be read."""
+        try:
+            if isinstance(image, (Tensor, np.ndarray)):
+                image = _from_pixels(image, name)
+            elif isinstance(image, Image.Image):
+                image = _loaded(image, name)
+            else:
+                file = io.BytesIO(image) if isinstance(image, (bytes, bytearray, memoryview)) else image
+                if not hasattr(file, "read") and not isinstance(file, (str, os.PathLike)):
+                    raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
+                if self.decode == "device":
+                    read = file.getvalue if hasattr(file, "read") else Path(file).read_bytes
+                    with opened(file, name) as header:
+                        size = header.height, header.width
+                        return _Read(encoded(header, read), name, *size, None)
+                image = read_rgb(file, name)
+            return _Read(
+                torch.from_numpy(np.ascontiguousarray(self.backbone.prepare(image))),
+                name,
+                image.height,
+                image.width,
+                None,
+            )
+        except Unreadable as error:
+            return _Read(None, name, None, None, str(error))
+
+    def _batches(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, list["_Read"]]]:
+        """Images of one group together, as many as `tokens` allow and one at least."""
+        batch, held, last = [], 0, None
+        for group, one in read:
+            count = 0 if one.pixels is None else self.backbone.tokens(*one.pixels.shape[1:])
+            if batch and (group != last or held + count > self.tokens):
+                yield last, batch
+                batch, held = [], 0
+            batch.append(one)
+            held, last = held + count, group
+        if batch:
+            yield last, batch
+
+    @torch.inference_mode()
+    def _computed(self, batch: list["_Read"]) -> list[Embedded]:
+        """The results of a batch, in its order."""
+        pixels = [one.pixels for one in batch if one.pixels is not None]
+        if not pixels:
+            return [Embedded(None, None, None, one.error) for one in batch]
+        with self._lock, autocast(self.device, self.dtype):
+            given = [p.to(self.device) for p in pixels] if self.backbone.native else torch.stack(pixels).to(self.device)
+            try:
+                vectors = self.backbone.embed(given).float()
+            except torch.OutOfMemoryError:
+                message = f"out of memory with {len(pixels)} images at once; give fewer tokens than {self.tokens}"
+                raise InputError(message) from None
+            vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
+            vectors = iter(vectors.cpu().numpy())
+        found = []
+        for one in batch:
+            vector, error = (None, one.error) if one.pixels is None else (next(vectors), None)
+            if vector is not None and not np.isfinite(vector).all():
+                vector, error = None, f"{one.name}: the model's output is not a number"
+            found.append(Embedded(vector, one.height, one.width, error))
+        return found
+
+
+class _Read(NamedTuple):
+    """An image as a worker returns it."""
+
+    pixels: Tensor | None  # prepared uint8 (3, h, w)
+    name: str
+    height: int | None  # of the image as it was
+    width: int | None
+    error: str | None
+
+
+def _name(index: int, image: ImageLike) -> str:
+    """An image's name in messages: its path, or its place in the list."""
+    return printable(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
+
+
+def _from_pixels(image: Tensor | np.ndarray, name: str) -> Image.Image:
+    """uint8 (3, H, W) or (1, H, W) as a PIL image."""
+    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[0] not in (1, 3) or 0 in array.shape:
+        got = f"{array.dtype} {tuple(array.shape)}"
+        raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
+    return Image.fromarray(np.ascontiguousarray(np.broadcast_to(array, (3, *array.shape[1:])).transpose(1, 2, 0)))
+
+
+def _loaded(image: Image.Image, name: str) -> Image.Image:
+    """A PIL image as RGB, which may read its file only now."""
+    try:
+        return as_rgb(image)
+    except Exception as error:
+        raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None
