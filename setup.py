@@ -18,6 +18,7 @@ TRAIN = [
     "matplotlib",
     "scikit-learn",
     "huggingface_hub",
+    "pyarrow",
 ]
 BENCH = [
     "pytest",

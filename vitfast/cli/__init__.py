@@ -15,7 +15,7 @@ from ..version import __version__
 # `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
-    scaling positions recipes families
+    embed scaling positions recipes families
 """.split()
 
 EPILOG = """examples:

@@ -24,7 +24,8 @@ from ..ops import reference as ref
 from ..run.config import Config
 
 POOLS = ("token", "avg", "map")
-NAFLEX_PATCHES = 576  # of an image at its own size, as timm's validation has it
+MOST_PATCHES = 4096  # of an image at its own size; a larger one is made smaller
+NAFLEX_PATCHES = 576  # the same of timm's NaFlexViT, as timm's validation has it
 
 
 @dataclass(frozen=True)
@@ -32,33 +33,44 @@ class Backbone:
     """A model, how its images are prepared, and the function that computes their vectors.
 
     prepare: PIL image -> uint8 (C, h, w) array. embed: prepared uint8 tensors on the model's device, one (B, C, h, w)
-    or a list of sizes of their own, -> (B, D). tokens: (h, w) of a prepared image -> its tokens. preprocessing: what a
-    record of the embeddings says of `prepare`.
+    or (native) a list of sizes of their own, -> (B, D). size: (height, width) of the model's own images. prefix: tokens
+    besides the patches. preprocessing: what a record of the embeddings says of `prepare`.
     """
 
     model: nn.Module
     prepare: Callable[[Image.Image], np.ndarray]
     embed: Callable[[Tensor | list[Tensor]], Tensor]
-    tokens: Callable[[int, int], int]
+    size: tuple[int, int]
+    patch: tuple[int, int]
+    prefix: int
     preprocessing: dict
     native: bool = False
 
+    def tokens(self, height: int, width: int) -> int:
+        """The tokens of a prepared image."""
+        return self.prefix + height // self.patch[0] * (width // self.patch[1])
 
-def backbone(model: nn.Module, pool: str | None, sizes: str | None, most: int, processor=None) -> Backbone:
+    @property
+    def own_tokens(self) -> int:
+        """The tokens of an image of the model's own size."""
+        return self.tokens(*self.size)
+
+
+def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=None) -> Backbone:
     """The Backbone of a ViT or of a model of timm or transformers.
 
     pool: how tokens become one vector, one of POOLS; None: as the model does. sizes: "native" keeps each image's own
-    size. most: the most patches of an image at its own size. processor: transformers' image processor, its dict, or a
-    folder that has its JSON. Raises InputError for what the model lacks.
+    size. processor: transformers' image processor, its dict, or a folder that has its JSON. Raises InputError for what
+    the model lacks.
     """
     if pool not in (None, *POOLS):
         raise InputError(f"pool must be one of {', '.join(POOLS)}, or None for the model's own; got {pool!r}")
     if sizes not in (None, "native"):
         raise InputError(f"sizes must be None or 'native', got {sizes!r}")
     if isinstance(model, ViT):
-        return _vit(model, pool, sizes, most)
+        return _vit(model, pool, sizes)
     if hasattr(model, "forward_head") and hasattr(model, "pretrained_cfg"):
-        return _naflexvit(model, pool, most) if hasattr(model, "_forward_embeds") else _timm(model, pool, sizes)
+        return _naflexvit(model, pool) if hasattr(model, "_forward_embeds") else _timm(model, pool, sizes)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         return _transformers(model, pool, sizes, processor)
     known = "a ViT of vitfast, a model of timm or one of transformers"
@@ -81,7 +93,7 @@ def _refuse_native(sizes: str | None, what: str) -> None:
 # ---- our ViT
 
 
-def _vit(model: ViT, pool: str | None, sizes: str | None, most: int) -> Backbone:
+def _vit(model: ViT, pool: str | None, sizes: str | None) -> Backbone:
     lacks = {"token": not model.has_class_token, "map": model.attn_pool is None}
     own = model.global_pool or None
     if lacks.get(pool) or (pool or own) is None:
@@ -96,16 +108,13 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, most: int) -> Backbone
             return model.forward_head(tokens, pre_logits=True)
         return model.fc_norm(model.pool(tokens, pool))
 
-    def tokens(height: int, width: int) -> int:
-        return prefix + math.prod(side // p for side, p in zip((height, width), patch))
-
     if sizes is None:
         record = _record(size, crop, model.mean, model.std)
-        return Backbone(model, _cutting(size, crop), embed, tokens, record)
+        return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
     model.check_many_sizes()
-    prepare = Native(patch, most, crop["interpolation"]).transform
-    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=most), model.mean, model.std)
-    return Backbone(model, prepare, embed, tokens, record, native=True)
+    prepare = Native(patch, MOST_PATCHES, crop["interpolation"]).transform
+    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=MOST_PATCHES), model.mean, model.std)
+    return Backbone(model, prepare, embed, size, patch, prefix, record, native=True)
 
 
 # ---- timm
@@ -137,7 +146,7 @@ def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
         return getattr(model, "fc_norm", nn.Identity())(found)
 
     record = _record(size, crop, mean, std)
-    return Backbone(model, _cutting(size, crop), embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record)
+    return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
 
 
 def _pooled(tokens: Tensor, pool: str, prefix: int) -> Tensor:
@@ -147,16 +156,15 @@ def _pooled(tokens: Tensor, pool: str, prefix: int) -> Tensor:
     return tokens[:, 0] if pool == "token" else tokens[:, prefix:].mean(1)
 
 
-def _naflexvit(model: nn.Module, pool: str | None, most: int) -> Backbone:
+def _naflexvit(model: nn.Module, pool: str | None) -> Backbone:
     """timm's NaFlexVit at each image's own aspect, as timm's `ResizeToSequence` sizes it."""
     from timm.data.naflex_transforms import get_image_size_for_seq
 
-    _, crop, mean, std = _timm_pixels(model)
+    size, crop, mean, std = _timm_pixels(model)
     patch, prefix = pair(model.embeds.patch_size), model.num_prefix_tokens
-    most = min(most, NAFLEX_PATCHES)
 
     def size_of(height: int, width: int) -> tuple[int, int]:
-        return get_image_size_for_seq((height, width), patch, most)[1]
+        return get_image_size_for_seq((height, width), patch, NAFLEX_PATCHES)[1]
 
     def embed(images: list[Tensor]) -> Tensor:
         patches, grids, valid = _padded([ref.normalize(x[None], mean, std, _dtype(model))[0] for x in images], patch)
@@ -165,9 +173,9 @@ def _naflexvit(model: nn.Module, pool: str | None, most: int) -> Backbone:
             return model.fc_norm(model._pool(found, pool, patch_valid=valid))
         return model.forward_head(found, pre_logits=True, patch_valid=valid)
 
-    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=most), mean, std)
+    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=NAFLEX_PATCHES), mean, std)
     prepare = _resizing(size_of, crop["interpolation"])
-    return Backbone(model, prepare, embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record, native=True)
+    return Backbone(model, prepare, embed, size, patch, prefix, record, native=True)
 
 
 def _resizing(size_of: Callable, interpolation: str) -> Callable[[Image.Image], np.ndarray]:
@@ -228,7 +236,7 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
         return _vector(run(pixel_values=ref.normalize(images, mean, std, _dtype(model))), pool, prefix)
 
     record = _record(size, crop, mean, std)
-    return Backbone(model, _cutting(size, crop), embed, lambda h, w: prefix + h // patch[0] * (w // patch[1]), record)
+    return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
 
 
 def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
@@ -247,7 +255,8 @@ def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[i
 
     record = _record(None, dict(interpolation=kind, most_patches=most), mean, std)
     prepare = _resizing(size_of, kind)
-    return Backbone(model, prepare, embed, lambda h, w: h // patch[0] * (w // patch[1]), record, native=True)
+    side = math.isqrt(most)
+    return Backbone(model, prepare, embed, (side * patch[0], side * patch[1]), patch, 0, record, native=True)
 
 
 def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) -> Tensor:

@@ -4,9 +4,11 @@ import io
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +30,14 @@ from .backbones import backbone
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
 AHEAD = 4  # images that each worker reads ahead
+
+
+@dataclass
+class Stages:
+    """Seconds that a stream of images has taken: waiting for images that are read, and computing."""
+
+    waiting: float = 0.0
+    computing: float = 0.0
 
 
 class Embedded(NamedTuple):
@@ -108,7 +118,7 @@ class Embedder:
         self.pool, self.normalize, self.decode = pool, normalize, decode
         self.workers = min(16, len(os.sched_getaffinity(0))) if workers is None else workers
         self.tokens = tokens or TOKENS[self.device.type]
-        self._made_from, self._dim = (model, pool, sizes, self.tokens, processor), None
+        self._made_from, self._dim = (model, pool, sizes, processor), None
         self.backbone = backbone(*self._made_from)
         self._lock = threading.Lock()
 
@@ -148,14 +158,30 @@ class Embedder:
         named = ((None, image, _name(i, image)) for i, image in enumerate(images))
         return (found for _, found in self.stream_groups(named))
 
-    def stream_groups(self, items: Iterable[tuple[object, ImageLike, str]]) -> Iterator[tuple[object, Embedded]]:
+    def stream_groups(
+        self, items: Iterable[tuple[object, ImageLike, str]], stages: Stages | None = None
+    ) -> Iterator[tuple[object, Embedded]]:
         """(group, result) of each item (group, image, name) in order; no batch has images of two groups.
 
-        So what is computed together does not depend on the groups before.
+        So what is computed together does not depend on the groups before. `stages` adds up where the time goes.
         """
-        for group, batch in self._batches(self._read_ahead(iter(items))):
-            for found in self._computed(batch):
-                yield group, found
+        stages, batches = stages or Stages(), self._batches(self._read_ahead(iter(items)))
+        while True:
+            begun = time.perf_counter()
+            group, batch = next(batches, (None, None))
+            stages.waiting += time.perf_counter() - begun
+            if batch is None:
+                return
+            begun = time.perf_counter()
+            results = self._computed(batch)
+            stages.computing += time.perf_counter() - begun
+            yield from ((group, found) for found in results)
+
+    def __repr__(self) -> str:
+        model, dtype = self.backbone.model, self.dtype or next(self.backbone.model.parameters()).dtype
+        told = ", ".join(f"{name}={value}" for name, value in self.backbone.preprocessing.items())
+        options = f"pool={self.pool or 'own'}, normalize={self.normalize}, {str(dtype).removeprefix('torch.')}"
+        return f"Embedder({type(model).__name__} on {self.device}, {options}; images: {told})"
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "backbone")}
@@ -193,6 +219,8 @@ class Embedder:
             elif isinstance(image, Image.Image):
                 image = _loaded(image, name)
             else:
+                if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
+                    image = _content(image, name)
                 file = io.BytesIO(image) if isinstance(image, (bytes, bytearray, memoryview)) else image
                 if not hasattr(file, "read") and not isinstance(file, (str, os.PathLike)):
                     raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
@@ -262,6 +290,14 @@ class _Read(NamedTuple):
 def _name(index: int, image: ImageLike) -> str:
     """An image's name in messages: its path, or its place in the list."""
     return printable(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
+
+
+def _content(image, name: str) -> bytes:
+    """What image.read_bytes() returns."""
+    try:
+        return image.read_bytes()
+    except (OSError, Unreadable) as error:
+        raise Unreadable(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _from_pixels(image: Tensor | np.ndarray, name: str) -> Image.Image:

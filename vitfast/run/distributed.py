@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingError, both_ends
+from .device import choose_device
 
 GO, STOP, FAILED = 0, 1, 2  # the ranks' flags before every step; the largest counts
 
@@ -27,10 +28,23 @@ def world_size() -> int:
     return _from_environment("WORLD_SIZE", 1, default="1")
 
 
-def is_first_rank() -> bool:
-    """Whether this process is the one that writes and prints, known before `join` and after `leave` too."""
+def rank_of_world() -> tuple[int, int]:
+    """(rank, world) of this process as torchrun sets them, known before `join` and after `leave` too."""
     world = world_size()
-    return world == 1 or _from_environment("RANK", 0, world - 1) == 0
+    return 0 if world == 1 else _from_environment("RANK", 0, world - 1), world
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return rank_of_world()[0] == 0
+
+
+def local_device(name: str) -> torch.device:
+    """`choose_device(name)`; under torchrun, "" and "cuda" are the GPU of this process on its machine."""
+    device = choose_device(name)
+    if world_size() == 1 or device.type != "cuda" or device.index is not None:
+        return device
+    return choose_device(f"cuda:{_from_environment('LOCAL_RANK', 0, default='0')}")
 
 
 def _from_environment(name: str, least: int, most: int | None = None, default: str = "") -> int:

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,17 +15,34 @@ SCRATCH = ".vitfast-"  # the beginning of the names of scratch folders, whose fi
 
 
 @contextmanager
-def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
+def _scratch(folder: Path, name: str | None) -> Iterator[Path]:
+    """A new folder in `folder`, removed at the end; one of the given name was left by a process that was killed."""
+    if name is None:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    made = folder / f"{SCRATCH}{name}"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def staged(folder: Path, wanted: Path | None = None, name: str | None = None) -> Iterator[Path]:
     """Yields a scratch folder in `folder`; its files move into `folder` when the block ends.
 
     Each file is synced and replaces the one of its name atomically, and none does before all are whole: where the block
     raises, nothing changes. An OSError names `wanted` (default: the folder), as that of a full disk names no file.
+    name: of the scratch folder, where one process at a time writes these files; the next one removes what a kill left.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
-            yield Path(scratch)
+        with _scratch(folder, name) as scratch:
+            yield scratch
             # In reverse order, because path.data must be there before path, which names it.
-            written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)
+            written = sorted(filter(Path.is_file, scratch.rglob("*")), reverse=True)
             places = {file: folder / file.relative_to(scratch) for file in written}
             if in_the_way := next(filter(Path.is_dir, places.values()), None):
                 raise InputError(f"{in_the_way}: a folder is in the way; give another path")

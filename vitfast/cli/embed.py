@@ -1,0 +1,115 @@
+"""Write the embeddings of many images: .npy shards with a Parquet index, on any number of GPUs, resumed if stopped."""
+
+import argparse
+import logging
+
+from ..errors import InputError
+from .options import add_shared
+
+logger = logging.getLogger("vitfast")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    spec = "a folder of images at any depth; a list of paths, one a line (.txt); WebDataset shards (.tar) or Parquet "
+    spec += "files: a file, a folder of them or a quoted pattern"
+    add("spec", metavar="SPEC", help=spec)
+    add_shared(parser, "--weights")
+    add("--output", metavar="DIR", required=True, help="embeddings-*.npy, index-*.parquet and manifest.json")
+    add_shared(parser, "--img-size", help="default: the model's own")
+    native = "native: each image at its own size, to the nearest patch, packed without padding"
+    add("--sizes", metavar="native", choices=("native",), default=None, help=native)
+    add("--pool", choices=("token", "avg", "map"), default=None, help="default: as the model does")
+    add("--normalize", action="store_true", default=False, help="divide each vector by its L2 norm")
+    dtype = "of the matrix products (default: bf16 on cuda, else as the weights are)"
+    add("--dtype", choices=("fp32", "fp16", "bf16"), default=None, help=dtype)
+    at_once = "images at once (default: as many as have 65,536 tokens on cuda, 8,192 on cpu)"
+    add("--batch-size", metavar="N", type=int, default=None, help=at_once)
+    add_shared(parser, "--device", default="")
+    decode = "host: by Pillow (default); device: JPEGs by nvJPEG, with other rounding"
+    add("--decode", choices=("host", "device"), default="host", help=decode)
+    add("--workers", metavar="N", type=int, default=None, help="threads that read images (default: one a core, to 16)")
+    add("--shard-size", metavar="N", type=int, default=10_000, help="images of a shard (default 10,000)")
+    add("--column", metavar="NAME", default=None, help="of a Parquet file, with the images' bytes or paths")
+    resume = "auto: keep the shards that are there (default); never: start again"
+    add("--resume", choices=("auto", "never"), default="auto", help=resume)
+    add_shared(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where at least one image has been embedded, else 1."""
+    import json
+
+    import torch
+
+    from ..data.records import records
+    from ..eval.embed import embed_to
+    from ..eval.embedder import Embedder
+    from ..run.distributed import local_device, rank_of_world
+
+    rank, world = rank_of_world()
+    for name in ("batch_size", "shard_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    found = records(args.spec, args.column)
+    size = getattr(args, "img_size", None)
+    if size and len(size) > 2:
+        raise InputError(f"--img-size takes one number or two, got {len(size)}")
+    dtype = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16).get(args.dtype)
+    embedder = Embedder(
+        args.weights,
+        pool=args.pool,
+        device=local_device(args.device),
+        dtype=dtype,
+        normalize=args.normalize,
+        img_size=tuple(size * 2)[:2] if size else None,
+        sizes=args.sizes,
+        decode=args.decode,
+        workers=args.workers,
+    )
+    if args.batch_size is not None:
+        embedder.tokens = args.batch_size * embedder.backbone.own_tokens
+    if rank == 0:
+        logger.info("%s", embedder)
+    with _bar(rank) as bar:
+        options = dict(shard_size=args.shard_size, rank=rank, world=world, resume=args.resume == "auto")
+        done = embed_to(embedder, found, args.output, **options, on_progress=bar)
+    share = done.stages.waiting / max(1e-9, done.seconds)
+    result = dict(images=done.images, unreadable=done.unreadable, kept=done.kept, seconds=round(done.seconds, 3))
+    result |= dict(images_per_second=round(done.images / max(1e-9, done.seconds), 1), waiting=round(share, 3))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        kept = f", {done.kept} were there already" if done.kept else ""
+        speed = f"{result['images_per_second']:g} images/s, {share:.0%} of the time waiting for images"
+        print(f"{args.output}: {done.images} images, {done.unreadable} of them unreadable{kept}; {speed}")
+    return 0 if done.kept or done.images > done.unreadable else 1
+
+
+class _bar:
+    """A progress bar on the first rank's terminal, with images/s and the share of the time that waits for images."""
+
+    def __init__(self, rank: int):
+        import sys
+
+        from tqdm import tqdm
+
+        self.bar = tqdm(unit="image", dynamic_ncols=True, disable=rank > 0 or not sys.stderr.isatty())
+
+    def __enter__(self):
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        self.redirected = logging_redirect_tqdm()
+        self.redirected.__enter__()
+        return self
+
+    def __exit__(self, *raised):
+        self.redirected.__exit__(*raised)
+        self.bar.close()
+
+    def __call__(self, progress, error: str | None) -> None:
+        if error is not None:
+            logger.warning("left out: %s", error)
+        self.bar.set_postfix_str(f"{progress.stages.waiting / progress.seconds:.0%} waiting", refresh=False)
+        self.bar.update()

@@ -1,0 +1,210 @@
+"""Images to embed, by name and in order: files below a folder or in a list, WebDataset shards, Parquet files."""
+
+import glob
+import itertools
+import os
+import tarfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import InputError
+from .image_files import SUFFIXES, image_files, suffix
+from .images import Unreadable, printable
+
+PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
+LISTS = (".txt", ".lst")
+
+
+class Record(NamedTuple):
+    """An image: its name, its content (a path, or what has `read_bytes`), and what tells that it has changed."""
+
+    id: str
+    content: object
+    size: int  # bytes, of the file that holds it where its own are not known
+
+
+def records(spec: str, column: str | None = None) -> Iterable[Record]:
+    """The images of a spec, in an order that stays the same.
+
+    spec: a folder of images at any depth; a list of paths, one a line (.txt); WebDataset shards or Parquet files: a
+    file, a folder of them, a pattern in the shell's words (`*`, `?`, `{000..099}`). column: of a Parquet file, with
+    the images' bytes or paths; None: the one column of bytes or of Hugging Face's images, else the first of PATHS.
+    Nothing is decoded here. Raises InputError where there is nothing, or what is there cannot be listed.
+    """
+    files, root = _files(spec)
+    kinds = sorted({kind for kind in map(_kind, files) if kind})
+    if len(kinds) > 1:
+        raise InputError(f"{spec} has both {kinds[0]} and {kinds[1]} files; name those to embed, as {spec}/*{kinds[0]}")
+    if column is not None and kinds != [".parquet"]:
+        raise InputError(f"column={column!r} is for Parquet files, and {spec} has none")
+    if kinds == [".tar"]:
+        return (record for path in files for record in _of_tar(path, root))
+    if kinds == [".parquet"]:
+        return (record for path in files for record in _of_parquet(path, root, column))
+    if os.path.isfile(spec) and suffix(spec) in LISTS:
+        return _of_list(spec)
+    return _of_folder(spec)
+
+
+def _kind(path: str) -> str:
+    return found if (found := suffix(path)) in (".tar", ".parquet") else ""
+
+
+def _files(spec: str) -> tuple[list[str], str]:
+    """The .tar and .parquet files of a spec, sorted, and the folder that their names start from."""
+    if os.path.isdir(spec):
+        return sorted(os.path.join(spec, name) for name in os.listdir(spec) if _kind(name)), spec
+    if os.path.exists(spec):
+        return [spec] if _kind(spec) else [], os.path.dirname(spec)
+    patterns = [spec]
+    if "{" in spec:
+        from braceexpand import UnbalancedBracesError, braceexpand
+
+        try:
+            patterns = list(braceexpand(spec))
+        except (UnbalancedBracesError, ValueError) as error:
+            raise InputError(f"{spec} is no pattern of file names ({error})") from None
+    found = []
+    for pattern in patterns:
+        matching = sorted(glob.glob(pattern, recursive=True))
+        if not matching:
+            raise InputError(f"there is no file or folder {pattern}")
+        found += matching
+    if odd := next((path for path in found if not _kind(path)), None):
+        raise InputError(f"{odd} is no .tar or .parquet file; for images give their folder, or a list of them (.txt)")
+    return found, os.path.commonpath([os.path.dirname(path) for path in found])
+
+
+def _of_folder(spec: str) -> Iterator[Record]:
+    for path in image_files(spec):
+        name = os.path.relpath(path, spec) if os.path.isdir(spec) else os.path.basename(path)
+        yield Record(printable(name), path, os.path.getsize(path) if os.path.exists(path) else -1)
+
+
+def _of_list(spec: str) -> Iterator[Record]:
+    found = False
+    with open(spec, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        for line in file:
+            if path := line.rstrip("\r\n"):
+                found = True
+                yield Record(printable(path), path, os.path.getsize(path) if os.path.isfile(path) else -1)
+    if not found:
+        raise InputError(f"{spec} names no image; it must hold a path in each line")
+
+
+# ---- WebDataset
+
+
+class _Slice(NamedTuple):
+    """A member of a tar file, read where it lies."""
+
+    path: str
+    offset: int
+    size: int
+
+    def read_bytes(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+def _of_tar(path: str, root: str) -> Iterator[Record]:
+    """The images of a shard by their names, in the order in which they lie there."""
+    shard, found = os.path.relpath(path, root or "."), False
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                tar.members = []  # it would keep all of them
+                if member.isfile() and suffix(member.name) in SUFFIXES:
+                    found = True
+                    content = _Slice(path, member.offset_data, member.size)
+                    yield Record(printable(f"{shard}/{member.name}"), content, member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise InputError(f"shard {path} cannot be read ({error})") from None
+    if not found:
+        raise InputError(f"no image in shard {path}; known are files that end in {', '.join(sorted(SUFFIXES))}")
+
+
+# ---- Parquet
+
+
+class _Group:
+    """The images of a row group, read when the first of them is asked for."""
+
+    def __init__(self, path: str, number: int, column: str):
+        self.path, self.number, self.column = path, number, column
+        self.lock, self.values = threading.Lock(), None
+
+    def __getitem__(self, row: int):
+        import pyarrow.parquet as pq
+
+        with self.lock:
+            if self.values is None:
+                with pq.ParquetFile(self.path) as file:
+                    self.values = file.read_row_group(self.number, columns=[self.column]).column(0)
+            return self.values[row].as_py()
+
+
+class _Cell(NamedTuple):
+    """An image of a Parquet file: bytes, a path that starts from the file's folder, or a struct of both."""
+
+    group: _Group
+    row: int
+
+    def read_bytes(self) -> bytes:
+        value = self.group[self.row]
+        path = None
+        if isinstance(value, dict):  # as Hugging Face writes images
+            value, path = value.get("bytes"), value.get("path")
+        elif isinstance(value, str):
+            value, path = None, value
+        if value is None and path is None:
+            raise Unreadable("its row has no image")
+        return value if value is not None else Path(os.path.dirname(self.group.path), path).read_bytes()
+
+
+def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
+    """The images of a Parquet file, by the column `id`, else by file and row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    name, size, row = os.path.relpath(path, root or "."), os.path.getsize(path), itertools.count()
+    try:
+        with pq.ParquetFile(path) as file:
+            column = _column(file.schema_arrow, path, column)
+            named = ["id"] if "id" in file.schema_arrow.names and column != "id" else []
+            for number in range(file.num_row_groups):
+                group = _Group(path, number, column)
+                count = file.metadata.row_group(number).num_rows
+                ids = file.read_row_group(number, columns=named).column(0).to_pylist() if named else [None] * count
+                for place, own in enumerate(ids):
+                    fallback = f"{name}:{next(row)}"
+                    yield Record(fallback if own is None else printable(str(own)), _Cell(group, place), size)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from None
+
+
+def _column(schema, path: str, column: str | None) -> str:
+    """The column of images."""
+    import pyarrow.types as types
+
+    def is_bytes(kind) -> bool:
+        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+    texts = [f.name for f in schema if types.is_string(f.type) or types.is_large_string(f.type)]
+    images = [f.name for f in schema if is_bytes(f.type) or (types.is_struct(f.type) and _has_bytes(f.type))]
+    if column is not None:
+        if column not in (*texts, *images):
+            raise InputError(f"{path} has no column {column!r} of bytes or paths; it has {', '.join(schema.names)}")
+        return column
+    found = images or [name for name in PATHS if name in texts][:1]
+    if len(found) != 1:
+        many = "several columns" if found else "no column"
+        raise InputError(f"{path} has {many} of images ({', '.join(found or schema.names)}); give --column")
+    return found[0]
+
+
+def _has_bytes(kind) -> bool:
+    return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))

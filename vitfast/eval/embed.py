@@ -1,0 +1,305 @@
+"""Embeddings of many images in files: shard by shard, by any number of processes, resumed where they stopped.
+
+    embeddings-00000.npy      (n, D) fp32, the vectors of the images of this shard that could be read
+    index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read
+    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards
+
+A shard holds the same images whoever computes it, and its two files are there once they are whole. So ranks need not
+talk, and a job that was killed goes on with the shards that are absent.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import PIL
+import torch
+from torch import nn
+
+from ..data.records import Record
+from ..errors import InputError
+from ..run.files import staged
+from ..version import __version__
+from .embedder import Embedded, Embedder, Stages
+
+MANIFEST, SOURCE = "manifest.json", b"vitfast.source"
+FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
+TOTALS = ("images", "shards")  # in the manifest of a job that has ended
+MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
+logger = logging.getLogger("vitfast")
+
+
+@dataclass
+class Progress:
+    """What a run of a job has done so far."""
+
+    images: int = 0  # computed, or found unreadable
+    unreadable: int = 0
+    kept: int = 0  # in shards that were there already
+    stages: Stages = field(default_factory=Stages)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def embed_to(
+    embedder: Embedder,
+    records: Iterable[Record],
+    folder: str | Path,
+    *,
+    shard_size: int = 10_000,
+    rank: int = 0,
+    world: int = 1,
+    resume: bool = True,
+    on_progress: Callable[[Progress, str | None], None] = lambda progress, error: None,
+) -> Progress:
+    """Embeds the images into a folder, of which `read` returns them; returns what this call has done.
+
+    records: what `vitfast.data.records.records(spec)` returns, or an iterable like it. shard_size: images of a shard.
+    This process, `rank` of `world`, computes every world-th shard. resume: keep the shards that are there; False
+    starts again. on_progress(progress, error): called after each image; error: why it could not be read, or None.
+
+    Raises InputError where the folder holds other embeddings (of other weights, settings or images), which are left as
+    they are, and OSError where it cannot be written.
+    """
+    folder, progress = Path(folder), Progress()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise InputError(f"--output {folder} is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = dict(describe(embedder), shard_size=shard_size)
+    if resume:
+        _check_manifest(folder, manifest, rank)
+    else:
+        _remove(folder, lambda shard: shard % world == rank)
+        _write_manifest(folder, manifest, rank)
+    waiting: dict[int, tuple[list[str], bytes]] = {}  # shards that are being read: the names, the source's hash
+    images = shards = 0
+
+    def wanted() -> Iterator[tuple[int, object, str]]:
+        nonlocal images, shards
+        stream = iter(records)
+        while part := list(itertools.islice(stream, shard_size)):
+            shard, images, shards = shards, images + len(part), shards + 1
+            source = _hash(part)
+            if resume and _is_done(folder, shard, source):
+                progress.kept += len(part) if shard % world == rank else 0
+            elif shard % world == rank:
+                waiting[shard] = [record.id for record in part], source
+                part.reverse()
+                while part:  # contents that were read are let go
+                    record = part.pop()
+                    yield shard, record.content, record.id
+
+    def watched(results: Iterable[tuple[int, Embedded]]) -> Iterator[Embedded]:
+        for _, found in results:
+            progress.images += 1
+            progress.unreadable += found.error is not None
+            on_progress(progress, found.error)
+            yield found
+
+    results = embedder.stream_groups(wanted(), progress.stages)
+    for shard, group in itertools.groupby(results, key=lambda item: item[0]):
+        _write(folder, shard, *waiting[shard], list(watched(group)), embedder)
+        del waiting[shard]
+    if not images:
+        raise InputError("there is no image to embed")
+    if beyond := [shard for shard in _shards(folder) if shard >= shards and resume]:
+        raise _changed(folder, beyond[0])
+    _write_manifest(folder, manifest | dict(images=images, shards=shards), rank)
+    return progress
+
+
+def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
+    """(ids, vectors (n, D) fp32) of the images that could be read, in the order of the source.
+
+    Raises InputError where the folder is not that of a finished job.
+    """
+    import pyarrow.parquet as pq
+
+    folder = Path(folder)
+    manifest = _manifest_of(folder)
+    if manifest is None:
+        raise InputError(f"{folder} holds no {MANIFEST} of `vitfast embed`")
+    if TOTALS[1] not in manifest:
+        raise InputError(f"{folder} holds a job that has not ended; run the same command again")
+    ids, vectors = [], []
+    for shard in range(manifest["shards"]):
+        paths = _paths(folder, shard)
+        if absent := next((path for path in paths if not path.is_file()), None):
+            raise InputError(f"{absent} is missing; run the same command again")
+        try:
+            found, table = np.load(paths[0], mmap_mode="r"), pq.read_table(paths[1], columns=["id", "row"])
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"shard {shard} of {folder} cannot be read ({error}); remove its files and run again"
+            ) from None
+        rows = table.column("row").to_pylist()
+        ids += [name for name, row in zip(table.column("id").to_pylist(), rows) if row is not None]
+        vectors.append(found)
+    return ids, np.concatenate(vectors)
+
+
+def describe(embedder: Embedder) -> dict:
+    """What a manifest says of an Embedder: what its vectors depend on, and with which versions it runs."""
+    model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
+    if embedder.device.type == "cuda":
+        device = torch.cuda.get_device_name(embedder.device)
+    else:
+        device = embedder.device.type
+    versions = dict(
+        vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__, python=platform.python_version()
+    )
+    return dict(
+        model=f"{type(model).__module__}.{type(model).__qualname__}",
+        weights_sha256=weights_hash(model),
+        preprocessing=embedder.backbone.preprocessing,
+        decode=embedder.decode,
+        pool=embedder.pool,
+        normalize=embedder.normalize,
+        dtype=str(dtype).removeprefix("torch."),
+        tokens=embedder.tokens,
+        dim=embedder.dim,
+        device=device,
+        versions=versions,
+    )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 of the names, dtypes, shapes and bytes of a model's state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+# ---- files
+
+
+def _paths(folder: Path, shard: int) -> tuple[Path, Path]:
+    return folder / f"embeddings-{shard:05d}.npy", folder / f"index-{shard:05d}.parquet"
+
+
+def _shards(folder: Path) -> list[int]:
+    """The numbers of the shards that have a file."""
+    return sorted({int(found[2]) for name in os.listdir(folder) if (found := FILE.fullmatch(name))})
+
+
+def _hash(part: list[Record]) -> bytes:
+    """What tells the images of a shard: their names and sizes in bytes."""
+    digest = hashlib.sha256()
+    for record in part:
+        digest.update(f"{record.size} {record.id}\n".encode())
+    return digest.hexdigest().encode()
+
+
+def _is_done(folder: Path, shard: int, source: bytes) -> bool:
+    """Whether both files of a shard are there. Raises InputError where they are of other images."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    vectors, index = _paths(folder, shard)
+    if not vectors.is_file() or not index.is_file():
+        return False
+    try:
+        told = (pq.read_schema(index).metadata or {}).get(SOURCE)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{index} is damaged ({' '.join(str(error).split())}); remove it and run again") from None
+    if told != source:
+        raise _changed(folder, shard)
+    return True
+
+
+def _changed(folder: Path, shard: int) -> InputError:
+    advice = "give another --output, or --resume never to embed all of them again"
+    return InputError(
+        f"shard {shard} in {folder} is of other images than there are now: the source has changed; {advice}"
+    )
+
+
+def _write(
+    folder: Path, shard: int, ids: list[str], source: bytes, results: list[Embedded], embedder: Embedder
+) -> None:
+    """Writes the two files of a shard; the vectors come last, each file whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    vectors = [found.vector for found in results if found.vector is not None]
+    rows = iter(range(len(vectors)))
+    columns = dict(
+        id=pa.array(ids, pa.string()),
+        row=pa.array([None if found.vector is None else next(rows) for found in results], pa.int32()),
+        height=pa.array([found.height for found in results], pa.int32()),
+        width=pa.array([found.width for found in results], pa.int32()),
+        error=pa.array([found.error for found in results], pa.string()),
+    )
+    table = pa.table(columns).replace_schema_metadata({SOURCE: source})
+    paths = _paths(folder, shard)
+    with staged(folder, paths[0], name=f"shard-{shard:05d}") as scratch:
+        np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
+        pq.write_table(table, scratch / paths[1].name)
+
+
+def _manifest_of(folder: Path) -> dict | None:
+    """The content of a manifest, None where there is none. Raises InputError for one that is not ours or damaged."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "weights_sha256" in content:
+            return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        pass
+    raise InputError(f"{folder / MANIFEST} is damaged, or `vitfast embed` did not write it; move it away")
+
+
+def _check_manifest(folder: Path, manifest: dict, rank: int) -> None:
+    """Writes the manifest where there is none. Raises InputError where there is another job's."""
+    before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
+    if before is None:
+        if _shards(folder):
+            raise InputError(f"{folder} holds embeddings without {MANIFEST}; give another --output, or --resume never")
+        return _write_manifest(folder, manifest, rank)
+    for name, value in now.items():
+        if name not in MAY_DIFFER and before.get(name) != value:
+            what = (
+                "other weights"
+                if name == "weights_sha256"
+                else f"{name} {_short(before.get(name))}, not {_short(value)}"
+            )
+            advice = "give another --output, or --resume never to start again"
+            raise InputError(f"{folder} holds embeddings of {what}; {advice}")
+    for name in MAY_DIFFER:
+        if before.get(name) != now[name]:
+            said = f"{_short(before.get(name))} before, {_short(now[name])} now"
+            logger.warning("%s: %s; vectors may differ from shard to shard by rounding", name, said)
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 200 else f"{text[:197]}..."
+
+
+def _write_manifest(folder: Path, content: dict, rank: int) -> None:
+    with staged(folder, folder / MANIFEST, name=f"manifest-{rank}") as scratch:
+        (scratch / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _remove(folder: Path, mine: Callable[[int], bool]) -> None:
+    """Removes a job's shards that this process computes. Raises InputError where the manifest is not ours."""
+    _manifest_of(folder)
+    for name in os.listdir(folder):
+        if (found := FILE.fullmatch(name)) and mine(int(found[2])):
+            (folder / name).unlink(missing_ok=True)
