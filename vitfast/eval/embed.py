@@ -78,8 +78,9 @@ def embed_to(
         raise InputError(f"--output {folder} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = dict(describe(embedder), shard_size=shard_size)
+    ended = None  # the shards of a job that has ended
     if resume:
-        _check_manifest(folder, manifest, rank)
+        ended = _check_manifest(folder, manifest, rank).get("shards")
     else:
         _remove(folder, lambda shard: shard % world == rank)
         _write_manifest(folder, manifest, rank)
@@ -92,6 +93,8 @@ def embed_to(
         while part := list(itertools.islice(stream, shard_size)):
             shard, images, shards = shards, images + len(part), shards + 1
             source = _hash(part)
+            if ended is not None and shard >= ended:
+                raise _changed(folder, shard)
             if resume and _is_done(folder, shard, source):
                 progress.kept += len(part) if shard % world == rank else 0
             elif shard % world == rank:
@@ -141,9 +144,8 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
         try:
             found, table = np.load(paths[0], mmap_mode="r"), pq.read_table(paths[1], columns=["id", "row"])
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"shard {shard} of {folder} cannot be read ({error}); remove its files and run again"
-            ) from None
+            advice = "remove its two files and run again"
+            raise InputError(f"shard {shard} of {folder} cannot be read ({error}); {advice}") from None
         rows = table.column("row").to_pylist()
         ids += [name for name, row in zip(table.column("id").to_pylist(), rows) if row is not None]
         vectors.append(found)
@@ -157,9 +159,8 @@ def describe(embedder: Embedder) -> dict:
         device = torch.cuda.get_device_name(embedder.device)
     else:
         device = embedder.device.type
-    versions = dict(
-        vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__, python=platform.python_version()
-    )
+    versions = dict(vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__)
+    versions |= dict(python=platform.python_version())
     return dict(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         weights_sha256=weights_hash(model),
@@ -223,10 +224,8 @@ def _is_done(folder: Path, shard: int, source: bytes) -> bool:
 
 
 def _changed(folder: Path, shard: int) -> InputError:
-    advice = "give another --output, or --resume never to embed all of them again"
-    return InputError(
-        f"shard {shard} in {folder} is of other images than there are now: the source has changed; {advice}"
-    )
+    said = f"the source has changed: shard {shard} in {folder} has not the images that there are now"
+    return InputError(f"{said}; give another --output, or --resume never to embed all of them again")
 
 
 def _write(
@@ -265,26 +264,25 @@ def _manifest_of(folder: Path) -> dict | None:
     raise InputError(f"{folder / MANIFEST} is damaged, or `vitfast embed` did not write it; move it away")
 
 
-def _check_manifest(folder: Path, manifest: dict, rank: int) -> None:
-    """Writes the manifest where there is none. Raises InputError where there is another job's."""
+def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
+    """The manifest that is there, which is written if there is none. Raises InputError where it is another job's."""
     before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
     if before is None:
         if _shards(folder):
             raise InputError(f"{folder} holds embeddings without {MANIFEST}; give another --output, or --resume never")
-        return _write_manifest(folder, manifest, rank)
+        _write_manifest(folder, manifest, rank)
+        return now
     for name, value in now.items():
         if name not in MAY_DIFFER and before.get(name) != value:
-            what = (
-                "other weights"
-                if name == "weights_sha256"
-                else f"{name} {_short(before.get(name))}, not {_short(value)}"
-            )
+            what = f"with {name} {_short(before.get(name))}, not {_short(value)}"
+            what = "of other weights" if name == "weights_sha256" else what
             advice = "give another --output, or --resume never to start again"
-            raise InputError(f"{folder} holds embeddings of {what}; {advice}")
+            raise InputError(f"{folder} holds embeddings {what}; {advice}")
     for name in MAY_DIFFER:
         if before.get(name) != now[name]:
             said = f"{_short(before.get(name))} before, {_short(now[name])} now"
             logger.warning("%s: %s; vectors may differ from shard to shard by rounding", name, said)
+    return before
 
 
 def _short(value) -> str:

@@ -10,7 +10,10 @@ from ..errors import InputError
 def choose_device(name: str) -> torch.device:
     """The device cpu, cuda or cuda:N; "" picks CUDA if present. Raises InputError for an absent device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(name or ("cuda" if count else "cpu"))
+    try:
+        device = torch.device(name or ("cuda" if count else "cpu"))
+    except RuntimeError:
+        raise InputError(f"no device {name}; known are cpu, cuda and cuda:N") from None
     if device.type == "cuda" and not count:
         raise InputError("no CUDA device here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= count:

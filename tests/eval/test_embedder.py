@@ -1,0 +1,288 @@
+"""Vectors of images, against timm's and transformers' own preprocessing and models."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pictures
+import pytest
+import timm
+import torch
+import transformers
+from frozen import tiny
+from PIL import Image
+
+import vitfast
+from vitfast import Embedder, InputError, ViT
+from vitfast.model.convert import write
+
+IMAGES = [pictures.smooth(i, 30 + 17 * i, 150 - 19 * i) for i in range(7)]  # wide, square, high
+CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
+SIDE = dict(height=48, width=48)
+TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
+TINY |= dict(image_size=48)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def drawn(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights that let every part count."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def as_timm_does(model, images) -> torch.Tensor:
+    told = timm.data.resolve_model_data_config(model)
+    transform = timm.data.create_transform(**told, is_training=False)
+    with torch.inference_mode():
+        return model.forward_head(model.forward_features(torch.stack([transform(i) for i in images])), pre_logits=True)
+
+
+@pytest.mark.parametrize("mode, share, kind", [("center", 0.8, "bilinear"), ("squash", 1.0, "lanczos"), (None,) * 3])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_weights_give_the_vectors_that_timm_computes(tmp_path, mode, share, kind, pool):
+    model = tiny(5, img_size=32, global_pool=pool)
+    model.mean, model.std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    model.crop_mode, model.crop_pct, model.interpolation = mode, share, kind
+    model.save_pretrained(tmp_path / "ours")
+    write(model, tmp_path / "timm", "timm")
+    truth = as_timm_does(timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval(), IMAGES)
+    found = Embedder(tmp_path / "ours", device="cpu").embed(IMAGES)
+    assert found.dtype == torch.float32 and found.shape == (len(IMAGES), model.embed_dim)
+    torch.testing.assert_close(found, truth, **CLOSE)
+    for tokens in (1, 40, 10**6):  # one image at once, a few, all of them
+        torch.testing.assert_close(Embedder(model, tokens=tokens, workers=2).embed(IMAGES), truth, **CLOSE)
+
+
+def test_every_kind_of_input_gives_the_same_vector(tmp_path):
+    embedder = Embedder(tiny(5))
+    image, path = IMAGES[2], tmp_path / "a.png"
+    image.save(path)
+    array = np.asarray(image).transpose(2, 0, 1)
+    kinds = [path, str(path), path.read_bytes(), bytearray(path.read_bytes()), image, Image.open(path), array]
+    kinds += [torch.from_numpy(array.copy()), IMAGES[0]]
+    found = embedder.embed(iter(kinds))
+    assert all(torch.equal(vector, found[0]) for vector in found[:-1]) and not torch.equal(found[-1], found[0])
+    grey = torch.from_numpy(np.asarray(image.convert("L")).copy())[None]
+    assert torch.equal(embedder.embed([grey]), embedder.embed([image.convert("L")]))
+    assert torch.equal(embedder.embed(grey.expand(2, 3, -1, -1)), embedder.embed([grey, grey]))
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_a_pool_of_the_callers_is_that_of_timm(tmp_path, pool):
+    own = dict(global_pool="map") if pool == "map" else dict(global_pool="token", class_token=True)
+    model = tiny(0, img_size=32, reg_tokens=2, **own)
+    write(model, tmp_path / "timm", "timm")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs), is_training=False)
+    with torch.inference_mode():
+        tokens = theirs.forward_features(torch.stack([transform(i) for i in IMAGES]))
+        truth = theirs.pool(tokens, None if pool == "map" else pool)
+    for made in (model, theirs):
+        torch.testing.assert_close(Embedder(made, pool=pool).embed(IMAGES), truth, **CLOSE)
+    unit = Embedder(model, pool=pool, normalize=True).embed(IMAGES)
+    torch.testing.assert_close(unit, truth / truth.norm(dim=1, keepdim=True), **CLOSE)
+
+
+def processors() -> dict:
+    cut = dict(size=dict(shortest_edge=56), crop_size=SIDE)
+    clip = transformers.CLIPVisionConfig(**TINY, projection_dim=24)
+    text = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    both = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=24)
+    dinov2 = transformers.Dinov2WithRegistersConfig(**{k: v for k, v in TINY.items() if k != "intermediate_size"})
+    naflex = transformers.Siglip2VisionConfig(**{k: v for k, v in TINY.items() if k != "image_size"}, num_patches=36)
+    pooled, states = (lambda output: output.pooler_output), (lambda output: output.last_hidden_state)
+    return {
+        "vit": (transformers.ViTModel(transformers.ViTConfig(**TINY)), "ViT", dict(size=SIDE), pooled),
+        "classifier": (
+            transformers.ViTForImageClassification(transformers.ViTConfig(**TINY)),
+            "ViT",
+            dict(size=SIDE, resample=3),
+            lambda output: output.hidden_states[-1],
+        ),
+        "clip": (transformers.CLIPVisionModel(clip), "CLIP", cut, pooled),
+        "projected": (transformers.CLIPVisionModelWithProjection(clip), "CLIP", cut, lambda o: o.image_embeds),
+        "clip of both": (transformers.CLIPModel(both), "CLIP", cut, pooled),
+        "siglip": (
+            transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TINY)),
+            "Siglip",
+            dict(size=SIDE),
+            pooled,
+        ),
+        "siglip2": (transformers.Siglip2VisionModel(naflex), "Siglip2", dict(patch_size=8, max_num_patches=40), pooled),
+        "dinov2": (transformers.Dinov2WithRegistersModel(dinov2), "Bit", cut, pooled),
+        "dinov3": (
+            transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**TINY, num_register_tokens=2)),
+            "ViT",
+            dict(size=SIDE),
+            lambda output: states(output)[:, 3:].mean(1),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", processors())
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_models_of_transformers_see_what_their_processor_gives(name, accelerated, tmp_path):
+    model, kind, options, pick = processors()[name]
+    drawn(model)
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
+    run = getattr(model, "get_image_features", model)
+    with torch.inference_mode():
+        inputs = [processor(images=image, return_tensors="pt") for image in IMAGES]
+        if name == "classifier":
+            truth = torch.cat([model.vit(**given).last_hidden_state[:, 0] for given in inputs])
+        else:
+            truth = torch.cat([pick(run(**given)) for given in inputs])
+    if accelerated:
+        vitfast.accelerate(model)
+    pool = "avg" if name == "dinov3" else None
+    processor.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    for given in (processor, processor.to_dict(), tmp_path, None):
+        found = Embedder(model, pool=pool, processor=given, tokens=100).embed(IMAGES)
+        torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("pool", [None, "token", "avg"])
+def test_naflexvit_sees_images_in_their_own_aspect(accelerated, pool):
+    from timm.data.naflex_transforms import Patchify, ResizeToSequence
+    from torchvision.transforms import Compose, Normalize, ToTensor
+
+    options = dict(class_token=True, reg_tokens=1, embed_dim=32, depth=2, num_heads=2, patch_size=16)
+    model = drawn(timm.models.naflexvit.NaFlexVit(timm.models.naflexvit.NaFlexVitCfg(**options), num_classes=0))
+    model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", input_size=(3, 384, 384))
+    steps = Compose([ResizeToSequence(16, 576), ToTensor(), Normalize(0.5, 0.5), Patchify(16)])
+    with torch.inference_mode():
+        truth = []
+        for image in IMAGES:
+            given = {k: v[None] for k, v in steps(image).items()}
+            tokens = model.forward_features(**given)["patches"]
+            truth.append(model.fc_norm(model._pool(tokens, pool, patch_valid=given["patch_valid"])))
+    if accelerated:
+        vitfast.accelerate(model)
+    torch.testing.assert_close(Embedder(model, pool=pool, tokens=900).embed(IMAGES), torch.cat(truth), **CLOSE)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_native_sizes_are_the_models_own_forward(pool):
+    own = dict(global_pool="map", class_token=False) if pool == "map" else {}
+    model = tiny(5, img_size=32, **own).double()  # the packed path and single images agree to rounding
+    p = model.patch_embed.patch_size[0]
+    found = Embedder(model, sizes="native", pool=pool, tokens=60).embed(IMAGES)
+    for vector, image in zip(found, IMAGES):
+        size = [max(1, round(side / p)) * p for side in image.size]
+        pixels = torch.from_numpy(np.asarray(image.resize(size, Image.Resampling.BICUBIC)).copy()).permute(2, 0, 1)
+        with torch.inference_mode():
+            tokens = model.forward_features([pixels])
+            truth = model.pool([tokens[0]], pool)[0]
+            if pool != "map":
+                truth = tokens[0][0] if pool == "token" else tokens[0][1:].mean(0)
+        torch.testing.assert_close(vector, truth.float(), **CLOSE)
+
+
+def test_bad_images_are_one_error_or_skipped_and_listed(tmp_path):
+    embedder = Embedder(tiny(5), workers=2)
+    good, cut = tmp_path / "good.jpg", tmp_path / "cut.jpg"
+    for path in (good, cut):
+        IMAGES[1].save(path)
+    pictures.truncate(cut)
+    bad = (
+        (str(cut), "cut.jpg is a broken image"),
+        (b"no image", "images[2] cannot be read as an image"),
+        (tmp_path / "none.jpg", "none.jpg cannot be read as an image (No such file"),
+        (torch.zeros(3, 8, 8), "images[2] must be uint8 pixels (3, H, W) or (1, H, W)"),
+        (torch.zeros(8, 8, 3, dtype=torch.uint8), "must be uint8 pixels (3, H, W)"),
+        (Image.new("F", (8, 8)), "images[2] is a broken image (its pixels are 32-bit"),
+        (3, "images[2] must be a path, bytes, a PIL image or uint8 pixels, got <class 'int'>"),
+    )
+    truth = embedder.embed([good, IMAGES[3]])
+    for image, message in bad:
+        with pytest.raises(InputError) as caught:
+            embedder.embed([good, IMAGES[3], image])
+        assert message in str(caught.value)
+        found = embedder.embed([image, good, IMAGES[3]], errors="skip")
+        assert torch.equal(found.vectors, truth) and [index for index, _ in found.skipped] == [0]
+        assert message.replace("images[2]", "images[0]") in found.skipped[0][1]
+    nothing = embedder.embed([image for image, _ in bad], errors="skip")
+    assert nothing.vectors.shape == (0, 32) and len(nothing.skipped) == len(bad)
+    assert embedder.embed([]).shape == (0, 32)
+    for one in (str(good), good.read_bytes(), IMAGES[0], torch.zeros(3, 8, 8, dtype=torch.uint8)):
+        with pytest.raises(TypeError, match="give .image."):
+            embedder.embed(one)
+
+
+def test_a_model_whose_output_is_no_number_says_which_image():
+    model = tiny(5)
+    model.norm.weight.data[0] = torch.inf
+    with pytest.raises(InputError, match=r"images\[0\]: the model's output is not a number"):
+        Embedder(model).embed(IMAGES)
+
+
+def test_threads_and_pickles_share_one_embedder():
+    embedder = Embedder(tiny(5), tokens=40, workers=2)
+    truth = embedder.embed(IMAGES)
+    again = pickle.loads(pickle.dumps(embedder))
+    assert torch.equal(again.embed(IMAGES), truth)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: embedder.embed(IMAGES[i:] + IMAGES[:i]), range(7)))
+    assert all(torch.equal(vectors.roll(i, 0), truth) for i, vectors in enumerate(found))
+
+
+def test_it_works_in_the_parent_of_a_data_loaders_workers():
+    """Threads that were alive at a fork would leave locks behind."""
+    embedder = Embedder(tiny(5), workers=2)
+    truth = embedder.embed(IMAGES)
+    loader = torch.utils.data.DataLoader(range(7), batch_size=3, num_workers=2, multiprocessing_context="fork")
+    found = [embedder.embed([IMAGES[i] for i in batch.tolist()]) for batch in loader]
+    torch.testing.assert_close(torch.cat(found), truth, **CLOSE)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_dtypes_are_those_of_the_products(accelerated, tmp_path):
+    """Loaded weights are cast; a model that is given keeps its parameters, and autocast computes."""
+    model = tiny(5)
+    model.save_pretrained(tmp_path)
+    truth = Embedder(model).embed(IMAGES)
+    cast = Embedder(tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert {p.dtype for p in cast.backbone.model.parameters()} == {torch.bfloat16}
+    given = Embedder(model, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for embedder in (cast, given):
+        found = embedder.embed(IMAGES)
+        error = ((found - truth).norm() / truth.norm()).item()
+        assert found.dtype == torch.float32 and 1e-5 < error < 0.05  # 8 bits
+
+
+def test_what_no_embedder_can_do_is_refused_by_name(tmp_path):
+    model = tiny(5)
+    for options, message in (
+        (dict(pool="mean"), "pool must be one of token, avg, map"),
+        (dict(pool="map"), "cannot pool by 'map'"),
+        (dict(sizes="own"), "sizes must be None or 'native'"),
+        (dict(decode="gpu"), "decode must be 'host' or 'device'"),
+        (dict(dtype="bf16"), "dtype must be"),
+        (dict(dtype=torch.int8), "dtype must be"),
+        (dict(workers=-1), "workers must be a whole number from 0"),
+        (dict(tokens=0), "tokens must be a whole number from 1"),
+        (dict(img_size=32), "img_size is for weights"),
+        (dict(device="tpu"), "no device tpu"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Embedder(model, **options)
+    with pytest.raises(InputError, match="must be a ViT of vitfast"):
+        Embedder(torch.nn.Linear(3, 3))
+    with pytest.raises(InputError, match="nothing says how images for ViTModel are prepared; give processor="):
+        Embedder(transformers.ViTModel(transformers.ViTConfig(**TINY)))
+    with pytest.raises(InputError, match="nothing: no such file or folder"):
+        Embedder(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="errors must be 'raise' or 'skip'"):
+        Embedder(model).embed(IMAGES, errors="ignore")
+
+
+def test_it_is_found_at_the_top_without_being_imported_there():
+    assert vitfast.Embedder is Embedder and issubclass(ViT, torch.nn.Module)
