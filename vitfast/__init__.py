@@ -62,7 +62,7 @@ class _Moved:
 
 
 def __getattr__(name: str):
-    """The Embedder, the compile backend, or a module by its earlier name, where nothing has imported it yet."""
+    """The Embedder, the compile backend or a module by its earlier name, at its first use."""
     if name == "Embedder":  # it needs timm, torchvision and Pillow, which the core does not
         return importlib.import_module(f"{__name__}.eval.embedder").Embedder
     if name == "backend" or name in MOVED:

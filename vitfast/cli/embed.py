@@ -1,4 +1,4 @@
-"""Write the embeddings of many images: .npy shards with a Parquet index, on any number of GPUs, resumed if stopped."""
+"""Write the embeddings of many images: .npy shards and a Parquet index, resumed if stopped."""
 
 import argparse
 import logging
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _bar:
-    """A progress bar on the first rank's terminal, with images/s and the share of the time that waits for images."""
+    """The first rank's progress bar: images/s, and the share of the time that waits for images."""
 
     def __init__(self, rank: int):
         import sys

@@ -1,4 +1,4 @@
-"""Images to embed, by name and in order: files below a folder or in a list, WebDataset shards, Parquet files."""
+"""Images to embed, by name and in order: of folders, lists, WebDataset shards and Parquet files."""
 
 import glob
 import itertools
@@ -18,11 +18,11 @@ LISTS = (".txt", ".lst")
 
 
 class Record(NamedTuple):
-    """An image: its name, its content (a path, or what has `read_bytes`), and what tells that it has changed."""
+    """An image to embed: its name, its content, and the bytes of its file."""
 
     id: str
-    content: object
-    size: int  # bytes, of the file that holds it where its own are not known
+    content: object  # a path, or an object with `read_bytes`
+    size: int  # in bytes, which shows that it has changed; of the file that holds it where its own is not known
 
 
 def records(spec: str, column: str | None = None) -> Iterable[Record]:

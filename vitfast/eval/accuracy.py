@@ -140,7 +140,7 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
 
 def cut_as_told(config: Config, model: nn.Module) -> Config:
-    """The config, with crop_mode, crop_pct and interpolation from the model's weights if it does not set them."""
+    """The config, with the fields of CROP that it does not set from the model's weights."""
     told = {name: getattr(model, name, None) for name in CROP if not getattr(config, name)}
     told = {name: value for name, value in told.items() if value is not None}
     if set(told.values()) - set(CROP.values()):  # these are the defaults

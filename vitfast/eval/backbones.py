@@ -1,4 +1,4 @@
-"""Models that turn images into vectors: our ViT, timm's and transformers' models, each with its preprocessing."""
+"""Models that turn images into vectors: our ViT, timm's and transformers', with their preprocessing."""
 
 import json
 import math
@@ -190,7 +190,7 @@ def _resizing(size_of: Callable, interpolation: str) -> Callable[[Image.Image], 
 
 
 def _padded(images: list[Tensor], patch: tuple[int, int]) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
-    """Patches (B, N, P*Q*C) of images (C, h, w), zeros behind the shorter ones; grids; which are no zeros (B, N)."""
+    """Padded patches (B, N, P*Q*C) of images (C, h, w); their grids; which are no padding (B, N)."""
     cut = [x.unflatten(2, (-1, patch[1])).unflatten(1, (-1, patch[0])).permute(1, 3, 2, 4, 0) for x in images]
     grids = [(x.shape[0], x.shape[1]) for x in cut]
     patches = nn.utils.rnn.pad_sequence([x.flatten(2).flatten(0, 1) for x in cut], batch_first=True)
@@ -273,7 +273,7 @@ def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) 
 
 
 def _processor(model: nn.Module, given) -> tuple[dict, str]:
-    """preprocessor_config.json as a dict, and where it is from: `given`, the model's folder or the hub's cache."""
+    """preprocessor_config.json of `given`, the model's folder or the hub's cache; and where it is."""
     if given is not None and not isinstance(given, (str, Path)):
         given = getattr(given, "image_processor", given)  # a processor of images and texts
         return (given if isinstance(given, dict) else given.to_dict()), "processor"

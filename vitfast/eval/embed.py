@@ -1,4 +1,4 @@
-"""Embeddings of many images in files: shard by shard, by any number of processes, resumed where they stopped.
+"""Embeddings of many images in files: in shards, by any number of processes, resumed if stopped.
 
     embeddings-00000.npy      (n, D) fp32, the vectors of the images of this shard that could be read
     index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read
@@ -40,7 +40,7 @@ logger = logging.getLogger("vitfast")
 
 @dataclass
 class Progress:
-    """What a run of a job has done so far."""
+    """How far one run of a job has come."""
 
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
@@ -153,7 +153,7 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 
 
 def describe(embedder: Embedder) -> dict:
-    """What a manifest says of an Embedder: what its vectors depend on, and with which versions it runs."""
+    """A manifest's record of an Embedder: all that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
     if embedder.device.type == "cuda":
         device = torch.cuda.get_device_name(embedder.device)
@@ -199,7 +199,7 @@ def _shards(folder: Path) -> list[int]:
 
 
 def _hash(part: list[Record]) -> bytes:
-    """What tells the images of a shard: their names and sizes in bytes."""
+    """A hash of the names and sizes of a shard's images."""
     digest = hashlib.sha256()
     for record in part:
         digest.update(f"{record.size} {record.id}\n".encode())
@@ -252,7 +252,7 @@ def _write(
 
 
 def _manifest_of(folder: Path) -> dict | None:
-    """The content of a manifest, None where there is none. Raises InputError for one that is not ours or damaged."""
+    """The content of a manifest, None where there is none. Raises InputError for any other file."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(content, dict) and "weights_sha256" in content:
@@ -265,7 +265,7 @@ def _manifest_of(folder: Path) -> dict | None:
 
 
 def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
-    """The manifest that is there, which is written if there is none. Raises InputError where it is another job's."""
+    """The manifest, written if there is none. Raises InputError where it is another job's."""
     before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
     if before is None:
         if _shards(folder):
@@ -296,7 +296,7 @@ def _write_manifest(folder: Path, content: dict, rank: int) -> None:
 
 
 def _remove(folder: Path, mine: Callable[[int], bool]) -> None:
-    """Removes a job's shards that this process computes. Raises InputError where the manifest is not ours."""
+    """Removes the shards that this process computes. Raises InputError for a manifest not ours."""
     _manifest_of(folder)
     for name in os.listdir(folder):
         if (found := FILE.fullmatch(name)) and mine(int(found[2])):

@@ -50,10 +50,10 @@ class Embedded(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """What `embed(..., errors="skip")` returns: vectors (n - len(skipped), D), and (index, reason) of the others."""
+    """The result of `embed(..., errors="skip")`."""
 
-    vectors: Tensor
-    skipped: list[tuple[int, str]]
+    vectors: Tensor  # (n - len(skipped), D)
+    skipped: list[tuple[int, str]]  # (index, reason) of the images that could not be read
 
 
 class Embedder:
@@ -154,7 +154,7 @@ class Embedder:
         return self._dim
 
     def stream(self, images: Iterable[ImageLike]) -> Iterator[Embedded]:
-        """The result of each image in order, as soon as its batch is computed; images are read as they are needed."""
+        """The result of each image in order, as soon as its batch is computed."""
         named = ((None, image, _name(i, image)) for i, image in enumerate(images))
         return (found for _, found in self.stream_groups(named))
 
@@ -293,7 +293,7 @@ def _name(index: int, image: ImageLike) -> str:
 
 
 def _content(image, name: str) -> bytes:
-    """What image.read_bytes() returns."""
+    """image.read_bytes(). Raises Unreadable."""
     try:
         return image.read_bytes()
     except (OSError, Unreadable) as error:

@@ -16,7 +16,7 @@ SCRATCH = ".vitfast-"  # the beginning of the names of scratch folders, whose fi
 
 @contextmanager
 def _scratch(folder: Path, name: str | None) -> Iterator[Path]:
-    """A new folder in `folder`, removed at the end; one of the given name was left by a process that was killed."""
+    """A new folder in `folder`, removed at the end; a killed process may have left one of the name."""
     if name is None:
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as made:
             yield Path(made)

@@ -144,7 +144,7 @@ _BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless th
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """`crop_mode`, `crop_pct` and `interpolation` in preprocessor_config.json, {} where it has none; and notes."""
+    """The fields of `CROP` in preprocessor_config.json, {} where it has none; and notes."""
     file, kind = "preprocessor_config.json", _kind(pixels)
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
