@@ -12,6 +12,7 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
     test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
     test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY-HOW]
     test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
+    test_embed[SHAPE-STAGE]                           STAGE: forward, memory or files
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
 (alone) or both. Every implementation's cases at the main shape come first; at each shape ours comes first, then what

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One stage of the checks and measurements on this machine's GPU, results in a folder (OUT: bench/results/local):
 #
-#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|tune|all [OUT] [--rehearse] [OPTIONS...]
+#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|embed|tune|all [OUT] [--rehearse] [OPTIONS...]
 #
 # first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early
 # ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled
@@ -10,6 +10,7 @@
 # models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train", -k packed
 # train     end to end from JPEG files
 # curves    losses of 1,000 steps of S/16, ours and timm's, in amp and bf16, three seeds each
+# embed     images to vectors: the forward alone, from memory, from JPEG files, against a script of timm's parts
 # tune      searches faster tiles and adds the user's table to the archive as tiles.json; options: `vitfast tune`'s
 # all       all but first and tune, the models one by one, as long as that takes
 #
@@ -43,7 +44,7 @@ if ((${#rehearse[@]})); then export VITFAST_REHEARSE=1 CUDA_VISIBLE_DEVICES=""; 
 set -- "${options[@]}"
 
 refuse() { echo "bench/gpu.sh: $*" >&2 && exit 2; }
-stages="first|ceilings|tests|ops|models|train|curves|tune|all"
+stages="first|ceilings|tests|ops|models|train|curves|embed|tune|all"
 [[ "|$stages|" == *"|$stage|"* && $stage ]] || refuse "no stage '$stage'; usage: bench/gpu.sh $stages [OUT] [--rehearse]"
 seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
 [[ $seconds =~ ^[0-9]{2,}$ ]] || refuse "VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'"
@@ -54,7 +55,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is l
 
 if [ "$stage" = all ]; then
     each() { bash bench/gpu.sh "$1" "$folder" "${rehearse[@]}" "${@:2}" || failed=1; }
-    for part in ceilings tests ops train curves; do each $part; done
+    for part in ceilings tests ops train curves embed; do each $part; done
     for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
         for what in train inference; do each models -k "$model and $what"; done
     done
@@ -331,6 +332,7 @@ case "$stage" in
     models) bench "models$filter" 30 555 150 bench/bench_model.py bench/bench_packed.py::test_train_packed "$@" ;;
     train) bench train_from_files 30 555 200 bench/bench_train.py::test_train_from_files "$@" ;;
     curves) bench curves 30 555 200 bench/bench_train.py::test_loss_curve "$@" ;;
+    embed) bench embed 30 555 150 bench/bench_embed.py::test_embed "$@" ;;
     tune) # a search measures a GPU: its rehearsal is its help
         export VITFAST_TILES="${VITFAST_TILES:-${XDG_CACHE_HOME:-$HOME/.cache}/vitfast/tiles.json}"
         step tune 30 555 "$python" -m vitfast tune --seconds $(($(left) - 10)) "$@" "${rehearse[@]/#--rehearse/--help}"

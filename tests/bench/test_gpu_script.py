@@ -16,6 +16,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import bench_embed
 import bench_ops
 import bench_packed
 import bench_train
@@ -139,7 +140,7 @@ def test_the_tests_that_it_names_are_there_and_every_operation_is_among_them():
     text = (ROOT / "bench" / "gpu.sh").read_text()
     groups = re.findall(r'ops \w+ \d+ \d+ \d+ "?([a-z0-9_ ]*\w)', text)
     assert set(" ".join(groups).split()) == {name.replace(" ", "_") for name in bench_ops.OPS}
-    for module in (bench_packed, bench_train):
+    for module in (bench_packed, bench_train, bench_embed):
         names = re.findall(rf"{module.__name__}.py::(\w+)", text)
         assert names and all(hasattr(module, name) for name in names)
 
@@ -269,7 +270,7 @@ def test_a_report_that_cannot_be_written_loses_nothing(stage):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["first", "ops", "models", "train", "curves", "tune", "tests", "ceilings"])
+@pytest.mark.parametrize("name", ["first", "ops", "models", "train", "curves", "embed", "tune", "tests", "ceilings"])
 def test_a_rehearsal_runs_every_case(stage, name):
     """In this very tree, really: nothing fails, and every name that the plan picks is there."""
     stage.script = ROOT / "bench" / "gpu.sh"

@@ -4,6 +4,7 @@ import signal
 import time
 import types
 
+import bench_embed
 import bench_model
 import bench_ops
 import bench_packed
@@ -17,7 +18,7 @@ import torch
 def test_every_case_on_a_cpu_says_so():
     """In its name, which begins with the shape or the model: what the decorator next to the function gives."""
     names = []
-    for module in (bench_ops, bench_model, bench_packed, bench_train):
+    for module in (bench_ops, bench_model, bench_packed, bench_train, bench_embed):
         for test in (value for name, value in vars(module).items() if name.startswith("test_")):
             values = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize"][0]
             names += [getattr(value, "id", value) for value in values]

@@ -23,7 +23,8 @@ PYTHON = [page for page in PAGES if any(block.language == "python" or block.mark
 BASH = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
 COMMANDS = [(block, command) for block in BASH for command in block.commands()]
 # These run for seconds each: `make long` runs them, `make test` compiles them and runs their imports.
-SLOW = {"README.md", *(f"docs/{page}.md" for page in ("tutorials/from-scratch", "tutorials/torchvision"))}
+SLOW_TUTORIALS = ("embeddings", "from-scratch", "torchvision")
+SLOW = {"README.md", *(f"docs/tutorials/{page}.md" for page in SLOW_TUTORIALS)}
 PROGRAMS = ("pytest", "python", "sbatch")  # that a page may name, beside vitfast, make, pip and our own scripts
 
 

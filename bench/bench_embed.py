@@ -1,0 +1,164 @@
+"""Embeddings: the forward alone, from images in memory, and from JPEG files, ours against a script of timm's parts.
+
+The script is what people write today: a data set that opens files with Pillow, timm's evaluation transform, torch's
+DataLoader with as many worker processes as there are cores, timm's model with the same weights, compiled and in bf16 on
+a GPU, in inference mode. Both see the same photographs (bench_train.folder) and give the same vectors, which is checked
+before and after. Times are by the wall clock, ours and the script's in turn.
+
+`extra_info` has ratio (the script's seconds by ours), images_per_second of both, waiting (the share of our time that
+waits for images), and the seconds that one image takes in each stage on one core, decode_share, resize_share and
+forward_share: where the time goes once nothing overlaps.
+"""
+
+import io
+import statistics
+import time
+from pathlib import Path
+
+import machine
+import numpy as np
+import pytest
+import torch
+from bench_train import WORKERS, folder  # noqa: F401
+from harness import compiled, describe, measure
+from machine import wall, warm_up
+from PIL import Image
+from shapes import Shape, model_work, planned
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitfast import ViT
+from vitfast.eval.embedder import Embedder, Stages
+
+MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
+ROUNDS, IMAGES = (5, 4096) if machine.GPU else (3, 48)
+STAGES = ("forward", "memory", "files")
+DTYPE = torch.bfloat16 if machine.GPU else torch.float32
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the distance of the two results, by norm
+
+
+class Photographs(Dataset):
+    """Images, or the paths of their files, as timm's transform makes tensors of them."""
+
+    def __init__(self, images: list, transform):
+        self.images, self.transform = images, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = self.images[index]
+        return self.transform(image if isinstance(image, Image.Image) else Image.open(image).convert("RGB"))
+
+
+class Script:
+    """timm's model and transform, and torch's DataLoader."""
+
+    def __init__(self, model: ViT, s: Shape):
+        from timm.data import create_transform
+        from timm.models.vision_transformer import VisionTransformer
+
+        from vitfast.model.presets import preset
+
+        size = dict(img_size=s.image, num_classes=0)
+        self.model = VisionTransformer(**preset(s.model) | size).to(machine.DEVICE, DTYPE).eval()
+        self.model.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("head.")})
+        self.run = compiled(self.model, "compile") if machine.GPU else self.model
+        options = dict(interpolation="bicubic", crop_pct=1.0, mean=model.mean, std=model.std)
+        self.transform, self.batch = create_transform((3, s.image, s.image), **options), s.batch
+
+    @torch.inference_mode()
+    def embed(self, images: list) -> Tensor:
+        options = dict(num_workers=WORKERS, pin_memory=machine.GPU)
+        loader = DataLoader(Photographs(images, self.transform), self.batch, **options)
+        found = [self.run(batch.to(machine.DEVICE, DTYPE, non_blocking=True)).float() for batch in loader]
+        return torch.cat(found).cpu()
+
+    @torch.inference_mode()
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.run(pixels)
+
+
+def _stage_seconds(embedder: Embedder, path: Path) -> dict[str, float]:
+    """Seconds of one image on one core, by stage; the forward's are a share of a batch."""
+    content = path.read_bytes()
+
+    def seconds(run) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    pixels = torch.from_numpy(np.array(embedder.backbone.prepare(image)))
+    batch = pixels.expand(8, -1, -1, -1).to(embedder.device)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        embedder.backbone.embed(batch)
+        wall()
+
+    decode = seconds(lambda: Image.open(io.BytesIO(content)).convert("RGB"))
+    return dict(decode=decode, resize=seconds(lambda: embedder.backbone.prepare(image)), forward=seconds(forward) / 8)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+def test_embed(benchmark, folder, model, stage):  # noqa: F811
+    s = MODELS[model]
+    benchmark.group = f"embed, {stage} {model}"
+    torch.manual_seed(0)
+    vit = ViT.from_preset(s.model, img_size=s.image, num_classes=0).to(machine.DEVICE, DTYPE).eval()
+    tokens = s.batch * s.tokens
+    embedder, script, stages = Embedder(vit, workers=WORKERS, tokens=tokens), Script(vit, s), Stages()
+    paths = sorted((folder / "train").rglob("*.jpg"))[:IMAGES]
+    images = paths if stage == "files" else [Image.open(path).convert("RGB") for path in paths]
+    if stage == "forward":
+        options = dict(device=machine.DEVICE, dtype=torch.uint8)
+        pixels = torch.randint(0, 256, (s.batch, 3, s.image, s.image), **options)
+        floats = ((pixels / 255 - 0.5) / 0.5).to(DTYPE)
+
+        @torch.inference_mode()
+        def ours() -> Tensor:
+            return embedder.backbone.embed(pixels).float().cpu()
+
+        def theirs() -> Tensor:
+            return script.forward(floats).float().cpu()
+
+        count = s.batch
+    else:
+
+        def ours() -> Tensor:
+            items = ((None, image, "") for image in images)
+            return torch.stack([torch.from_numpy(r.vector) for _, r in embedder.stream_groups(items, stages)])
+
+        def theirs() -> Tensor:
+            return script.embed(images)
+
+        count = len(images)
+
+    def check() -> float:
+        truth = theirs()
+        error = ((ours() - truth).norm() / truth.norm()).item()
+        assert error <= LIMIT[DTYPE], f"the two differ by {error:.1e}: no time for a wrong result"
+        return error
+
+    def seconds(run) -> float:
+        start = wall()
+        run()
+        return wall() - start
+
+    error = check()
+    warm_up(ours), warm_up(theirs)
+    stages.waiting = stages.computing = 0.0
+    script_seconds = []
+    took = measure(benchmark, ours, setup=lambda: script_seconds.append(seconds(theirs)), rounds=ROUNDS, timer=wall)
+    each, other = _stage_seconds(embedder, paths[0]), statistics.median(script_seconds)
+    info = dict(op="embed", shape=model, direction="forward", stage=stage, batch=s.batch, workers=WORKERS)
+    info |= dict(ratio=other / took, images_per_second=count / took, script_images_per_second=count / other)
+    info |= dict(waiting=stages.waiting / max(1e-9, stages.waiting + stages.computing), error=error)
+    info |= {f"{name}_share": value / sum(each.values()) for name, value in each.items()}
+    work = [kernel for kernel in model_work(s, DTYPE.itemsize).of("forward")] * max(1, count // s.batch)
+    describe(benchmark, "vitfast", work, took, DTYPE, error_after=check(), **info)
