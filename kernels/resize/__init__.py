@@ -1,0 +1,1 @@
+"""Resizing of 8-bit images in fixed-point numbers."""

@@ -1,0 +1,120 @@
+"""One pass of a separable resampling of 8-bit images, along their rows or their columns, in integers.
+
+    y[i] = clip((2^21 + sum_k weights[k, i] x[first[i] + k]) >> 22, 0, 255)
+
+Several images of different sizes share a launch: their bytes lie in one buffer, and a table says for each image where
+it begins, how it is laid out and which coefficients are its own. vitfast/data/resize.py makes the coefficients; every
+output has equally many, which all lie inside the image.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import launch
+
+BITS = 22  # of the fraction of a weight: 8 of the pixel and 2 for sums beyond white are left of 32
+BLOCK_R, BLOCK_C = 8, 128
+
+
+class Source(NamedTuple):
+    """An image (C, n, m) in a buffer, whose last axis has stride 1, and what one pass makes of it, (C, height, width).
+
+    first (height,) or (width,) and weights (K, the same), int32, are the coefficients along the axis of the pass.
+    """
+
+    start: int  # the image's first byte
+    channel_stride: int
+    row_stride: int
+    channels: int
+    height: int
+    width: int
+    first: np.ndarray
+    weights: np.ndarray
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def resize_pass_kernel(
+    x_ptr,  # bytes of all images
+    y_ptr,  # bytes of all results
+    first_ptr,  # coefficients of all images, int32
+    weights_ptr,  # (K, n) of each image, one after the other, int32
+    table_ptr,  # (S, 10), int64
+    blocks,
+    VERTICAL: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Each image has `blocks` programs, of which some may have nothing to do; one makes BLOCK_R x BLOCK_C pixels.
+
+    Row r of a result is channel * height + y.
+    """
+    image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    entry = table_ptr + image * 10
+    x_start, channel_stride, row_stride, y_start = (
+        tl.load(entry),
+        tl.load(entry + 1),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+    )
+    rows, height, width = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+    taps, first_start, weights_start = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9)
+    across = (width + BLOCK_C - 1) // BLOCK_C
+    if block < (rows + BLOCK_R - 1) // BLOCK_R * across:
+        r = block // across * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        c = block % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        mask = (r < rows) & (c < width)
+        y = r % height
+        x_ptrs = x_ptr + x_start + r // height * channel_stride
+        if VERTICAL:
+            i, n, inside = y, height, r < rows
+            first = tl.load(first_ptr + first_start + i, mask=inside, other=0)
+            x_ptrs += first * row_stride + c
+        else:
+            i, n, inside = c, width, c < width
+            first = tl.load(first_ptr + first_start + i, mask=inside, other=0)
+            x_ptrs += y * row_stride + first
+        w_ptrs = weights_ptr + weights_start + i
+        acc = tl.full((BLOCK_R, BLOCK_C), 1 << (BITS - 1), tl.int32)
+        for _ in range(taps):
+            x = tl.load(x_ptrs, mask=mask, other=0).to(tl.int32)
+            acc += x * tl.load(w_ptrs, mask=inside, other=0)
+            x_ptrs += row_stride if VERTICAL else 1
+            w_ptrs += n
+        value = tl.minimum(tl.maximum(acc >> BITS, 0), 255)
+        tl.store(y_ptr + y_start + r * width + c, value.to(tl.uint8), mask=mask)
+
+
+def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
+    """The bytes of the results, one image after the other. x: the bytes of all images; vertical: along columns."""
+    count = np.array([[s.channels * s.height, s.height, s.width, *s.weights.shape] for s in sources], np.int64)
+    rows, heights, widths, taps, outputs = count.T
+    sizes, weights = rows * widths, taps * outputs
+    starts = [np.cumsum(each) - each for each in (sizes, outputs, weights)]
+    layouts = np.array([s[:3] for s in sources], np.int64)
+    table = np.column_stack([layouts, starts[0], rows, heights, widths, taps, *starts[1:]])
+    first = np.concatenate([s.first for s in sources])
+    flat = np.concatenate([s.weights.ravel() for s in sources])
+    blocks = int((-(-rows // BLOCK_R) * -(-widths // BLOCK_C)).max())
+    y = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=x.device)
+    launch(
+        resize_pass_kernel,
+        (len(sources) * blocks,),
+        x_ptr=x,
+        y_ptr=y,
+        first_ptr=torch.from_numpy(first).to(x.device),
+        weights_ptr=torch.from_numpy(flat).to(x.device),
+        table_ptr=torch.from_numpy(table).to(x.device),
+        blocks=blocks,
+        VERTICAL=vertical,
+        BITS=BITS,
+        BLOCK_R=BLOCK_R,
+        BLOCK_C=BLOCK_C,
+    )
+    return y
