@@ -57,21 +57,19 @@ def resize_pass_kernel(
     """
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     entry = table_ptr + image * 10
-    x_start, channel_stride, row_stride, y_start = (
-        tl.load(entry),
-        tl.load(entry + 1),
-        tl.load(entry + 2),
-        tl.load(entry + 3),
-    )
-    rows, height, width = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    taps, first_start, weights_start = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9)
+    x_start, channel_stride, row_stride = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    y_start, first_start, weights_start = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    # Rows and columns are counted in 32 bits, bytes in 64.
+    rows, height = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
+    width, taps = tl.load(entry + 8).to(tl.int32), tl.load(entry + 9).to(tl.int32)
     across = (width + BLOCK_C - 1) // BLOCK_C
     if block < (rows + BLOCK_R - 1) // BLOCK_R * across:
         r = block // across * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         c = block % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         mask = (r < rows) & (c < width)
-        y = r % height
-        x_ptrs = x_ptr + x_start + r // height * channel_stride
+        channel = r // height
+        y = r - channel * height
+        x_ptrs = x_ptr + x_start + channel * channel_stride
         if VERTICAL:
             i, n, inside = y, height, r < rows
             first = tl.load(first_ptr + first_start + i, mask=inside, other=0)
@@ -88,20 +86,22 @@ def resize_pass_kernel(
             x_ptrs += row_stride if VERTICAL else 1
             w_ptrs += n
         value = tl.minimum(tl.maximum(acc >> BITS, 0), 255)
-        tl.store(y_ptr + y_start + r * width + c, value.to(tl.uint8), mask=mask)
+        tl.store(y_ptr + y_start + r.to(tl.int64) * width + c, value.to(tl.uint8), mask=mask)
 
 
 def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
     """The bytes of the results, one image after the other. x: the bytes of all images; vertical: along columns."""
-    count = np.array([[s.channels * s.height, s.height, s.width, *s.weights.shape] for s in sources], np.int64)
-    rows, heights, widths, taps, outputs = count.T
-    sizes, weights = rows * widths, taps * outputs
-    starts = [np.cumsum(each) - each for each in (sizes, outputs, weights)]
-    layouts = np.array([s[:3] for s in sources], np.int64)
-    table = np.column_stack([layouts, starts[0], rows, heights, widths, taps, *starts[1:]])
-    first = np.concatenate([s.first for s in sources])
-    flat = np.concatenate([s.weights.ravel() for s in sources])
-    blocks = int((-(-rows // BLOCK_R) * -(-widths // BLOCK_C)).max())
+    own = {id(s.weights): s for s in sources}  # images of one size share their coefficients
+    counts = np.array([(len(s.first), s.weights.size) for s in own.values()], np.int64)
+    places = dict(zip(own, np.cumsum(counts, 0) - counts))
+    numbers = [(*s[:3], *places[id(s.weights)], s.channels * s.height, *s[4:6], len(s.weights)) for s in sources]
+    table = np.array(numbers, np.int64)
+    rows, width = table[:, 5], table[:, 7]
+    sizes = rows * width
+    table = np.insert(table, 3, np.cumsum(sizes) - sizes, axis=1)
+    first = np.concatenate([s.first for s in own.values()])
+    weights = np.concatenate([s.weights.ravel() for s in own.values()])
+    blocks = int((-(-rows // BLOCK_R) * -(-width // BLOCK_C)).max())
     y = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=x.device)
     launch(
         resize_pass_kernel,
@@ -109,7 +109,7 @@ def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
         x_ptr=x,
         y_ptr=y,
         first_ptr=torch.from_numpy(first).to(x.device),
-        weights_ptr=torch.from_numpy(flat).to(x.device),
+        weights_ptr=torch.from_numpy(weights).to(x.device),
         table_ptr=torch.from_numpy(table).to(x.device),
         blocks=blocks,
         VERTICAL=vertical,

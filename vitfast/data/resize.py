@@ -154,9 +154,12 @@ def _plain(image: Tensor, plan: Plan) -> Tensor:
 def _plain_pass(image: Tensor, taps: Taps, dim: int) -> Tensor:
     """A pass along an axis of (C, H, W), as products of matrices in fp64, which holds these sums exactly."""
     (count, n), device = taps.weights.shape, image.device
-    shape = list(image.shape)
-    shape[dim] = n
-    out = torch.empty(shape, dtype=torch.uint8, device=device)
+    if count == 1:  # the weight is 1, or 0 beyond the image
+        image, inside = image.index_select(dim, torch.from_numpy(taps.first).to(device)), taps.weights[0] != 0
+        if inside.all():
+            return image
+        return image * torch.from_numpy(inside[:, None] if dim == 1 else inside).to(device)
+    out = image.new_empty([*image.shape[:dim], n, *image.shape[dim + 1 :]])
     step = max(8, min(n, count * n // len(taps.source)))  # so that a matrix is at most half zeros
     for i in range(0, n, step):
         first, weights = taps.first[i : i + step], taps.weights[:, i : i + step]

@@ -148,7 +148,7 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
     file, kind = "preprocessor_config.json", _kind(pixels)
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
-    (mode, size), cut = _size(pixels, "size", kind.startswith(_BY_EDGE)), image_size(pixels)
+    (mode, size), cut = size_field(pixels, "size", kind.startswith(_BY_EDGE)), image_size(pixels)
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
@@ -166,7 +166,7 @@ def image_size(pixels: dict) -> tuple[int, int] | None:
     """(height, width) of the images that a processor returns; None where its JSON does not say it."""
     kind, cuts = _kind(pixels), read(pixels, "do_center_crop", flag, "preprocessor_config.json")
     cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
-    return _size(pixels, "crop_size")[1] if cuts else _size(pixels, "size", kind.startswith(_BY_EDGE))[1]
+    return size_field(pixels, "crop_size")[1] if cuts else size_field(pixels, "size", kind.startswith(_BY_EDGE))[1]
 
 
 def _kind(pixels: dict) -> str:
@@ -182,7 +182,7 @@ def _filter(pixels: dict, kind: str) -> str:
     return arguments.INTERPOLATIONS[number]
 
 
-def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
+def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
     """The crop mode and (height, width) or None in a field; by_edge: one number is the shortest edge."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:

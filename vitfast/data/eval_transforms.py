@@ -1,0 +1,134 @@
+"""The transforms of an evaluation, of uint8 tensors on the CPU or the GPU, equal to timm's and Hugging Face's.
+
+Each resizes as Pillow does (resize.py) and cuts out the middle; of a resized image only what is kept is computed.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, both_ends, unknown
+from ..model.checkpoint.hugging_face import size_field
+from .resize import FILTERS, resize
+
+_SQUARE = dict(height=224, width=224)
+_BY_EDGE = dict(size=dict(shortest_edge=224), crop_size=_SQUARE, do_center_crop=True)
+# transformers' processors that resize by Pillow and do nothing else to the shape, with what their classes set.
+PROCESSORS = {
+    "ViT": dict(size=_SQUARE, resample=2),
+    "DeiT": dict(size=dict(height=256, width=256), crop_size=_SQUARE, do_center_crop=True),
+    "Beit": dict(size=_SQUARE),
+    "Bit": _BY_EDGE,
+    "CLIP": _BY_EDGE,
+    "Siglip": dict(size=_SQUARE),
+}
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Resizes images and cuts them to one size: uint8 (C, H, W), or a list of them, of any sizes.
+
+    size: (height, width) of the results. edges: (height, width) to which `mode` resizes an image: "squash" to exactly
+    these; "shortest" so that its shorter side is the first; "cover" or "fit", in its own aspect, so that it covers them
+    or fits into them; "keep" not at all. fill: the value of each channel around an image that is too small. round_half:
+    timm cuts (and pads) at round(half of what is over), transformers at its floor. pillow: see resize.
+    """
+
+    size: tuple[int, int]
+    edges: tuple[int, int]
+    mode: Literal["squash", "shortest", "cover", "fit", "keep"]
+    resample: str = "bicubic"
+    fill: tuple[int, ...] = (0,)
+    round_half: bool = True
+    pillow: Literal["12", "13"] | None = None
+
+    @classmethod
+    def timm(
+        cls,
+        img_size: int | tuple[int, int],
+        crop_mode: str = "center",
+        crop_pct: float = 1.0,
+        interpolation: str = "bicubic",
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+    ) -> "EvalTransform":
+        """`timm.data.create_transform(img_size, is_training=False, ...)` with these arguments, up to its uint8 pixels.
+
+        mean: the colour around the images of crop_mode="border". Raises InputError for a mode or an interpolation that
+        does not exist.
+        """
+        size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        edges = tuple(math.floor(side / crop_pct) for side in size)
+        modes = dict(center="shortest" if edges[0] == edges[1] else "cover", squash="squash", border="fit")
+        if crop_mode not in modes:
+            raise unknown("crop_mode", crop_mode, modes)
+        if interpolation not in FILTERS:
+            raise unknown("interpolation", interpolation, FILTERS)
+        fill = tuple(round(255 * value) for value in mean) if crop_mode == "border" else (0,)
+        return cls(size, edges, modes[crop_mode], interpolation, fill)
+
+    @classmethod
+    def hugging_face(cls, processor: dict) -> "EvalTransform":
+        """The resize and the crop of transformers' image processors, of their variants that work with PIL.
+
+        processor: the content of a preprocessor_config.json, or `image_processor.to_dict()`; what it lacks is as in its
+        class, one of PROCESSORS. Raises InputError for another class, which may do more, and for a size other than
+        {"height", "width"} or {"shortest_edge"}.
+        """
+        kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
+        name = re.sub(r"(ImageProcessor|FeatureExtractor)(Pil|Fast)?$", "", kind)
+        if name not in PROCESSORS:
+            raise unknown("image processor", kind, (f"{each}ImageProcessor" for each in PROCESSORS))
+        told = PROCESSORS[name] | {field: value for field, value in processor.items() if value is not None}
+        mode, edges = size_field(told, "size", by_edge=PROCESSORS[name] is _BY_EDGE)
+        mode = "keep" if told.get("do_resize") is False else "shortest" if mode == "center" else mode
+        cut = size_field(told, "crop_size")[1] if told.get("do_center_crop") else edges if mode == "squash" else None
+        both = isinstance(told["size"], dict) and "longest_edge" in told["size"]
+        if not edges or not cut or both or (number := told.get("resample", 3)) not in range(len(FILTERS)):
+            said = ", ".join(f"{field}={told[field]}" for field in ("size", "crop_size", "resample") if field in told)
+            wanted = "size as height and width, or as shortest_edge with a crop_size, and a resample from 0 to 5"
+            raise InputError(f"{kind}: give {wanted}; got {both_ends(said)}")
+        return cls(cut, edges, mode, list(FILTERS)[number], round_half=False)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) to which an image of this height and width is resized."""
+        if self.mode == "keep":
+            return height, width
+        if self.mode == "squash":
+            return self.edges
+        if self.mode == "shortest":
+            long = int(self.edges[0] * max(height, width) / min(height, width))
+            return (long, self.edges[0]) if height > width else (self.edges[0], long)
+        ratios = height / self.edges[0], width / self.edges[1]
+        ratio = max(ratios) if self.mode == "fit" else min(ratios)
+        return max(1, round(height / ratio)), max(1, round(width / ratio))
+
+    def _cut(self, length: int, wanted: int) -> tuple[int, int, int]:
+        """Along one axis: (first pixel that is kept, how many are, how many come before them)."""
+        over = length - wanted
+        if over < 0:
+            return 0, length, -over // 2 if self.round_half else -(over // 2)
+        return round(over / 2) if self.round_half else over // 2, wanted, 0
+
+    def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+        """uint8 (C, *size), or for a list (S, C, *size), on the device of the images; all have C channels."""
+        several = [images] if isinstance(images, Tensor) else list(images)
+        sizes = [self.resized(*image.shape[-2:]) for image in several]
+        cuts = [[self._cut(*axis) for axis in zip(size, self.size)] for size in sizes]
+        crops = [(top, left, height, width) for (top, height, _), (left, width, _) in cuts]
+        parts = resize(several, sizes, self.resample, crop=crops, pillow=self.pillow)
+        parts = [self._filled(part, *(before for _, _, before in cut)) for part, cut in zip(parts, cuts)]
+        return parts[0] if isinstance(images, Tensor) else torch.stack(parts)
+
+    def _filled(self, part: Tensor, top: int, left: int) -> Tensor:
+        """A part at its place in an image of `size` that is filled around it."""
+        channels, height, width = part.shape
+        if (height, width) == self.size:
+            return part
+        whole = part.new_tensor(self.fill).view(-1, 1, 1).repeat(channels // len(self.fill), *self.size)
+        whole[:, top : top + height, left : left + width] = part
+        return whole
