@@ -34,7 +34,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("bench", 
 import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-from meta_launches import META, everything  # noqa: E402
+from meta_launches import META, everything, resize  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from vitfast.errors import both_ends  # noqa: E402
@@ -210,6 +210,11 @@ def packed_jobs(dtype: torch.dtype, generations) -> dict[tuple, tuple]:
     return found
 
 
+def resize_jobs(generations) -> dict[tuple, tuple]:
+    """As `jobs`: the two passes of a resize, which know no dtype either."""
+    return dict(job(name, launch, sm, torch.bfloat16) for sm in generations for name, launch in resize().items())
+
+
 def rows_of(work: dict[tuple, tuple], processes: int, chunk: int = 4) -> list[dict]:
     """Compiles every job, several at a time."""
     with ProcessPoolExecutor(processes) as pool:
@@ -330,7 +335,7 @@ def main() -> int:
     if not args.quick:
         # A kernel that knows no dtype (the table of tiles) is the models' in bf16.
         work = packed_jobs(torch.bfloat16, args.sm) | jobs(QUICK_SIZES, [torch.float32], args.sm, True) | work
-    rows = rows_of(work, args.processes)
+    rows = rows_of(resize_jobs(args.sm) | work, args.processes)
     if args.quick:
         print(json.dumps(dict(rows=rows, problems=problems(rows))))
         return 0

@@ -23,9 +23,10 @@ BLOCK_R, BLOCK_C = 8, 128
 
 
 class Source(NamedTuple):
-    """An image (C, n, m) in a buffer, whose last axis has stride 1, and what one pass makes of it, (C, height, width).
+    """An image in a buffer of bytes, and the shape and the coefficients of what one pass makes of it.
 
-    first (height,) or (width,) and weights (K, the same), int32, are the coefficients along the axis of the pass.
+    The pixels of a row lie side by side. first (n,) and weights (K, n), int32, are for the n rows of the result where
+    the pass is vertical, else for its n columns.
     """
 
     start: int  # the image's first byte
@@ -51,7 +52,7 @@ def resize_pass_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Each image has `blocks` programs, of which some may have nothing to do; one makes BLOCK_R x BLOCK_C pixels.
+    """Each image has `blocks` programs of BLOCK_R x BLOCK_C pixels; a small image leaves some idle.
 
     Row r of a result is channel * height + y.
     """
@@ -90,7 +91,10 @@ def resize_pass_kernel(
 
 
 def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
-    """The bytes of the results, one image after the other. x: the bytes of all images; vertical: along columns."""
+    """The bytes of the results, (C, height, width) of one image after the other.
+
+    x: the bytes of all images. vertical: whether the pass runs along columns.
+    """
     own = {id(s.weights): s for s in sources}  # images of one size share their coefficients
     counts = np.array([(len(s.first), s.weights.size) for s in own.values()], np.int64)
     places = dict(zip(own, np.cumsum(counts, 0) - counts))
@@ -116,5 +120,6 @@ def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
         BITS=BITS,
         BLOCK_R=BLOCK_R,
         BLOCK_C=BLOCK_C,
+        num_warps=8,  # with 4, Triton 3.9 spills for sm_90
     )
     return y

@@ -10,11 +10,14 @@ import torch
 from commands import run_cli
 from frozen import evaluation, result, tiny
 from PIL import Image
+from runs import QUICK, digits
 
 from vitfast import InputError, ViT
+from vitfast.data.resize import INSTALLED
 from vitfast.eval import accuracy
 from vitfast.eval.fewshot import few_shot
 from vitfast.model.convert import convert, write
+from vitfast.train.trainer import train
 
 CPU = torch.device("cpu")
 
@@ -232,3 +235,20 @@ def test_processors_that_say_something_odd_are_a_note(tmp_path, wide, size, capl
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=size, do_resize=True)))
     assert ViT.from_pretrained(tmp_path).crop_mode is None
     assert "how images are resized and cut is not taken over" in caplog.text
+
+
+def test_the_order_of_another_pillow_is_said_once(tmp_path, capsys, caplog, monkeypatch):
+    """A run writes the order in which its images were resized; who evaluates with the other is told."""
+    train(digits(tmp_path / "run", steps=1, **QUICK))
+    picture = tmp_path / "a.png"
+    pictures.smooth(1, 20, 20).save(picture)
+    weights, on_cpu = ("--weights", tmp_path / "run"), ("--device", "cpu", "--set", "workers=0")
+    commands = [("eval", *weights, "--data", "digits", *on_cpu), ("predict", picture, *weights, *on_cpu)]
+    for other, remedy in (("12", "pillow>=13"), ("13", "pillow<13")):
+        monkeypatch.setattr(accuracy, "INSTALLED", other)
+        for command in commands:
+            caplog.clear()
+            assert run_cli(capsys, *command)[0] == 0
+            said = [record.getMessage() for record in caplog.records if "Pillow" in record.getMessage()]
+            assert len(said) == (other != INSTALLED)
+            assert all(f"resized images as Pillow {INSTALLED} does" in text and remedy in text for text in said)

@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch._library.custom_ops import OPDEFS
 
 from vitfast import ViT, ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import Launch, record
+from vitfast.kernels.resize import passes
 from vitfast.ops import _dispatch
 from vitfast.tools import doctor
 from vitfast.tools.verify import cases, run
@@ -101,6 +103,14 @@ def fp32_stream(s: Sizes) -> list[Launch]:
     return found
 
 
+def resize() -> dict[str, Launch]:
+    """Name -> what the two passes of a resize launch, whatever the sizes."""
+    x, count = torch.empty(3 * 375 * 500, dtype=torch.uint8, device=META), np.zeros(224, np.int32)
+    source = passes.Source(0, 375 * 500, 500, 3, 224, 224, count, count[None])
+    names = {"resize, rows": False, "resize, columns": True}
+    return {name: record(lambda: passes.resize_pass(x, [source], vertical))[0] for name, vertical in names.items()}  # noqa: B023
+
+
 def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:
     """What doctor, the gpu tests, and the benchmarks of operations and models launch on a GPU of this generation."""
     import test_gpu
@@ -128,4 +138,4 @@ def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:
                 found += training_step(preset, image, batch, True, amp)
                 for count in (1, 64, 128, 256, 512):
                     found += training_step(preset, image, count, False, amp)
-        return found
+        return [*found, *resize().values()]

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where at least one image has an answer, else 1."""
+    from ..eval.accuracy import compare_pillow
     from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
     from ..model.baselines import load_any
     from ..model.checkpoint.files import check_free
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
     config = evaluation_config(args)
     model = load_any(config.model, config.weights, getattr(args, "img_size", None)).to(choose_device(config.device))
+    compare_pillow(config.weights)
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
         logger.info("the probability of each class is its own, as objective=sigmoid trained the weights")

@@ -1,4 +1,4 @@
-"""The transforms of an evaluation, of uint8 tensors on the CPU or the GPU, equal to timm's and Hugging Face's.
+"""Transforms of an evaluation on uint8 tensors, equal to timm's and Hugging Face's in every pixel.
 
 Each resizes as Pillow does (resize.py) and cuts out the middle; of a resized image only what is kept is computed.
 """
@@ -56,7 +56,7 @@ class EvalTransform:
         interpolation: str = "bicubic",
         mean: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> "EvalTransform":
-        """`timm.data.create_transform(img_size, is_training=False, ...)` with these arguments, up to its uint8 pixels.
+        """The uint8 pixels of `timm.data.create_transform(img_size, is_training=False, ...)` with these arguments.
 
         mean: the colour around the images of crop_mode="border". Raises InputError for a mode or an interpolation that
         does not exist.

@@ -28,8 +28,15 @@ if NO_TRITON is None:
     from ..kernels.resize import passes as kernels
 
 Box = tuple[float, float, float, float]
-PILLOWS = ("12", "13")
-INSTALLED = PILLOWS[int(PIL.__version__.split(".")[0]) >= 13]  # the order of the installed Pillow's passes
+PILLOWS = ("12", "13")  # the orders of the passes, by the first version that has them
+
+
+def order_of(version: str) -> Literal["12", "13"]:
+    """The order in which a version of Pillow runs the passes; later versions are taken for the newest."""
+    return PILLOWS[int(version.split(".")[0]) >= 13]
+
+
+INSTALLED = order_of(PIL.__version__)
 BITS = 22
 _elementwise = functools.partial(np.vectorize, otypes=[np.float64])
 _sin, _cos = _elementwise(math.sin), _elementwise(math.cos)  # NumPy's own may differ from C's in the last bit
@@ -71,7 +78,7 @@ FILTERS: dict[str, tuple[Callable | None, float]] = {
 
 
 class Taps(NamedTuple):
-    """The coefficients of one axis: output i is the sum over k of weights[k, i] pixels[source][first[i] + k]."""
+    """The coefficients of one axis: output i is sum_k weights[k, i] pixels[source][first[i] + k]."""
 
     source: range  # the pixels that the outputs depend on
     first: np.ndarray  # (n,) int32, never falling
@@ -81,7 +88,7 @@ class Taps(NamedTuple):
 
 @functools.lru_cache(256)
 def taps(n_in: int, n_out: int, resample: str, start: float, end: float, outputs: range) -> Taps:
-    """The coefficients of some of the n_out outputs over [start, end) of n_in pixels; start, end: fp32 numbers."""
+    """The coefficients of some of the n_out outputs over [start, end), fp32 numbers, of n_in pixels."""
     scale, changes = float(np.float32(end) - np.float32(start)) / n_out, (n_out, 0, n_out) != (n_in, start, end)
     if not changes:
         first, weights = np.array(outputs), np.full((1, len(outputs)), 1 << BITS)
@@ -260,7 +267,7 @@ def resize(
 
 
 def _one_each(name: str, value, count: int, images: list[Tensor]) -> list[tuple[float, ...] | None]:
-    """An argument of `count` numbers, or None, as one for each image; or a list that has one for each already."""
+    """An argument of `count` numbers, or None, for each image; or a list that has one for each already."""
     try:
         values = [value] * len(images) if value is None or isinstance(value[0], Real) else list(value)
         found = [each if each is None else tuple(map(float, each)) for each in values]

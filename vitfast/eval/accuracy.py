@@ -1,18 +1,22 @@
 """Accuracy on a validation set."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import PIL
 import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..data.loader import Data, open_data
+from ..data.resize import INSTALLED
 from ..data.samples import PADDING, counts
 from ..errors import InputError
 from ..model.baselines import load_any, sizes
+from ..model.checkpoint.files import HUB, locate
 from ..model.preprocessing import CROP
 from ..model.vit import ViT
 from ..ops.packed import PackedImages
@@ -148,12 +152,42 @@ def cut_as_told(config: Config, model: nn.Module) -> Config:
     return dataclasses.replace(config, **told)
 
 
+def run_record(weights: str) -> dict:
+    """The record in the state/ beside the weights of a run on disk, {} where there is none.
+
+    Raises InputError where it is damaged.
+    """
+    if weights.startswith(HUB):
+        return {}
+    path = locate(weights).weights.parent / "state" / "state.json"
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["settings"].items()
+        return record
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); move it away") from None
+
+
+def compare_pillow(weights: str) -> None:
+    """Warns where the run that made the weights resized images in the order of another Pillow."""
+    theirs = run_record(weights).get("pillow", INSTALLED)
+    if theirs != INSTALLED:
+        other = f"its run resized images as Pillow {theirs} does, and Pillow {PIL.__version__} is installed"
+        remedy = "pip install 'pillow<13'" if INSTALLED == "13" else "pip install 'pillow>=13'"
+        logger.warning(
+            "%s: %s: at about a third of all sizes some pixels differ (as before: %s)", weights, other, remedy
+        )
+
+
 def open_weights(
     config: Config, img_size: int | None = None
 ) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
     device = choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
+    compare_pillow(config.weights)
     check_sizes(model, config)
     data = open_data(cut_as_told(config, model), *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)

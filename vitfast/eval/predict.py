@@ -21,11 +21,10 @@ from ..data.transforms import transforms
 from ..data.workers import loader_processes
 from ..errors import InputError
 from ..model.baselines import sizes
-from ..model.checkpoint.files import locate
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast_dtype
-from .accuracy import check_sizes, cut_as_told, logits_of
+from .accuracy import check_sizes, cut_as_told, logits_of, run_record
 
 FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -60,13 +59,7 @@ def best_classes(
 
 def learned_by_sigmoid(weights: str) -> bool:
     """Whether the weights come from a run with objective=sigmoid, which only its state/ says."""
-    path = locate(weights).weights.parent / "state" / "state.json"
-    if not path.is_file():
-        return False
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["settings"].get("objective") == "sigmoid"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); move it away") from None
+    return run_record(weights).get("settings", {}).get("objective") == "sigmoid"
 
 
 def predict(

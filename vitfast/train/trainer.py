@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..run.config import Config, as_plain, total_steps
@@ -170,6 +171,7 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         record = dict(step=self.step, seconds=self.seconds, settings=as_plain(self.config), data=self.index)
+        record |= dict(pillow=INSTALLED)  # the order in which evaluations resized
         record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
         self._write("checkpoints", save_checkpoint, self.run, self.train_step, record)
         self.saved = self.step
