@@ -56,7 +56,7 @@ class EvalTransform:
         interpolation: str = "bicubic",
         mean: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> "EvalTransform":
-        """The uint8 pixels of `timm.data.create_transform(img_size, is_training=False, ...)` with these arguments.
+        """The pixels of `timm.data.create_transform(img_size, is_training=False, ...)` with these arguments.
 
         mean: the colour around the images of crop_mode="border". Raises InputError for a mode or an interpolation that
         does not exist.

@@ -149,27 +149,26 @@ def _plan(image: Tensor, size: tuple | None, box: tuple | None, crop: tuple | No
 
 
 def _plain(image: Tensor, plan: Plan) -> Tensor:
-    image = image[
-        :, plan.rows.source.start : plan.rows.source.stop, plan.columns.source.start : plan.columns.source.stop
-    ]
-    for dim, t in [(1, plan.rows), (2, plan.columns)][:: 1 if plan.columns_first else -1]:
-        if t.changes:
-            image = _plain_pass(image, t, dim)
-    return image.clone(memory_format=torch.contiguous_format)
+    rows, columns = plan.rows.source, plan.columns.source
+    image = image[:, rows.start : rows.stop, columns.start : columns.stop]
+    axes = [(t, dim) for t, dim in ((plan.rows, 1), (plan.columns, 2)) if t.changes]
+    for t, dim in axes if plan.columns_first else reversed(axes):
+        image = _plain_pass(image, t, dim)
+    return image if axes else image.clone(memory_format=torch.contiguous_format)
 
 
-def _plain_pass(image: Tensor, taps: Taps, dim: int) -> Tensor:
+def _plain_pass(image: Tensor, t: Taps, dim: int) -> Tensor:
     """A pass along an axis of (C, H, W), as products of matrices in fp64, which holds these sums exactly."""
-    (count, n), device = taps.weights.shape, image.device
+    (count, n), device = t.weights.shape, image.device
     if count == 1:  # the weight is 1, or 0 beyond the image
-        image, inside = image.index_select(dim, torch.from_numpy(taps.first).to(device)), taps.weights[0] != 0
+        image, inside = image.index_select(dim, torch.from_numpy(t.first).to(device)), t.weights[0] != 0
         if inside.all():
             return image
         return image * torch.from_numpy(inside[:, None] if dim == 1 else inside).to(device)
     out = image.new_empty([*image.shape[:dim], n, *image.shape[dim + 1 :]])
-    step = max(8, min(n, count * n // len(taps.source)))  # so that a matrix is at most half zeros
+    step = max(8, min(n, count * n // len(t.source)))  # so that a matrix is at most half zeros
     for i in range(0, n, step):
-        first, weights = taps.first[i : i + step], taps.weights[:, i : i + step]
+        first, weights = t.first[i : i + step], t.weights[:, i : i + step]
         matrix = np.zeros((int(first[-1] - first[0]) + count, len(first)))
         matrix[first - first[0] + np.arange(count)[:, None], np.arange(len(first))] = weights
         matrix = torch.from_numpy(matrix).to(device)
@@ -247,7 +246,7 @@ def resize(
     for image in each:
         if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or not image.numel():
             what = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-            raise ValueError(f"resize: images must be uint8 (C, H, W), none of them 0, got {what}")
+            raise ValueError(f"resize: images must be uint8 (C, H, W) with no side of 0, got {what}")
         if image.device != device:
             raise ValueError(f"resize: images must be on one device, got {device} and {image.device}")
     if resample not in FILTERS:
@@ -255,10 +254,9 @@ def resize(
     pillow = INSTALLED if pillow is None else pillow
     if pillow not in PILLOWS:
         raise ValueError(f"resize: pillow must be one of {', '.join(PILLOWS)}, got {pillow!r}")
-    given = zip(
-        each, _one_each("size", size, 2, each), _one_each("box", box, 4, each), _one_each("crop", crop, 4, each)
-    )
-    plans = [_plan(image, *more, resample, pillow) for image, *more in given]
+    named = (("size", size, 2), ("box", box, 4), ("crop", crop, 4))
+    given = zip(*(_one_each(*argument, len(each)) for argument in named))
+    plans = [_plan(image, *arguments, resample, pillow) for image, arguments in zip(each, given)]
     if each and kernels_wanted("resize", torch.empty(0, device=device)):  # by the device: every kernel takes uint8
         results = _by_kernels(each, plans)
     else:
@@ -266,14 +264,14 @@ def resize(
     return results if several else results[0]
 
 
-def _one_each(name: str, value, count: int, images: list[Tensor]) -> list[tuple[float, ...] | None]:
+def _one_each(name: str, value, count: int, images: int) -> list[tuple[float, ...] | None]:
     """An argument of `count` numbers, or None, for each image; or a list that has one for each already."""
     try:
-        values = [value] * len(images) if value is None or isinstance(value[0], Real) else list(value)
+        values = [value] * images if value is None or isinstance(value[0], Real) else list(value)
         found = [each if each is None else tuple(map(float, each)) for each in values]
     except (TypeError, ValueError, IndexError, KeyError):
         found = None
-    if found is None or len(found) != len(images) or any(each is not None and len(each) != count for each in found):
-        wanted = f"{count} numbers, or a list of as many for each of {len(images)} images"
+    if found is None or len(found) != images or any(each is not None and len(each) != count for each in found):
+        wanted = f"{count} numbers, or a list of as many for each of {images} images"
         raise ValueError(f"resize: {name} must be {wanted}, got {both_ends(repr(value))}")
     return found
