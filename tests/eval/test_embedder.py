@@ -16,7 +16,7 @@ import vitfast
 from vitfast import Embedder, InputError, ViT
 from vitfast.model.convert import write
 
-IMAGES = [pictures.smooth(i, 30 + 17 * i, 150 - 19 * i) for i in range(7)]  # wide, square, high
+IMAGES = [pictures.smooth(i, 30 + 17 * i, 151 - 20 * i) for i in range(7)]  # wide, square, high
 CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
 SIDE = dict(height=48, width=48)
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
@@ -168,6 +168,22 @@ def test_naflexvit_sees_images_in_their_own_aspect(accelerated, pool):
     torch.testing.assert_close(Embedder(model, pool=pool, tokens=900).embed(IMAGES), torch.cat(truth), **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["dinov2", "clip"])
+def test_weights_with_a_processor_see_what_it_gives(name, tmp_path):
+    """Where an odd number is cut off, its crop begins a pixel before timm's; DINOv2's table is for larger images."""
+    model, kind, _, pick = processors()[name]
+    side = 32 if name == "dinov2" else 48
+    drawn(model).save_pretrained(tmp_path)
+    options = dict(size=dict(shortest_edge=side + 5), crop_size=dict(height=side, width=side), resample=2)
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
+    processor.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        truth = torch.cat([pick(model(**processor(images=image, return_tensors="pt"))) for image in IMAGES])
+    embedder = Embedder(tmp_path, device="cpu")
+    assert embedder.backbone.size == (side, side)
+    torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("pool", ["token", "avg", "map"])
 def test_native_sizes_are_the_models_own_forward(pool):
     own = dict(global_pool="map", class_token=False) if pool == "map" else {}
@@ -214,6 +230,28 @@ def test_bad_images_are_one_error_or_skipped_and_listed(tmp_path):
     for one in (str(good), good.read_bytes(), IMAGES[0], torch.zeros(3, 8, 8, dtype=torch.uint8)):
         with pytest.raises(TypeError, match="give .image."):
             embedder.embed(one)
+
+
+@pytest.mark.parametrize("sizes", [None, "native"])
+def test_images_decoded_on_the_device_are_those_of_torchvision(sizes, monkeypatch):
+    """A chunk is resized together; what is no grey or RGB JPEG is decoded by Pillow."""
+    import torchvision
+
+    monkeypatch.setattr("vitfast.eval.embedder.CHUNK", 40_000)
+    model = tiny(5, img_size=32)
+    kinds = [dict(quality=80), dict(quality=95, subsampling=0), dict(progressive=True)]
+    files = [pictures.encoded(image, "JPEG", **kinds[i % 3]) for i, image in enumerate(IMAGES)]
+    files[2] = pictures.encoded(IMAGES[2].convert("L"), "JPEG")
+    jpegs = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    pixels = [torchvision.io.decode_jpeg(each, mode="RGB") for each in jpegs]
+    truth = Embedder(model, sizes=sizes).embed(pixels)
+    embedder = Embedder(model, sizes=sizes, decode="device", workers=2)
+    torch.testing.assert_close(embedder.embed(files), truth, **CLOSE)
+    others = [pictures.encoded(IMAGES[3]), pictures.encoded(IMAGES[4].convert("CMYK"), "JPEG"), IMAGES[5], pixels[6]]
+    found = embedder.embed([files[0], *others, files[1][:-60], b"x", files[1]], errors="skip")
+    host = Embedder(model, sizes=sizes).embed(others)
+    torch.testing.assert_close(found.vectors, torch.cat([truth[:1], host, truth[1:2]]), **CLOSE)
+    assert [index for index, _ in found.skipped] == [5, 6] and "truncated" in found.skipped[0][1]
 
 
 def test_a_model_whose_output_is_no_number_says_which_image():

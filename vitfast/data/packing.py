@@ -245,12 +245,16 @@ class Native:
         """The bytes of NATIVE_AT_ONCE images that are all as large as one may be."""
         return 3 * math.prod(self.patch) * self.most * NATIVE_AT_ONCE
 
-    def transform(self, image: Image.Image) -> np.ndarray:
-        """The whole image as uint8 (C, H, W), resized where the patch does not divide it or it is too large."""
-        down, across = max(1, round(image.height / self.patch[0])), max(1, round(image.width / self.patch[1]))
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of an image in whole patches: another where it is not, or where it is too large."""
+        down, across = max(1, round(height / self.patch[0])), max(1, round(width / self.patch[1]))
         if down * across > self.most:
-            down, across = fit_grid(image.height, image.width, self.patch, self.most)
-        size = across * self.patch[1], down * self.patch[0]
+            down, across = fit_grid(height, width, self.patch, self.most)
+        return down * self.patch[0], across * self.patch[1]
+
+    def transform(self, image: Image.Image) -> np.ndarray:
+        """The whole image as uint8 (C, H, W), resized to `size_of` its own size."""
+        size = self.size_of(image.height, image.width)[::-1]
         image = image if image.size == size else image.resize(size, Image.Resampling[self.interpolation.upper()])
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 

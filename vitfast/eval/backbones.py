@@ -1,59 +1,87 @@
 """Models that turn images into vectors: our ViT, timm's and transformers', with their preprocessing."""
 
+import dataclasses
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from ..data.eval_transforms import EvalTransform
 from ..data.packing import Native
-from ..data.transforms import transforms
+from ..data.resize import FILTERS, INSTALLED, resize
 from ..errors import InputError
 from ..model.baselines import sizes as sizes_of
 from ..model.checkpoint import hugging_face
-from ..model.config import INTERPOLATIONS
 from ..model.preprocessing import CROP
 from ..model.presets import pair
 from ..model.vit import ViT
 from ..ops import reference as ref
-from ..run.config import Config
 
+logger = logging.getLogger("vitfast")
 POOLS = ("token", "avg", "map")
 MOST_PATCHES = 4096  # of an image at its own size; a larger one is made smaller
 NAFLEX_PATCHES = 576  # the same of timm's NaFlexViT, as timm's validation has it
 
 
 @dataclass(frozen=True)
+class OwnSize:
+    """Resizes whole images, each to a size of its own: uint8 (C, H, W) of any sizes -> a list."""
+
+    size_of: Callable[[int, int], tuple[int, int]]  # of (height, width)
+    resample: str
+
+    def __call__(self, images: Sequence[Tensor]) -> list[Tensor]:
+        return resize(images, [self.size_of(*image.shape[-2:]) for image in images], self.resample)
+
+
+@dataclass(frozen=True)
 class Backbone:
     """A model, how its images are prepared, and the function that computes their vectors.
 
-    prepare: PIL image -> uint8 (C, h, w) array. embed: prepared uint8 tensors on the model's device, one (B, C, h, w)
-    or (native) a list of sizes of their own, -> (B, D). size: (height, width) of the model's own images. prefix: tokens
-    besides the patches. preprocessing: what a record of the embeddings says of `prepare`.
+    prepare: uint8 images (3, H, W) of any sizes -> uint8, (B, 3, *size) or, by OwnSize, a list. embed: what `prepare`
+    returns -> (B, D). size: (height, width) of the model's own images. prefix: tokens besides the patches. mean, std:
+    of the pixels, for a record of the embeddings.
     """
 
     model: nn.Module
-    prepare: Callable[[Image.Image], np.ndarray]
+    prepare: EvalTransform | OwnSize
     embed: Callable[[Tensor | list[Tensor]], Tensor]
     size: tuple[int, int]
     patch: tuple[int, int]
     prefix: int
-    preprocessing: dict
-    native: bool = False
+    mean: Sequence[float]
+    std: Sequence[float]
 
-    def tokens(self, height: int, width: int) -> int:
-        """The tokens of a prepared image."""
-        return self.prefix + height // self.patch[0] * (width // self.patch[1])
+    @property
+    def native(self) -> bool:
+        """Whether images keep their own aspect."""
+        return isinstance(self.prepare, OwnSize)
+
+    @property
+    def preprocessing(self) -> dict:
+        """A record of how images are prepared."""
+        if self.native:
+            found = dict(size="native", resample=self.prepare.resample)
+        else:
+            found = dataclasses.asdict(self.prepare)
+        return found | dict(pillow=INSTALLED, mean=tuple(self.mean), std=tuple(self.std))
 
     @property
     def own_tokens(self) -> int:
         """The tokens of an image of the model's own size."""
-        return self.tokens(*self.size)
+        return self.prefix + math.prod(side // p for side, p in zip(self.size, self.patch))
+
+    def tokens(self, height: int, width: int) -> int:
+        """The tokens of an image of this height and width, once it is prepared."""
+        if not self.native:
+            return self.own_tokens
+        size = self.prepare.size_of(height, width)
+        return self.prefix + math.prod(side // p for side, p in zip(size, self.patch))
 
 
 def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=None) -> Backbone:
@@ -68,21 +96,13 @@ def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=No
     if sizes not in (None, "native"):
         raise InputError(f"sizes must be None or 'native', got {sizes!r}")
     if isinstance(model, ViT):
-        return _vit(model, pool, sizes)
+        return _vit(model, pool, sizes, processor)
     if hasattr(model, "forward_head") and hasattr(model, "pretrained_cfg"):
         return _naflexvit(model, pool) if hasattr(model, "_forward_embeds") else _timm(model, pool, sizes)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         return _transformers(model, pool, sizes, processor)
     known = "a ViT of vitfast, a model of timm or one of transformers"
     raise InputError(f"Embedder: the model must be {known}, got {type(model).__module__}.{type(model).__qualname__}")
-
-
-def _cutting(size: tuple[int, int], crop: dict) -> Callable[[Image.Image], np.ndarray]:
-    return transforms(Config(task="eval", **crop), size)[1]
-
-
-def _record(size: tuple[int, int] | None, crop: dict, mean, std) -> dict:
-    return dict(size=list(size) if size else "native", **crop, mean=list(mean), std=list(std))
 
 
 def _refuse_native(sizes: str | None, what: str) -> None:
@@ -93,7 +113,7 @@ def _refuse_native(sizes: str | None, what: str) -> None:
 # ---- our ViT
 
 
-def _vit(model: ViT, pool: str | None, sizes: str | None) -> Backbone:
+def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone:
     lacks = {"token": not model.has_class_token, "map": model.attn_pool is None}
     own = model.global_pool or None
     if lacks.get(pool) or (pool or own) is None:
@@ -108,13 +128,16 @@ def _vit(model: ViT, pool: str | None, sizes: str | None) -> Backbone:
             return model.forward_head(tokens, pre_logits=True)
         return model.fc_norm(model.pool(tokens, pool))
 
-    if sizes is None:
-        record = _record(size, crop, model.mean, model.std)
-        return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
-    model.check_many_sizes()
-    prepare = Native(patch, MOST_PATCHES, crop["interpolation"]).transform
-    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=MOST_PATCHES), model.mean, model.std)
-    return Backbone(model, prepare, embed, size, patch, prefix, record, native=True)
+    if sizes is not None:
+        model.check_many_sizes()
+        prepare = OwnSize(Native(patch, MOST_PATCHES).size_of, crop["interpolation"])
+    elif processor:
+        prepare = _of_processor(_processor(model, processor)[0])
+        if prepare.size != size:
+            raise InputError(f"Embedder: the processor makes images of {prepare.size} pixels, the ViT takes {size}")
+    else:
+        prepare = EvalTransform.timm(size, **crop, mean=model.mean)
+    return Backbone(model, prepare, embed, size, patch, prefix, model.mean, model.std)
 
 
 # ---- timm
@@ -145,8 +168,7 @@ def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
         found = model.pool(tokens, pool) if hasattr(model, "pool") else _pooled(tokens, pool, prefix)
         return getattr(model, "fc_norm", nn.Identity())(found)
 
-    record = _record(size, crop, mean, std)
-    return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
+    return Backbone(model, EvalTransform.timm(size, **crop, mean=mean), embed, size, patch, prefix, mean, std)
 
 
 def _pooled(tokens: Tensor, pool: str, prefix: int) -> Tensor:
@@ -173,20 +195,7 @@ def _naflexvit(model: nn.Module, pool: str | None) -> Backbone:
             return model.fc_norm(model._pool(found, pool, patch_valid=valid))
         return model.forward_head(found, pre_logits=True, patch_valid=valid)
 
-    record = _record(None, dict(interpolation=crop["interpolation"], most_patches=NAFLEX_PATCHES), mean, std)
-    prepare = _resizing(size_of, crop["interpolation"])
-    return Backbone(model, prepare, embed, size, patch, prefix, record, native=True)
-
-
-def _resizing(size_of: Callable, interpolation: str) -> Callable[[Image.Image], np.ndarray]:
-    """Resizes a whole image to size_of(height, width)."""
-    resample = Image.Resampling(INTERPOLATIONS.index(interpolation))
-
-    def prepare(image: Image.Image) -> np.ndarray:
-        height, width = size_of(image.height, image.width)
-        return np.asarray(image.resize((width, height), resample)).transpose(2, 0, 1)
-
-    return prepare
+    return Backbone(model, OwnSize(size_of, crop["interpolation"]), embed, size, patch, prefix, mean, std)
 
 
 def _padded(images: list[Tensor], patch: tuple[int, int]) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
@@ -225,25 +234,32 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
     if config.model_type.startswith("siglip2") and getattr(config, "num_patches", None):
         return _siglip2(model, run, pool, told, patch, mean, std)
     _refuse_native(sizes, f"transformers' {type(model).__name__}")
-    crop, notes = hugging_face.crop(told)
-    size = hugging_face.image_size(told)
-    if not crop or size is None:
-        raise InputError(f"Embedder: {notes[0] if notes else f'{where} says no size'}")
+    prepare = _of_processor(told)
     owners = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     prefix = len(owners & _PREFIX) + (getattr(config, "num_register_tokens", 0) or 0)
 
     def embed(images: Tensor) -> Tensor:
         return _vector(run(pixel_values=ref.normalize(images, mean, std, _dtype(model))), pool, prefix)
 
-    record = _record(size, crop, mean, std)
-    return Backbone(model, _cutting(size, crop), embed, size, patch, prefix, record)
+    return Backbone(model, prepare, embed, prepare.size, patch, prefix, mean, std)
+
+
+def _of_processor(told: dict) -> EvalTransform:
+    """The transform of a processor; of one that does not resize by Pillow, the same sizes by Pillow."""
+    try:
+        return EvalTransform.hugging_face(told)
+    except InputError:
+        kind = told.get("image_processor_type")
+        found = EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))
+    logger.warning("%s resizes by torchvision; here Pillow's pixels are taken, which differ by rounding", kind)
+    return found
 
 
 def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
     """SigLIP 2 at each image's own aspect, as its processor sizes it."""
     from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
 
-    most, kind = told.get("max_num_patches", 256), INTERPOLATIONS[told.get("resample", 2)]
+    most, kind = told.get("max_num_patches", 256), list(FILTERS)[told.get("resample", 2)]
 
     def size_of(height: int, width: int) -> tuple[int, int]:
         return get_image_size_for_max_num_patches(height, width, patch[0], most)
@@ -253,10 +269,9 @@ def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[i
         given = dict(pixel_attention_mask=valid.int(), spatial_shapes=torch.tensor(grids, device=patches.device))
         return _vector(run(pixel_values=patches, **given), pool, 0, valid)
 
-    record = _record(None, dict(interpolation=kind, most_patches=most), mean, std)
-    prepare = _resizing(size_of, kind)
     side = math.isqrt(most)
-    return Backbone(model, prepare, embed, (side * patch[0], side * patch[1]), patch, 0, record, native=True)
+    size = side * patch[0], side * patch[1]
+    return Backbone(model, OwnSize(size_of, kind), embed, size, patch, 0, mean, std)
 
 
 def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) -> Tensor:

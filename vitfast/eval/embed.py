@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from torch import nn
 
 from ..data.records import Record
 from ..errors import InputError
-from ..run.files import staged
+from ..run.files import SCRATCH, staged
 from ..version import __version__
 from .embedder import Embedded, Embedder, Stages
 
 MANIFEST, SOURCE = "manifest.json", b"vitfast.source"
+LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)")  # by a process that was killed
 FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
 TOTALS = ("images", "shards")  # in the manifest of a job that has ended
 MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
@@ -78,11 +80,13 @@ def embed_to(
         raise InputError(f"--output {folder} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = dict(describe(embedder), shard_size=shard_size)
+    _remove(folder, LEFT, rank, world)
     ended = None  # the shards of a job that has ended
     if resume:
         ended = _check_manifest(folder, manifest, rank).get("shards")
     else:
-        _remove(folder, lambda shard: shard % world == rank)
+        _manifest_of(folder)
+        _remove(folder, FILE, rank, world)
         _write_manifest(folder, manifest, rank)
     waiting: dict[int, tuple[list[str], bytes]] = {}  # shards that are being read: the names, the source's hash
     images = shards = 0
@@ -295,9 +299,9 @@ def _write_manifest(folder: Path, content: dict, rank: int) -> None:
         (scratch / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _remove(folder: Path, mine: Callable[[int], bool]) -> None:
-    """Removes the shards that this process computes. Raises InputError for a manifest not ours."""
-    _manifest_of(folder)
+def _remove(folder: Path, pattern: re.Pattern, rank: int, world: int) -> None:
+    """Removes the files, or scratch folders, of the shards that this process computes."""
     for name in os.listdir(folder):
-        if (found := FILE.fullmatch(name)) and mine(int(found[2])):
-            (folder / name).unlink(missing_ok=True)
+        if (found := pattern.fullmatch(name)) and int(found[2]) % world == rank:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

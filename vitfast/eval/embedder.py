@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..data.images import Unreadable, as_rgb, opened, printable, read_rgb
+from ..data.jpeg import decode as decode_jpegs
 from ..data.jpeg import encoded
 from ..errors import InputError
 from ..model.baselines import load_any
@@ -30,6 +31,7 @@ from .backbones import backbone
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
 AHEAD = 4  # images that each worker reads ahead
+CHUNK = 1 << 28  # bytes of images that are resized together on the device
 
 
 @dataclass
@@ -112,8 +114,10 @@ class Embedder:
             self.dtype = None if dtype == parameter.dtype else dtype
         else:
             self.device = choose_device("" if device is None else str(device))
-            size = hugging_face.image_size(locate(model).preprocessor) if img_size is None else img_size
-            model = load_any("", model, size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
+            if img_size is None and sizes is None:  # DINOv2's images are smaller than its table of positions
+                processor = processor or locate(model).preprocessor
+                img_size = hugging_face.image_size(processor) if isinstance(processor, dict) else None
+            model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
         self.pool, self.normalize, self.decode = pool, normalize, decode
         self.workers = min(16, len(os.sched_getaffinity(0))) if workers is None else workers
@@ -165,7 +169,8 @@ class Embedder:
 
         So what is computed together does not depend on the groups before. `stages` adds up where the time goes.
         """
-        stages, batches = stages or Stages(), self._batches(self._read_ahead(iter(items)))
+        stages = stages or Stages()
+        batches = self._batches(self._prepared(self._read_ahead(iter(items))))
         while True:
             begun = time.perf_counter()
             group, batch = next(batches, (None, None))
@@ -212,39 +217,72 @@ class Embedder:
                     future.cancel()
 
     def _read(self, image: ImageLike, name: str) -> "_Read":
-        """An image, prepared or (decode="device") as its bytes, or the reason why it cannot be read."""
+        """An image's pixels or (decode="device") the bytes of its file, or the reason why it cannot be read."""
         try:
-            if isinstance(image, (Tensor, np.ndarray)):
-                image = _from_pixels(image, name)
-            elif isinstance(image, Image.Image):
-                image = _loaded(image, name)
-            else:
-                if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
-                    image = _content(image, name)
-                file = io.BytesIO(image) if isinstance(image, (bytes, bytearray, memoryview)) else image
-                if not hasattr(file, "read") and not isinstance(file, (str, os.PathLike)):
-                    raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
-                if self.decode == "device":
-                    read = file.getvalue if hasattr(file, "read") else Path(file).read_bytes
-                    with opened(file, name) as header:
-                        size = header.height, header.width
-                        return _Read(encoded(header, read), name, *size, None)
-                image = read_rgb(file, name)
-            return _Read(
-                torch.from_numpy(np.ascontiguousarray(self.backbone.prepare(image))),
-                name,
-                image.height,
-                image.width,
-                None,
-            )
+            content, height, width = self._content(image, name)
         except Unreadable as error:
-            return _Read(None, name, None, None, str(error))
+            return _Read(name, error=str(error))
+        if content.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
+            return _Read(name, self.backbone.prepare([content])[0], True, height, width)
+        return _Read(name, content, False, height, width)
+
+    def _content(self, image: ImageLike, name: str) -> tuple[Tensor, int, int]:
+        """(pixels (3, H, W) or bytes (n,) uint8, height, width) of an image. Raises Unreadable."""
+        if isinstance(image, (Tensor, np.ndarray)):
+            pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+            if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
+                got = f"{pixels.dtype} {tuple(pixels.shape)}"
+                raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
+            return pixels.to(self.device).expand(3, -1, -1), *pixels.shape[1:]
+        if isinstance(image, Image.Image):
+            image = _loaded(image, name)
+        else:
+            if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
+                image = _bytes(image, name)
+            if isinstance(image, (bytes, bytearray, memoryview)):
+                image = io.BytesIO(image)
+            elif not isinstance(image, (str, os.PathLike)):
+                raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
+            if self.decode == "device":
+                read = image.getvalue if isinstance(image, io.BytesIO) else Path(image).read_bytes
+                with opened(image, name) as header:
+                    return encoded(header, read), header.height, header.width
+            image = read_rgb(image, name)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width
+
+    def _prepared(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, "_Read"]]:
+        """The images in order, decoded and resized: on the device as many together as CHUNK bytes allow."""
+        chunk, held = [], 0
+        for group, one in read:
+            chunk.append((group, one))
+            held += 0 if one.prepared or one.error else 3 * one.height * one.width
+            if held > CHUNK or not held:
+                yield from self._on_device(chunk)
+                chunk, held = [], 0
+        yield from self._on_device(chunk)
+
+    def _on_device(self, chunk: list[tuple[object, "_Read"]]) -> list[tuple[object, "_Read"]]:
+        """The same, what is not prepared yet decoded and resized on the device."""
+        waiting = [(i, one) for i, (_, one) in enumerate(chunk) if not one.prepared and one.error is None]
+        if not waiting:
+            return chunk
+        places, raw = zip(*waiting)
+        pixels = decode_jpegs([one.pixels for one in raw], [one.name for one in raw], self.device)
+        good = [image for image in pixels if isinstance(image, Tensor)]
+        prepared = iter(self.backbone.prepare(good) if good else ())
+        for i, one, image in zip(places, raw, pixels):
+            if isinstance(image, Tensor):
+                made = one._replace(pixels=next(prepared), prepared=True)
+            else:
+                made = _Read(one.name, error=str(image))
+            chunk[i] = chunk[i][0], made
+        return chunk
 
     def _batches(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, list["_Read"]]]:
         """Images of one group together, as many as `tokens` allow and one at least."""
         batch, held, last = [], 0, None
         for group, one in read:
-            count = 0 if one.pixels is None else self.backbone.tokens(*one.pixels.shape[1:])
+            count = 0 if one.error else self.backbone.tokens(one.height, one.width)
             if batch and (group != last or held + count > self.tokens):
                 yield last, batch
                 batch, held = [], 0
@@ -256,35 +294,38 @@ class Embedder:
     @torch.inference_mode()
     def _computed(self, batch: list["_Read"]) -> list[Embedded]:
         """The results of a batch, in its order."""
-        pixels = [one.pixels for one in batch if one.pixels is not None]
-        if not pixels:
-            return [Embedded(None, None, None, one.error) for one in batch]
-        with self._lock, autocast(self.device, self.dtype):
-            given = [p.to(self.device) for p in pixels] if self.backbone.native else torch.stack(pixels).to(self.device)
-            try:
-                vectors = self.backbone.embed(given).float()
-            except torch.OutOfMemoryError:
-                message = f"out of memory with {len(pixels)} images at once; give fewer tokens than {self.tokens}"
-                raise InputError(message) from None
-            vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
-            vectors = iter(vectors.cpu().numpy())
+        pixels = [one.pixels for one in batch if one.error is None]
+        vectors = iter(self._vectors(pixels) if pixels else ())
         found = []
         for one in batch:
-            vector, error = (None, one.error) if one.pixels is None else (next(vectors), None)
+            vector, error = (next(vectors), None) if one.error is None else (None, one.error)
             if vector is not None and not np.isfinite(vector).all():
                 vector, error = None, f"{one.name}: the model's output is not a number"
             found.append(Embedded(vector, one.height, one.width, error))
         return found
 
+    def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
+        """(B, D) of prepared images."""
+        given = pixels if self.backbone.native else torch.stack(pixels)
+        with self._lock, autocast(self.device, self.dtype):
+            try:
+                vectors = self.backbone.embed(given).float()
+            except torch.OutOfMemoryError:
+                message = f"out of memory with {len(pixels)} images at once; give fewer tokens than {self.tokens}"
+                raise InputError(message) from None
+        vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
+        return vectors.cpu().numpy()
+
 
 class _Read(NamedTuple):
     """An image as a worker returns it."""
 
-    pixels: Tensor | None  # prepared uint8 (3, h, w)
     name: str
-    height: int | None  # of the image as it was
-    width: int | None
-    error: str | None
+    pixels: Tensor | None = None  # (3, H, W) uint8; not prepared yet, they may be the bytes (n,) of a JPEG file
+    prepared: bool = False
+    height: int | None = None  # of the image as it was
+    width: int | None = None
+    error: str | None = None
 
 
 def _name(index: int, image: ImageLike) -> str:
@@ -292,21 +333,12 @@ def _name(index: int, image: ImageLike) -> str:
     return printable(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
 
 
-def _content(image, name: str) -> bytes:
+def _bytes(image, name: str) -> bytes:
     """image.read_bytes(). Raises Unreadable."""
     try:
         return image.read_bytes()
     except (OSError, Unreadable) as error:
         raise Unreadable(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _from_pixels(image: Tensor | np.ndarray, name: str) -> Image.Image:
-    """uint8 (3, H, W) or (1, H, W) as a PIL image."""
-    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[0] not in (1, 3) or 0 in array.shape:
-        got = f"{array.dtype} {tuple(array.shape)}"
-        raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
-    return Image.fromarray(np.ascontiguousarray(np.broadcast_to(array, (3, *array.shape[1:])).transpose(1, 2, 0)))
 
 
 def _loaded(image: Image.Image, name: str) -> Image.Image:
