@@ -52,6 +52,7 @@ TEST = [
     "accelerate",
     "datasets",
     "webdataset",
+    "litserve",
     "ruff",
     "wheel",
 ]

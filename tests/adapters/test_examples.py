@@ -1,19 +1,9 @@
 """The examples run, and their losses are those without vitfast."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from examples import load
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 8
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["hugging_face_trainer", "timm_model", "torchvision_model"])

@@ -25,12 +25,19 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 def png16(pixels: np.ndarray) -> bytes:
     """A 16-bit RGB PNG, which Pillow does not write. pixels (H, W, 3) uint16."""
     height, width, _ = pixels.shape
-    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
+    return _png(height, width, 16, 2, b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels))
 
+
+def bomb(height: int, width: int) -> bytes:
+    """A PNG of few bytes with many pixels, all black; beyond a million bytes of them the end is missing."""
+    return _png(height, width, 1, 0, bytes(min(1_000_000, height * (1 + -(-width // 8)))))
+
+
+def _png(height: int, width: int, bits: int, colours: int, lines: bytes) -> bytes:
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
