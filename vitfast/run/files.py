@@ -49,7 +49,7 @@ def staged(folder: Path, wanted: Path | None = None, name: str | None = None) ->
             for file in written:
                 sync(file)
             for file, place in places.items():
-                place.parent.mkdir(exist_ok=True)
+                place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, place)
                 sync(place.parent)
             sync(folder)  # it may have got a new folder
