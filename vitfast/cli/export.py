@@ -1,4 +1,4 @@
-"""Write a model as a file that runs without vitfast, and check its numbers; or for Triton Inference Server."""
+"""Write a model as a file that runs without vitfast, or for NVIDIA's Triton Inference Server."""
 
 import argparse
 from pathlib import Path
