@@ -68,7 +68,7 @@ def problem(found: list[str]) -> str:
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         return "" if set(arguments) <= set(targets) else f"make has {targets}"
     if program == "pip":
-        extras = set(re.findall(r"\[([a-z,]+)\]", " ".join(found)))
+        extras = set(re.findall(r"(?:\.|vitfast)\[([a-z,]+)\]", " ".join(found)))
         known = re.findall(r'^        "([a-z]+)": ', (ROOT / "setup.py").read_text(), flags=re.MULTILINE)
         return "" if {name for extra in extras for name in extra.split(",")} <= set(known) else f"extras: {known}"
     paths = [word.partition("::")[0] for word in found if word.startswith(("bench/", "tests/", "examples/"))]
