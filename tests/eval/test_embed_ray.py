@@ -12,7 +12,7 @@ from pictures import encoded, smooth
 
 import vitfast
 
-ray = pytest.importorskip("ray", reason="Ray is 240 MB")
+ray = pytest.importorskip("ray", reason="the extra `test` lacks Ray, 240 MB")
 pytest.importorskip("ray.data", reason="ray[data]")
 
 

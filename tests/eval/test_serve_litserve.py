@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -106,14 +107,10 @@ def server(weights, tmp_path_factory):
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # whatever of the session is left
-        except ProcessLookupError:
-            pass
-        process.wait(10)
+            process.wait(30)  # it ends by itself
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever of the session is left
 
 
 def get(url: str, body: bytes | None = None) -> tuple[int, dict]:
@@ -123,7 +120,7 @@ def get(url: str, body: bytes | None = None) -> tuple[int, dict]:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read() or b"{}") if body else {}
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+        return error.code, json.loads(error.read()) if body else {}
     except OSError as error:
         return 0, dict(error=repr(error))
 
