@@ -1,4 +1,4 @@
-"""Embeddings of images in NVIDIA's Triton Inference Server (Python backend), written by `vitfast export`.
+"""Embeddings of images in NVIDIA's Triton Inference Server, for its Python backend.
 
 IMAGE, encoded files (n, 1) or raw uint8 pixels (n, 3, H, W) as config.pbtxt has it -> EMBEDDING (n, D) fp32. The
 images of all requests of a batch are computed together; one that cannot be read fails its own request alone. The
