@@ -51,7 +51,7 @@ def check_target(path: Path, force: bool) -> None:
 def write_repository(
     model: ViT, path: str | Path, *, uint8: bool = False, device: str = "cuda", force: bool = False
 ) -> int:
-    """Writes `path/config.pbtxt`, `path/1/model.py` and `path/1/weights/`; returns D, the length of a vector.
+    """Writes config.pbtxt, 1/model.py and 1/weights/ below `path`; returns D, the length of a vector.
 
     path: the model's folder in the server's repository; its name is the model's. uint8: requests carry raw pixels
     (n, 3, H, W) in place of image files. device: "cuda" for an instance on every GPU, or "cpu". An Embedder reads the
