@@ -1,4 +1,4 @@
-"""Embeddings: the forward alone, from images in memory, and from JPEG files, ours against a script of timm's parts.
+"""Embeddings: the forward alone, from memory, and from JPEG files, against a script of timm's parts.
 
 The script is what people write today: a data set that opens files with Pillow, timm's evaluation transform, torch's
 DataLoader with as many worker processes as there are cores, timm's model with the same weights, compiled and in bf16 on
