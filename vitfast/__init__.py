@@ -9,7 +9,7 @@ from .adapters import accelerate, acceleration_report, restore
 from .errors import InputError
 from .model import ViT
 from .model.checkpoint import load_checkpoint
-from .ops import sdpa
+from .ops import batch_invariant, sdpa
 from .ops.packed import PackedImages, pack
 from .version import __version__
 
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "acceleration_report",
+    "batch_invariant",
     "load_checkpoint",
     "ops",
     "pack",

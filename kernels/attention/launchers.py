@@ -17,6 +17,7 @@ wastes much. Which path runs is data, in configs/attention.py.
 
 import functools
 import math
+import sys
 
 import torch
 import triton
@@ -25,13 +26,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
+from ..modes import batch_invariant
 from ..rows import row_programs, scale_rows
 from .backward_head import _attention_bwd_head_kernel
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .common import Head, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
 from .forward_tiled import _attention_fwd_tiled_kernel
-from .options import PLAIN, AttentionOptions
+from .options import PLAIN, AttentionOptions, as_packed
 from .terms import _bias_bwd_kernel, _rope_bwd_kernel
 
 HEAD_SIZES = tuple(range(16, 129, 8))
@@ -92,7 +94,8 @@ def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN) -> tiles.Kern
     suffix = options.suffix(q.shape[-1])
     without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
     without = without if options.offsets is None else _NO_OFFSETS
-    return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1], suffix), without)
+    tokens = sys.maxsize if batch_invariant() else q.shape[1]  # those of padded samples are a neighbour's
+    return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix), without)
 
 
 def _with_steps(table: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -159,6 +162,11 @@ def attention_fwd(
     Our kernels write into `o` where it is given, with any strides but a unit last one; libraries return their own.
     """
     B, N, H, _ = q.shape
+    # Packed samples come among longer ones, so samples of one size take their kernel too.
+    if batch_invariant() and q.numel() and options.offsets is None and options.bias is options.key_lengths is None:
+        found, lse = attention_fwd(*(x.flatten(0, 1)[None] for x in (q, k, v)), scale, as_packed(options, q))
+        found, lse = found.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
+        return found if o is None else o.copy_(found), lse
     config = _lookup("attention_fwd", q, options)
     if config.provider in tiles.ATTENTION_LIBRARIES:
         return tiles.library("attention").forward(config.provider, q, k, v, scale)

@@ -2,6 +2,8 @@
 
 from typing import Annotated, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Constant = Annotated[Tensor, "constant"]  # without a gradient
@@ -36,3 +38,24 @@ class AttentionOptions(NamedTuple):
 
 
 PLAIN = AttentionOptions()
+
+
+def as_packed(options: AttentionOptions, q: Tensor) -> AttentionOptions:
+    """The options of attention over the samples of q (B, N, H, Dh) as packed ones; without bias and key lengths."""
+    B, N = q.shape[:2]
+    offsets = torch.arange(B + 1, dtype=torch.int32, device=q.device) * N
+    if options.cos is not None:
+        pairs = (options.cos, 1.0), (options.sin, 0.0)  # the rotation by no angle is the prefix's
+        cos, sin = (_packed_table(table, B, still, options.num_prefix) for table, still in pairs)
+        options = options._replace(cos=cos, sin=sin)
+    return options._replace(offsets=offsets, num_prefix=0, longest=N)
+
+
+def _packed_table(table: Tensor, B: int, still: float, prefix: int) -> Tensor:
+    """cos or sin (..., N - prefix, R) for each token of B samples, (B N, R) or (H, B N, R).
+
+    still: the number that leaves a token as it is, for the prefix.
+    """
+    table = F.pad(table.reshape((1,) * (4 - table.dim()) + table.shape), (0, 0, prefix, 0), value=still)
+    table = table.expand(B, -1, -1, -1).transpose(0, 1).flatten(1, 2)
+    return table[0] if len(table) == 1 else table

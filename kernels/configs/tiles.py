@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..modes import batch_invariant
+
 GENERATIONS = (80, 89, 90, 100, 120)
 # Shared memory a program may use, bytes.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -247,12 +249,18 @@ def reload_user_table() -> None:
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
     """The configuration of `op` for x's device and dtype at a shape class such as "d64" or "768x3072".
 
+    With ops.batch_invariant(True), a forward operation takes an INVARIANT kernel's, whatever the user's table and `using` say.
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
     rule that can is taken. An override of `using` that cannot run raises RuntimeError, so that nothing is timed or
     tested under another's name. without: providers that lack something this call needs beyond its shape class, as
     cublaslt lacks a layer scale. They are skipped even where one is the override, because one override may cover calls
     that need the missing feature and calls that do not; what `using` yields tells which ran.
     """
+    if op.endswith("_fwd") and batch_invariant():
+        found = shipped(op, x, shape, INVARIANT)
+        if _scope.taken is not None:
+            _scope.taken[op, _bits(x), shape] = found
+        return found
     overrides = _scope.overrides
     forced = (overrides.get((op, shape)) or overrides.get((op, None))) if overrides else None
     found = forced or _find(op, x, shape)
@@ -300,18 +308,24 @@ def _find(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
     return shipped(op, x, shape)
 
 
-# (operation, generation, bits, shape class) -> the rules that were searched and what was found. It is a cache, since a
-# launcher asks at every call.
-_shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], KernelConfig]] = {}
+# Kernels of ours in which a row, or a query, sums in one order wherever it lies, whatever the sizes beside it.
+INVARIANT = ("triton", "tiled")
+# (operation, generation, bits, shape class, providers) -> the rules that were searched and what was found. It is a
+# cache, since a launcher asks at every call.
+_shipped: dict[tuple[str, int, str, str, tuple[str, ...]], tuple[tuple[Rule, ...], KernelConfig]] = {}
 
 
-def shipped(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
-    """The configuration by the rules, whatever the user's own table says."""
-    key = op, generation(x.device), _bits(x), shape
+def shipped(op: str, x: torch.Tensor, shape: str, providers: tuple[str, ...] = ()) -> KernelConfig:
+    """The configuration by the rules, whatever the user's own table says.
+
+    providers: if they are given, the first configuration of one of them, by the rules or else among the candidates.
+    """
+    key = op, generation(x.device), _bits(x), shape, providers
     known = _shipped.get(key)
     if known is not None and known[0] is RULES[op]:
         return known[1]
-    rule = next(_matching(RULES[op], x, shape), None)
+    rules = _matching((*RULES[op], *CANDIDATES.get(op)) if providers else RULES[op], x, shape)
+    rule = next((rule for rule in rules if not providers or rule.config.provider in providers), None)
     if rule is None:
         raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
     _shipped[key] = RULES[op], rule.config

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, launch
+from ..modes import batch_invariant
 from ..rows import contiguous_or_none
 from .backward import Gradients, patch_embed_bwd
 from .patches import (
@@ -169,7 +170,8 @@ def patch_embed_fwd(
     """
     (width, _, p, q), prefix = weight.shape, 0 if cls_token is None else cls_token.shape[1]
     batch = len(images) if packed is None else len(packed[1])
-    images = images if packed is None else images.contiguous()
+    # packed patches are walked c before p before q; so is then every image
+    images = images.contiguous() if packed is not None or batch_invariant() else images
     geometry = geometry_of(images, (p, q), prefix, packed)
     patches, k = geometry["layout"].patches, geometry["AXES"].k
     config = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import fp32_precision
+from ..modes import batch_invariant
 
 
 class Axes(NamedTuple):
@@ -166,8 +167,13 @@ def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence
 
 
 def patch_class(images: Tensor, geometry: dict, width: int) -> str:
-    """ "u8-even-large": the dtype, whether 8 divides contiguous runs, whether large tiles fill a GPU."""
+    """ "u8-even-large": the dtype, whether 8 divides contiguous runs, whether large tiles fill a GPU.
+
+    With ops.batch_invariant(True) it is the dtype alone, since packed patches have other runs and any number of rows.
+    """
     kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
+    if batch_invariant():
+        return f"{kind}-odd-small"
     runs, size = geometry["AXES"].k2, geometry["rows"] * width
     return f"{kind}-{'odd' if runs % 8 else 'even'}-{'large' if size >= 1 << 22 else 'small'}"
 

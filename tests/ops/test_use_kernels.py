@@ -244,9 +244,9 @@ def test_the_mode_is_chosen_in_compiled_code(outer):
 
 def test_the_mode_that_the_environment_names(monkeypatch):
     """An unknown one is an error at the first operation."""
-    monkeypatch.setattr(_dispatch, "_START", "off")
+    monkeypatch.setattr(_dispatch._MODE, "start", "off")
     assert in_thread(current_mode) == "off"
-    monkeypatch.setattr(_dispatch, "_START", "foo")
+    monkeypatch.setattr(_dispatch._MODE, "start", "foo")
     wrong = "^VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
     with pytest.raises(InputError, match=wrong):
         in_thread(current_mode)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..kernels.modes import batch_invariant
 from ..ops.fusable import own_forward
 from .fallbacks import PACKING, library_runs, operation_runs
 from .fused_blocks import has_hooks, input_unsupported
@@ -57,7 +58,8 @@ def _unpadded(
     lengths = valid.sum(1)
     fits = torch.ones_like(lengths[0]) if fits is None else fits.to(lengths.dtype)
     count, longest, fits = torch.stack([lengths.sum(), lengths.max(), fits]).tolist()
-    if not _runs(tower, None if fits else "the mask is not one of padding") or count in (0, valid.numel()):
+    full = count == valid.numel() and not batch_invariant()  # which packs whatever it is, as among longer images
+    if not _runs(tower, None if fits else "the mask is not one of padding") or count == 0 or full:
         return None
     return UnpaddedTokens(valid, count, longest, mask)
 

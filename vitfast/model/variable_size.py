@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..kernels.modes import batch_invariant
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
 from .drop_path import subsets_of_packed
@@ -28,12 +29,19 @@ def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
 class PackedForward:
     """The methods of a ViT for images of many sizes; x (tokens, D) has one image after the other."""
 
+    def _of_one_size(self) -> str | None:
+        """The part of this model that takes images of one size alone; None if there is none."""
+        kind = self._config["pos_embed"]
+        return "a hybrid's CNN" if self._config["backbone"] else f"pos_embed={kind!r}" if kind == "relative" else None
+
     def check_many_sizes(self) -> None:
         """Raises InputError where this model takes images of one size alone."""
-        kind = self._config["pos_embed"]
-        if self._config["backbone"] is not None or kind == "relative":
-            what = "a hybrid's CNN" if self._config["backbone"] is not None else f"pos_embed={kind!r}"
+        if what := self._of_one_size():
             raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), not of many sizes")
+
+    def packs(self, x: Tensor) -> bool:
+        """Whether a batch, of images or of their tokens, is computed like a list, to the same bits as in any list."""
+        return batch_invariant() and self._of_one_size() is None and len(x) > 0
 
     def _packed(self, images: ManyImages) -> PackedImages:
         """The images as patches on the model's device. Raises ValueError for other channels or patch sizes."""
@@ -94,10 +102,10 @@ class Together(NamedTuple):
 
 
 def together(tokens: list[Tensor] | Tensor) -> Together:
-    """Puts the tokens that `apart` returned one after the other again."""
-    if isinstance(tokens, Tensor):
+    """Puts tokens one after the other again, those that `apart` returned or (B, N, D)."""
+    if isinstance(tokens, Tensor) and tokens.is_nested:
         return Together(tokens.values(), tokens.offsets(), None)
-    if not tokens:
+    if not len(tokens):
         raise ValueError("ViT: the tokens of at least one image are wanted, got an empty list")
     x, counts = torch.cat(list(tokens)), [len(t) for t in tokens]
     return Together(x, torch.tensor([0, *counts]).cumsum(0).to(x.device), counts)

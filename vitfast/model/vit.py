@@ -174,13 +174,16 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             if change_patches is not None:
                 raise NotImplementedError("ViT: change_patches is for images of one size, (B, C, H, W)")
             return self._encode_many(images).apart(jagged=isinstance(images, Tensor))
-        return self._encode(self._checked(images), change_patches)[0]
+        images = self._checked(images)
+        if change_patches is None and self.packs(images):
+            return torch.stack(self._encode_many(list(images)).apart())
+        return self._encode(images, change_patches)[0]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); pool type "" returns the tokens unchanged."""
         pool_type = self.global_pool if pool_type is None else pool_type
-        if of_many_sizes(x):
-            return self._pool_packed(together(x), pool_type) if pool_type else x
+        if pool_type and (of_many_sizes(x) or self.packs(x)):
+            return self._pool_packed(together(x), pool_type)
         if pool_type == "map":
             return self.attn_pool(x[:, self.num_prefix_tokens :])
         if pool_type == "token":

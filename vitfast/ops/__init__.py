@@ -3,6 +3,7 @@
 from ._dispatch import use_kernels
 from .attention import attention
 from .attention_block import attention_block
+from .batch_invariance import batch_invariant
 from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
 from .mlp import gated_mlp, linear_gelu, mlp
@@ -13,6 +14,7 @@ __all__ = [
     "add_layer_norm",
     "attention",
     "attention_block",
+    "batch_invariant",
     "gated_mlp",
     "gated_mlp_block",
     "layer_norm",

@@ -1,12 +1,9 @@
 """Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import os
-import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..kernels import launch
 from ..kernels.launch import INTERPRETED
+from ..kernels.modes import ThreadMode
 from . import reference as ref
 
 try:
@@ -29,43 +27,12 @@ else:
     NO_TRITON = None
 
 MODES = ("auto", "on", "off")
-_START = os.environ.get("VITFAST_KERNELS") or "auto"
-
-
-_KEY = "vitfast.use_kernels"  # under it PyTorch hands the mode on to the threads of autograd
-
-
-class _Mode:
-    """The mode of one thread; the name None stands for the mode of the environment."""
-
-    name: str | None = None
-
-
-_thread = threading.local()
-
-
-def _set(name: str | None) -> None:
-    if not hasattr(_thread, "mode"):
-        _thread.mode = _Mode()
-    _thread.mode.name = name
-    if not torch.compiler.is_compiling() and not torch._C._is_key_in_tls(_KEY):
-        references = sys.getrefcount(_thread.mode)
-        torch._C._stash_obj_in_tls(_KEY, _thread.mode)
-        # When the thread ends, torch 2.11 releases a reference that it never took; this adds the missing one.
-        if sys.getrefcount(_thread.mode) == references:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_thread.mode))
-
-
-def _own() -> str | None:
-    return _thread.mode.name if hasattr(_thread, "mode") else None
+_MODE = ThreadMode("vitfast.use_kernels", os.environ.get("VITFAST_KERNELS") or "auto")
 
 
 def current_mode() -> str:
     """The mode in force in this thread. Raises InputError where VITFAST_KERNELS names none of MODES."""
-    name = _own()
-    if name is None and not torch.compiler.is_compiling() and torch._C._is_key_in_tls(_KEY):
-        name = torch._C._get_obj_in_tls(_KEY).name  # in a thread of autograd, the mode of the backward() call
-    name = name or _START
+    name = _MODE.current()
     if name not in MODES:
         raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {name!r} in the environment")
     return name
@@ -87,15 +54,15 @@ class use_kernels:
     def __init__(self, mode: str):
         if mode not in MODES:
             raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        self.mode, self._before = mode, _own()
-        _set(mode)
+        self.mode, self._before = mode, _MODE.own()
+        _MODE.set(mode)
 
     def __enter__(self):
-        _set(self.mode)
+        _MODE.set(self.mode)
         return self
 
     def __exit__(self, *_):
-        _set(self._before)
+        _MODE.set(self._before)
 
 
 # Autocast never casts these: factors and the norms' parameters act in fp32, whatever dtype the products run in.

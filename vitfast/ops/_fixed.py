@@ -1,0 +1,360 @@
+"""PyTorch's operations by algorithms in which the bits of a sample do not depend on its batch.
+
+They stand before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act in that one:
+
+- a product takes its rows in blocks of ROWS, the last one filled up with zeros, or on CUDA our kernel of linear layers;
+- a convolution of patches is such a product; other convolutions, attention, norms over an image, pooling and
+  resampling run sample by sample, each on a fresh copy, so that a library meets one shape and one alignment;
+- a sum over a dimension adds its upper half to its lower half until one is left: zeros behind change nothing;
+- on a CPU, functions that PyTorch computes by vectors, and by other code where elements do not fill one (GELU, SiLU),
+  run on whole vectors, in chunks that PyTorch does not divide among threads.
+
+LayerNorm and softmax over the last dimension stay PyTorch's, which compute each row by itself.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library
+
+from ..kernels.launch import cdiv
+from ..kernels.modes import batch_invariant
+from ._dispatch import NO_TRITON, _unsupported_reason
+
+if NO_TRITON is None:
+    from ..kernels.matmul.linear import linear
+
+ROWS = 32  # in a block of a product
+ALIGNMENT = 64  # bytes, at a multiple of which a row begins: elsewhere MKL sums in another order
+CHUNK = 1 << 14  # elements; PyTorch divides 2^15 and more among threads
+VECTORS = 128  # elements, whole vectors of every CPU and dtype
+FUSED = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"  # PyTorch's attentions
+
+
+class Call:
+    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
+
+    def __init__(self, name: str, theirs, keys, given: dict):
+        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
+
+    def __getitem__(self, name: str):
+        return self.given[name]
+
+    def run(self, /, **changed):
+        return self.theirs.call_boxed(self.keys, **(self.given | changed))
+
+
+# Products
+
+
+def kernel_runs(a: Tensor, *others: Tensor) -> bool:
+    """Whether our kernel computes a product of these tensors."""
+    return a.is_cuda and _unsupported_reason(a, None) is None and all(x.dtype == a.dtype for x in others)
+
+
+def _by_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    a, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b.t()))
+    return linear(a, weight, bias)
+
+
+_alike: dict[tuple, bool] = {}
+
+
+def _rows_are_alike(name: str, run, b: Tensor) -> bool:
+    """Whether run(block, b) computes every row of a block alike: it is tried once for each kind of b, on equal rows."""
+    kind = name, b.dtype, b.device, b.shape, b.stride(), torch.get_num_threads()
+    if kind not in _alike:
+        numbers = torch.arange(b.numel(), dtype=torch.float32, device=b.device).sin_()
+        other = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=b.device).copy_(numbers.view(b.shape))
+        found = run(numbers[: len(b)].to(b.dtype).repeat(ROWS, 1), other)
+        _alike[kind] = bool(((found == found[:1]) | found.isnan()).all())
+    return _alike[kind]
+
+
+def _product(call: Call, a: Tensor, b: Tensor, run) -> Tensor:
+    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one row where a block's are not computed alike."""
+    (M, K), pad = a.shape, -a.shape[1] % (ALIGNMENT // a.element_size())
+    rows = a.new_zeros(cdiv(M, ROWS) * ROWS, K + pad)
+    rows[:M, :K] = a
+    if pad:
+        b = F.pad(b, (0, 0, 0, pad))
+    elif b.data_ptr() % ALIGNMENT or 1 not in b.stride():
+        b = b.clone(memory_format=torch.contiguous_format)
+    size = ROWS if _rows_are_alike(call.name, run, b) else 1
+    return torch.cat([run(block, b) for block in rows.split(size)])[:M]
+
+
+def mm(call: Call) -> Tensor:
+    a, b = call["self"], call["mat2"]
+    if not a.is_floating_point() or not a.numel() * b.numel():
+        return call.run()
+    if kernel_runs(a, b):
+        return _by_kernel(a, b)
+    return _product(call, a, b, lambda block, b: call.run(self=block, mat2=b))
+
+
+def addmm(call: Call) -> Tensor:
+    bias, a, b, plain = call["self"], call["mat1"], call["mat2"], call["beta"] == call["alpha"] == 1
+    if not a.is_floating_point() or not a.numel() * b.numel():
+        return call.run()
+    if bias.dim() > 1 and len(bias) > 1 or not plain:
+        product = torch.mm(a, b) * call["alpha"]
+        return product if call["beta"] == 0 else product + call["beta"] * bias
+    if kernel_runs(a, b, bias):
+        return _by_kernel(a, b, bias.flatten().expand(b.shape[1]))
+    return _product(call, a, b, lambda block, b: call.run(mat1=block, mat2=b))
+
+
+def bmm(call: Call) -> Tensor:
+    pairs = zip(call["self"], call["mat2"].contiguous())
+    return torch.stack([torch.mm(a, b) for a, b in pairs]) if len(call["self"]) else call.run()
+
+
+def baddbmm(call: Call) -> Tensor:
+    product = torch.bmm(call["batch1"], call["batch2"]) * call["alpha"]
+    return product if call["beta"] == 0 else product + call["beta"] * call["self"]
+
+
+def mv(call: Call) -> Tensor:
+    return torch.mm(call["self"], call["vec"][:, None])[:, 0]
+
+
+def convolution(call: Call) -> Tensor:
+    """Of patches, each an image's pixels that no other patch has: a product. Else sample by sample."""
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    sides, apart = list(weight.shape[2:]), not any(call["padding"]) and not call["transposed"] and call["groups"] == 1
+    if not apart or list(call["stride"]) != sides or any(step != 1 for step in call["dilation"]):
+        return _sample_by_sample("input")(call)
+    grid = [n // side for n, side in zip(x.shape[2:], sides)]
+    for i, (n, side) in reversed(list(enumerate(zip(grid, sides), 2))):
+        x = x.narrow(i, 0, n * side).unflatten(i, (n, side))
+    axes = range(len(sides))  # (B, C, n, p, m, q, ...) -> (B, n, m, ..., C, p, q, ...)
+    x = x.permute(0, *(2 + 2 * i for i in axes), 1, *(3 + 2 * i for i in axes)).reshape(-1, weight[0].numel())
+    out = F.linear(x, weight.flatten(1), bias).unflatten(0, (len(call["input"]), *grid))
+    return out.movedim(-1, 1).contiguous()
+
+
+# Sample by sample
+
+
+def _sample_by_sample(*names: str, outputs: int = 1, **changed):
+    """The algorithm of an operation whose arguments `names`, and first `outputs`, have an axis of samples first."""
+
+    def by_sample(call: Call):
+        given = {name: call[name] for name in names if call.given.get(name) is not None}
+        first = next(iter(given.values()))
+        count = len(first)
+        if not count or call.given.get("training"):
+            return call.run()
+        shared = {name for name, x in given.items() if len(x) != count or x.dim() < first.dim()}
+        found = []
+        for i in range(count):
+            own = {name: x if name in shared else x[i : i + 1] for name, x in given.items()}
+            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in own.items()}
+            found.append(call.run(**copies, **changed))
+        if isinstance(found[0], Tensor):
+            return torch.cat(found)
+        joined = (torch.cat(each) if each[0].numel() else each[0] for each in list(zip(*found))[:outputs])
+        return *joined, *found[0][outputs:]
+
+    return by_sample
+
+
+def sdp_choice(call: Call) -> int:
+    """The kernel of attention, chosen for one sample."""
+    mask = call["attn_mask"]
+    mask = mask[:1] if mask is not None and mask.dim() == 4 else mask
+    return call.run(**{name: call[name][:1] for name in ("query", "key", "value")}, attn_mask=mask)
+
+
+_QKV = "query", "key", "value"
+_attention, _encoder, _image = (
+    _sample_by_sample(*_QKV, "attn_mask", "attn_bias", outputs=2),
+    _sample_by_sample("src", "query", "key", "value", outputs=2),
+    _sample_by_sample("self"),
+)
+
+
+def encoder(call: Call):
+    """nn.TransformerEncoder's and nn.MultiheadAttention's code for evaluation."""
+    if call["mask"] is not None:
+        what = "nn.MultiheadAttention with a mask in evaluation"
+        raise NotImplementedError(f"batch_invariant: {what}; torch.backends.mha.set_fastpath_enabled(False) helps")
+    return _encoder(call)
+
+
+# Sums
+
+
+def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+    """x summed over dims, in fp32 at least."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # no -0.0, which 0.0 changes
+    for dim in dims:
+        while (n := x.shape[dim]) > 1:
+            half = 1 << (n - 1).bit_length() - 1
+            lower, upper = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
+            if n < 2 * half:
+                both = lower.clone()
+                both.narrow(dim, 0, n - half).add_(upper)
+            else:
+                both = lower + upper
+            x = both
+    return x if keepdim else x.squeeze(dims)
+
+
+def _over(call: Call) -> list[int] | None:
+    """The dimensions that a sum is over; None where it is over all, or over no elements of floating point."""
+    x, dims = call["self"], call["dim"]
+    dims = [dims] if isinstance(dims, int) else dims
+    whole = not dims or len(dims) == x.dim()
+    return None if whole or not x.is_floating_point() or not x.numel() else [dim % x.dim() for dim in dims]
+
+
+def _summing(function):
+    """The algorithm of a sum: function(call, x, its dimensions, how many elements each sum has)."""
+
+    def algorithm(call: Call):
+        dims = _over(call)
+        if dims is None:
+            return call.run()
+        found = function(call, call["self"], dims, torch.Size(call["self"].shape[dim] for dim in dims).numel())
+        dtype = call.given.get("dtype") or call["self"].dtype
+        return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
+
+    return algorithm
+
+
+@_summing
+def sum_(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
+    return tree_sum(x, dims, call["keepdim"])
+
+
+@_summing
+def mean(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
+    return tree_sum(x, dims, call["keepdim"]) / count
+
+
+def _variance(call: Call, x: Tensor, dims: list[int], count: int) -> tuple[Tensor, Tensor]:
+    middle = tree_sum(x, dims, True) / count
+    freedom = max(0, count - (1 if call["correction"] is None else call["correction"]))
+    var = tree_sum((x.to(middle.dtype) - middle).square(), dims, call["keepdim"]) / freedom
+    return var, middle if call["keepdim"] else middle.squeeze(dims)
+
+
+var_mean = _summing(_variance)
+
+
+@_summing
+def var(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
+    return _variance(call, x, dims, count)[0]
+
+
+@_summing
+def std(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
+    return _variance(call, x, dims, count)[0].sqrt()
+
+
+def vector_norm(call: Call) -> Tensor:
+    return _euclidean(call) if call["ord"] == 2 else call.run()
+
+
+@_summing
+def _euclidean(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
+    return tree_sum(x.to(torch.promote_types(x.dtype, torch.float32)).square(), dims, call["keepdim"]).sqrt()
+
+
+def softmax(call: Call) -> Tensor:
+    x, last = call["self"], call["self"].dim() - 1
+    if x.dim() < 2 or call["dim"] in (-1, last):
+        return call.run(self=x.contiguous())
+    return call.run(self=x.movedim(call["dim"], -1).contiguous(), dim=-1).movedim(-1, call["dim"])
+
+
+# Functions of each element
+
+
+def on_vectors(call: Call) -> Tensor:
+    name = "self" if isinstance(call["self"], Tensor) else "exponent"
+    x = call[name]
+    if not x.numel():
+        return call.run()
+    filled = F.pad(x.flatten(), (0, -x.numel() % VECTORS), value=1.0)
+    found = torch.cat([call.run(**{name: chunk}) for chunk in filled.split(CHUNK)])
+    return found[: x.numel()].view(x.shape)
+
+
+def glu(call: Call) -> Tensor:
+    x, gate = call["self"].chunk(2, call["dim"])
+    work = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(work) * torch.sigmoid(gate.to(work))).to(x.dtype)
+
+
+ALGORITHMS = {
+    "mm": mm,
+    "addmm": addmm,
+    "bmm": bmm,
+    "baddbmm": baddbmm,
+    "mv": mv,
+    "convolution": convolution,
+    "_fused_sdp_choice": sdp_choice,
+    **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED},
+    "_native_multi_head_attention": encoder,
+    "_transformer_encoder_layer_fwd": encoder,
+    "native_group_norm": _sample_by_sample("input", outputs=3, N=1),
+    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), _sample_by_sample("input")),
+    **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d"), _image),
+    **{f"{aa}upsample_{kind}2d{aa and '_aa'}": _image for aa in ("", "_") for kind in ("bilinear", "bicubic")},
+    "sum.dim_IntList": sum_,
+    "mean.dim": mean,
+    "var.correction": var,
+    "std.correction": std,
+    "var_mean.correction": var_mean,
+    "linalg_vector_norm": vector_norm,
+    "_softmax": softmax,
+    "glu": glu,
+}
+ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_Scalar"
+
+
+def _either(name: str, operation, algorithm, theirs):
+    """The function that runs the algorithm in threads in the mode, and PyTorch's kernel in others."""
+    arguments = operation._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    def run(keys, *args, **kwargs):
+        if not batch_invariant():
+            return theirs.call_boxed(keys, *args, **kwargs)
+        return algorithm(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
+
+    return run
+
+
+_library: Library | None = None
+
+
+def install() -> None:
+    """Puts the algorithms before PyTorch's kernels, and has compiled functions run in eager mode."""
+    global _library
+    if _library is not None:
+        return
+    _library = Library("aten", "IMPL")
+    for key, found in (("CPU", ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)), ("CUDA", ALGORITHMS)):
+        for name, algorithm in found.items():
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            try:
+                theirs = torch.library.get_kernel(operation, key)
+            except RuntimeError:  # this PyTorch has none for the device
+                continue
+            _library.impl(name, _either(name, operation, algorithm, theirs), key, with_keyset=True)
+    torch.compiler.set_stance("force_eager")
+
+
+def remove() -> None:
+    """Undoes `install`."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+        torch.compiler.set_stance("default")

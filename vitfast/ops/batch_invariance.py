@@ -1,0 +1,82 @@
+"""Batch invariance: an image's output has the same bits alone, in any batch and in any packed mix.
+
+Three things make it so. Our launchers take configurations by width, head size and dtype alone (kernels/modes.py is what
+they ask), never a library, and samples of one size take the attention of packed ones. A ViT packs every batch. And
+PyTorch's operations that models call beside ours are replaced by fixed algorithms (_fixed.py).
+"""
+
+import os
+import threading
+
+import torch
+
+from ..errors import InputError
+from ..kernels.modes import BATCH_INVARIANT
+from . import _fixed
+
+VARIABLE = "VITFAST_BATCH_INVARIANT"
+_lock = threading.Lock()
+_threads = 0  # how many have switched the mode on by themselves
+
+
+def _switch(value: bool | None) -> None:
+    """Sets the mode of this thread; None takes that of the environment."""
+    global _threads
+    with _lock:
+        before = BATCH_INVARIANT.current()
+        BATCH_INVARIANT.set(value)
+        _threads += BATCH_INVARIANT.current() - before
+        if BATCH_INVARIANT.start or _threads > 0:
+            _fixed.install()
+        else:
+            _fixed.remove()
+
+
+class batch_invariant:
+    """With True, an image's output has the same bits alone, in any batch and in any packed mix.
+
+    It is a context manager or a setter and acts on one thread, as use_kernels does. Other threads begin with the mode
+    in the environment variable VITFAST_BATCH_INVARIANT, 0 or 1; 0 where it is not set.
+
+    It is for models in eval() and for forward passes: gradients are right, but sum over the batch. On one machine and
+    with one number of threads, it holds for a ViT (images of one size, lists, packed images, uint8 or floats) and for
+    `accelerate`d models, in fp32, fp16 and bf16, on our kernels and on plain PyTorch. These do not depend on how many
+    rows, images or sizes come along: the configurations of kernels, the order of every sum over keys, channels or
+    tokens, and PyTorch's matrix products, convolutions, attention, norms, activations, sums and means, which run in
+    blocks of a fixed number of rows or sample by sample. `vitfast tune`'s table is not read. What torch.compile has
+    compiled, in whatever thread, runs in eager mode meanwhile; captured CUDA graphs stay what they are.
+
+    Not covered: models that normalise over the batch or pad images with tokens that count, products whose columns are
+    images, `out=`, and what is none of the operations above. Where a model pads a batch to its longest image, the image
+    alone has to be padded as well, unless `accelerate` removes the padding (NaFlexVit, SigLIP 2).
+
+    Raises TypeError unless it gets a bool, and RuntimeError in code that is being compiled.
+    """
+
+    def __init__(self, enabled: bool):
+        if not isinstance(enabled, bool):
+            raise TypeError(f"batch_invariant: it takes True or False, got {enabled!r}")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("batch_invariant: compiled code cannot switch it; call it outside")
+        self.enabled, self._before = enabled, BATCH_INVARIANT.own()
+        _switch(enabled)
+
+    def __enter__(self):
+        _switch(self.enabled)
+        return self
+
+    def __exit__(self, *_):
+        _switch(self._before)
+
+
+def _start() -> None:
+    """Reads the environment. Raises InputError for another value than 0 or 1."""
+    value = os.environ.get(VARIABLE) or "0"
+    if value not in ("0", "1"):
+        raise InputError(f"{VARIABLE}: must be 0 or 1, got {value!r} in the environment")
+    BATCH_INVARIANT.start = value == "1"
+    if BATCH_INVARIANT.start:
+        _fixed.install()
+
+
+_start()
