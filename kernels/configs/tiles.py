@@ -249,7 +249,8 @@ def reload_user_table() -> None:
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
     """The configuration of `op` for x's device and dtype at a shape class such as "d64" or "768x3072".
 
-    With ops.batch_invariant(True), a forward operation takes an INVARIANT kernel's, whatever the user's table and `using` say.
+    With ops.batch_invariant(True), a forward operation takes that of an INVARIANT kernel, whatever the user's table and
+    `using` say.
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
     rule that can is taken. An override of `using` that cannot run raises RuntimeError, so that nothing is timed or
     tested under another's name. without: providers that lack something this call needs beyond its shape class, as

@@ -6,8 +6,6 @@ The interpreter multiplies blocks by NumPy's BLAS, in which equal rows of a bloc
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
-
 
 @contextlib.contextmanager
 def even_dot() -> Iterator[None]:

@@ -115,6 +115,11 @@ def baddbmm(call: Call) -> Tensor:
     return product if call["beta"] == 0 else product + call["beta"] * call["self"]
 
 
+def contiguous(*names: str):
+    """The algorithm of an operation that PyTorch makes of others, which ones by the strides of these arguments."""
+    return lambda call: call.run(**{name: call[name].contiguous() for name in names if call[name].dim() > 2})
+
+
 def mv(call: Call) -> Tensor:
     return torch.mm(call["self"], call["vec"][:, None])[:, 0]
 
@@ -154,7 +159,7 @@ def _sample_by_sample(*names: str, outputs: int = 1, **changed):
             found.append(call.run(**copies, **changed))
         if isinstance(found[0], Tensor):
             return torch.cat(found)
-        joined = (torch.cat(each) if each[0].numel() else each[0] for each in list(zip(*found))[:outputs])
+        joined = (torch.cat(each) if each[0] is not None and each[0].numel() else each[0] for each in list(zip(*found))[:outputs])
         return *joined, *found[0][outputs:]
 
     return by_sample
@@ -313,6 +318,7 @@ ALGORITHMS = {
     "_softmax": softmax,
     "glu": glu,
 }
+COMPOSED = {"linear": contiguous("input"), "matmul": contiguous("self", "other")}
 ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_Scalar"
 
 
@@ -339,12 +345,13 @@ def install() -> None:
     if _library is not None:
         return
     _library = Library("aten", "IMPL")
-    for key, found in (("CPU", ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)), ("CUDA", ALGORITHMS)):
+    on_cpu = ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)
+    for key, found in {"CPU": on_cpu, "CUDA": ALGORITHMS, "CompositeImplicitAutograd": COMPOSED}.items():
         for name, algorithm in found.items():
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
             try:
-                theirs = torch.library.get_kernel(operation, key)
+                theirs = torch.library.get_kernel(operation, "CPU" if found is COMPOSED else key)
             except RuntimeError:  # this PyTorch has none for the device
                 continue
             _library.impl(name, _either(name, operation, algorithm, theirs), key, with_keyset=True)
