@@ -94,7 +94,8 @@ def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN) -> tiles.Kern
     suffix = options.suffix(q.shape[-1])
     without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
     without = without if options.offsets is None else _NO_OFFSETS
-    tokens = sys.maxsize if batch_invariant() else q.shape[1]  # those of padded samples are a neighbour's
+    whole = op == "attention_fwd" and batch_invariant()  # padded samples have the tokens of a neighbour
+    tokens = sys.maxsize if whole else q.shape[1]
     return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix), without)
 
 
