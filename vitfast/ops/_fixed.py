@@ -159,7 +159,10 @@ def _sample_by_sample(*names: str, outputs: int = 1, **changed):
             found.append(call.run(**copies, **changed))
         if isinstance(found[0], Tensor):
             return torch.cat(found)
-        joined = (torch.cat(each) if each[0] is not None and each[0].numel() else each[0] for each in list(zip(*found))[:outputs])
+        joined = (
+            torch.cat(each) if each[0] is not None and each[0].numel() else each[0]
+            for each in list(zip(*found))[:outputs]
+        )
         return *joined, *found[0][outputs:]
 
     return by_sample
