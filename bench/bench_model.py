@@ -6,7 +6,8 @@ weights and optimiser in bf16; amp has fp32 weights under autocast, where our ow
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
 torch's own CUDA graphs: latency captures one for everybody, eager too, and at the batches of throughput and training
 the device is the bottleneck; they are timed in whole steps back to back, launches included. Ours is measured first and,
-as "vitfast compile bf16 again", after timm's: the slower of the two counts.
+as "vitfast compile bf16 again", after timm's: the slower of the two counts. "batch-invariant" is inference of ours by
+vitfast.batch_invariant, whose cost is the difference to "vitfast eager".
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
@@ -47,7 +48,8 @@ EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compil
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
 ON_CPU = [Setting(library, "eager", "fp32") for library in BUILDERS]
 CASES = {s.name: s for s in (ON_CPU if machine.SMALL else (*LEADING, *EVERY))}
-ONCE = [name for name, setting in CASES.items() if not setting.again]
+INVARIANT = [Setting("vitfast", "eager", p, invariant=True) for p in (("fp32",) if machine.SMALL else ("bf16", "amp"))]
+ONCE = {name: setting for name, setting in CASES.items() if not setting.again} | {s.name: s for s in INVARIANT}
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 
 
@@ -90,8 +92,8 @@ def test_train(benchmark, model, setting):
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
     benchmark.group = f"{what} {model}"
-    batch = 1 if what == "latency" else best_batch(CASES[setting].library, model)
-    peer = Peer(CASES[setting], replace(MODELS[model], batch=batch), training=False)
+    batch = 1 if what == "latency" else best_batch(ONCE[setting].library, model)
+    peer = Peer(ONCE[setting], replace(MODELS[model], batch=batch), training=False)
     kernels = model_work(peer.shape, peer.setting.dtype.itemsize).forward
     with torch.inference_mode():
         bench_peer(benchmark, what, peer, peer, kernels, graph=machine.GPU and what == "latency")

@@ -97,15 +97,21 @@ class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
     library: a key of BUILDERS. how: eager, compile or max-autotune (harness.compiled). precision:
-    bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts.
+    bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts. invariant: by
+    vitfast.batch_invariant, in inference alone.
     """
 
     library: str
     how: str
     precision: str
     again: bool = False
+    invariant: bool = False
 
-    name = property(lambda self: f"{self.library} {self.how} {self.precision}{' again' if self.again else ''}")
+    @property
+    def name(self) -> str:
+        more = " again" * self.again + " batch-invariant" * self.invariant
+        return f"{self.library} {self.how} {self.precision}{more}"
+
     # dtypes: of the matrix products, and of weights and images
     dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
     stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
@@ -210,8 +216,16 @@ class Peer:
 
     def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""
-        with self.setting.autocast(), sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext():
+        with (
+            self.setting.autocast(),
+            self.mode(),
+            sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext(),
+        ):
             return logits_of(self.function(images))
+
+    def mode(self) -> vitfast.batch_invariant:
+        """A context; entered around many calls, it spares each of them the installation of its algorithms."""
+        return vitfast.batch_invariant(self.setting.invariant)
 
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
@@ -315,13 +329,14 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
-        warm_up(run, seconds=machine.WARM_SECONDS)
-        peak = peak_bytes(run, peer.before)
-        if graph:
-            seconds = measure(benchmark, captured(run), cold)
-        else:
-            steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
-            seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
+        with peer.mode():
+            warm_up(run, seconds=machine.WARM_SECONDS)
+            peak = peak_bytes(run, peer.before)
+            if graph:
+                seconds = measure(benchmark, captured(run), cold)
+            else:
+                steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
+                seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
         errors |= peer.check_again()
     flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
     ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())

@@ -25,8 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
-from ..launch import cdiv, fp32_precision, launch
-from ..modes import batch_invariant
+from ..launch import batch_invariant, cdiv, fp32_precision, launch
 from ..rows import row_programs, scale_rows
 from .backward_head import _attention_bwd_head_kernel
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel

@@ -41,7 +41,7 @@ PLAIN = AttentionOptions()
 
 
 def as_packed(options: AttentionOptions, q: Tensor) -> AttentionOptions:
-    """The options of attention over the samples of q (B, N, H, Dh) as packed ones; without bias and key lengths."""
+    """The options of attention over samples of one size, q (B, N, H, Dh), as of packed ones; no masks."""
     B, N = q.shape[:2]
     offsets = torch.arange(B + 1, dtype=torch.int32, device=q.device) * N
     if options.cos is not None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..modes import batch_invariant
+from ..launch import batch_invariant
 
 GENERATIONS = (80, 89, 90, 100, 120)
 # Shared memory a program may use, bytes.

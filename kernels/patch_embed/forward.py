@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..configs import tiles
-from ..launch import cdiv, launch
-from ..modes import batch_invariant
+from ..launch import batch_invariant, cdiv, launch
 from ..rows import contiguous_or_none
 from .backward import Gradients, patch_embed_bwd
 from .patches import (

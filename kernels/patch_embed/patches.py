@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import fp32_precision
-from ..modes import batch_invariant
+from ..launch import batch_invariant, fp32_precision
 
 
 class Axes(NamedTuple):

@@ -126,9 +126,10 @@ ALIKE = set(
     as_strided bitwise_and bitwise_not cat clamp clone constant_pad_nd copy cos cumsum detach div embedding empty
     empty_like eq expand fill floor floor_divide full full_like gather ge gt index index_add index_copy index_select
     le lift_fresh logical_and logical_not logical_or lt masked_fill max maximum minimum mul native_layer_norm ne neg
-    new_empty new_full new_ones new_zeros nonzero_static ones ones_like permute prod reciprocal remainder repeat
-    repeat_interleave rsub scalar_tensor scatter select sin slice sort split split_with_sizes sqrt squeeze stack sub
-    sum t tanh transpose unbind unique_consecutive unsqueeze upsample_linear1d view where zeros zeros_like
+    new_empty new_full new_ones new_zeros nonzero_static ones ones_like permute prod promote_types reciprocal
+    remainder repeat repeat_interleave rsub scalar_tensor scatter select sin slice sort split split_with_sizes sqrt
+    squeeze stack sub sum t tanh transpose unbind unique_consecutive unsqueeze upsample_linear1d view where zeros
+    zeros_like
     """.split()
 )
 

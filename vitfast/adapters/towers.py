@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..kernels.modes import batch_invariant
+from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
 from .fallbacks import PACKING, library_runs, operation_runs
 from .fused_blocks import has_hooks, input_unsupported

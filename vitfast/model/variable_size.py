@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels.modes import batch_invariant
+from ..kernels.launch import batch_invariant
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
 from .drop_path import subsets_of_packed
@@ -40,13 +40,15 @@ class PackedForward:
             raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), not of many sizes")
 
     def packs(self, x: Tensor) -> bool:
-        """Whether a batch, of images or of their tokens, is computed like a list, to the same bits as in any list."""
+        """Whether a batch, of images or their tokens, is computed as a list: to the same bits."""
         return batch_invariant() and self._of_one_size() is None and len(x) > 0
 
     def _packed(self, images: ManyImages) -> PackedImages:
         """The images as patches on the model's device. Raises ValueError for other channels or patch sizes."""
         self.check_many_sizes()
-        found = images if isinstance(images, PackedImages) else _pack(images, self.patch_embed.patch_size)
+        patch, batch = self.patch_embed.patch_size, isinstance(images, Tensor) and not images.is_nested
+        pack_images = packed.pack_batch if batch else _pack
+        found = images if isinstance(images, PackedImages) else pack_images(images, patch)
         wanted = (self.in_chans, *self.patch_embed.patch_size)
         if tuple(found.shape[1:]) != wanted:
             got = "{} channels in patches of {} x {}".format(*found.shape[1:])
@@ -103,9 +105,12 @@ class Together(NamedTuple):
 
 def together(tokens: list[Tensor] | Tensor) -> Together:
     """Puts tokens one after the other again, those that `apart` returned or (B, N, D)."""
-    if isinstance(tokens, Tensor) and tokens.is_nested:
-        return Together(tokens.values(), tokens.offsets(), None)
-    if not len(tokens):
+    if isinstance(tokens, Tensor):
+        if tokens.is_nested:
+            return Together(tokens.values(), tokens.offsets(), None)
+        B, N = tokens.shape[:2]
+        return Together(tokens.flatten(0, 1), torch.arange(B + 1, device=tokens.device) * N, [N] * B)
+    if not tokens:
         raise ValueError("ViT: the tokens of at least one image are wanted, got an empty list")
     x, counts = torch.cat(list(tokens)), [len(t) for t in tokens]
     return Together(x, torch.tensor([0, *counts]).cumsum(0).to(x.device), counts)

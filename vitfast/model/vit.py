@@ -176,7 +176,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             return self._encode_many(images).apart(jagged=isinstance(images, Tensor))
         images = self._checked(images)
         if change_patches is None and self.packs(images):
-            return torch.stack(self._encode_many(list(images)).apart())
+            return self._encode_many(images).x.unflatten(0, (len(images), -1))
         return self._encode(images, change_patches)[0]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:

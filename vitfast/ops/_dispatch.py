@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels import launch
-from ..kernels.launch import INTERPRETED
-from ..kernels.modes import ThreadMode
+from ..kernels.launch import INTERPRETED, ThreadMode
 from . import reference as ref
 
 try:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from ..kernels.launch import cdiv
-from ..kernels.modes import batch_invariant
+from ..kernels.launch import batch_invariant, cdiv
 from ._dispatch import NO_TRITON, _unsupported_reason
 
 if NO_TRITON is None:
@@ -61,7 +60,7 @@ _alike: dict[tuple, bool] = {}
 
 
 def _rows_are_alike(name: str, run, b: Tensor) -> bool:
-    """Whether run(block, b) computes every row of a block alike: it is tried once for each kind of b, on equal rows."""
+    """Whether run(block, b) computes all rows of a block alike; tried once for each kind of b."""
     kind = name, b.dtype, b.device, b.shape, b.stride(), torch.get_num_threads()
     if kind not in _alike:
         numbers = torch.arange(b.numel(), dtype=torch.float32, device=b.device).sin_()
@@ -72,7 +71,7 @@ def _rows_are_alike(name: str, run, b: Tensor) -> bool:
 
 
 def _product(call: Call, a: Tensor, b: Tensor, run) -> Tensor:
-    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one row where a block's are not computed alike."""
+    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one where they come out unlike."""
     (M, K), pad = a.shape, -a.shape[1] % (ALIGNMENT // a.element_size())
     rows = a.new_zeros(cdiv(M, ROWS) * ROWS, K + pad)
     rows[:M, :K] = a
@@ -116,7 +115,7 @@ def baddbmm(call: Call) -> Tensor:
 
 
 def contiguous(*names: str):
-    """The algorithm of an operation that PyTorch makes of others, which ones by the strides of these arguments."""
+    """The algorithm of an operation that PyTorch makes of others, chosen by strides of `names`."""
     return lambda call: call.run(**{name: call[name].contiguous() for name in names if call[name].dim() > 2})
 
 
@@ -143,7 +142,7 @@ def convolution(call: Call) -> Tensor:
 
 
 def _sample_by_sample(*names: str, outputs: int = 1, **changed):
-    """The algorithm of an operation whose arguments `names`, and first `outputs`, have an axis of samples first."""
+    """The algorithm of an operation with samples along axis 0 of `names` and first `outputs`."""
 
     def by_sample(call: Call):
         given = {name: call[name] for name in names if call.given.get(name) is not None}
@@ -211,7 +210,7 @@ def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _over(call: Call) -> list[int] | None:
-    """The dimensions that a sum is over; None where it is over all, or over no elements of floating point."""
+    """The dimensions that a sum is over; None where PyTorch sums: over all of them, or integers."""
     x, dims = call["self"], call["dim"]
     dims = [dims] if isinstance(dims, int) else dims
     whole = not dims or len(dims) == x.dim()

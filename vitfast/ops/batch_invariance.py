@@ -1,8 +1,8 @@
 """Batch invariance: an image's output has the same bits alone, in any batch and in any packed mix.
 
-Three things make it so. Our launchers take configurations by width, head size and dtype alone (kernels/modes.py is what
-they ask), never a library, and samples of one size take the attention of packed ones. A ViT packs every batch. And
-PyTorch's operations that models call beside ours are replaced by fixed algorithms (_fixed.py).
+Three things make it so. Our launchers take configurations by width, head size and dtype alone, never a library, and
+samples of one size take the attention of packed ones. A ViT packs every batch. And PyTorch's operations that models
+call beside ours are replaced by fixed algorithms (_fixed.py).
 """
 
 import os
@@ -11,7 +11,7 @@ import threading
 import torch
 
 from ..errors import InputError
-from ..kernels.modes import BATCH_INVARIANT
+from ..kernels.launch import BATCH_INVARIANT
 from . import _fixed
 
 VARIABLE = "VITFAST_BATCH_INVARIANT"

@@ -218,6 +218,21 @@ def pack(
     return made
 
 
+def pack_batch(images: Tensor, patch: tuple[int, int]) -> PackedImages:
+    """Images of one size (B, C, H, W) as `pack` packs a list of them; the host does not wait for a GPU.
+
+    Raises ValueError unless the patch divides their sides.
+    """
+    batch, (h, w) = len(images), (side // part for side, part in zip(images.shape[2:], patch))
+    if tuple(images.shape[2:]) != (h * patch[0], w * patch[1]) or not h * w:
+        sides = f"multiples of the patch {patch[0]} x {patch[1]}"
+        raise ValueError(f"pack: images must have sides that are {sides}, got {tuple(images.shape)}")
+    patches = images.unflatten(3, (w, patch[1])).unflatten(2, (h, patch[0])).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+    count = lambda n: torch.arange(n, dtype=torch.int32, device=images.device)  # noqa: E731
+    grids = torch.stack([torch.full_like(count(batch), side) for side in (h, w)], 1)
+    return PackedImages(patches, count(h * w).repeat(batch), count(batch + 1) * (h * w), grids, (h * w,) * batch, h * w)
+
+
 def _checked_places(i: int, places, count: int) -> Tensor:
     """keep[i], a tensor, list or array, as a tensor.
 
