@@ -339,11 +339,12 @@ def _either(name: str, operation, algorithm, theirs):
 
 
 _library: Library | None = None
+_stance = None  # of torch.compile; it restores the one before
 
 
 def install() -> None:
     """Puts the algorithms before PyTorch's kernels, and has compiled functions run in eager mode."""
-    global _library
+    global _library, _stance
     if _library is not None:
         return
     _library = Library("aten", "IMPL")
@@ -357,7 +358,7 @@ def install() -> None:
             except RuntimeError:  # this PyTorch has none for the device
                 continue
             _library.impl(name, _either(name, operation, algorithm, theirs), key, with_keyset=True)
-    torch.compiler.set_stance("force_eager")
+    _stance = torch.compiler.set_stance("force_eager")
 
 
 def remove() -> None:
@@ -366,4 +367,4 @@ def remove() -> None:
     if _library is not None:
         _library._destroy()
         _library = None
-        torch.compiler.set_stance("default")
+        _stance.__exit__(None, None, None)
