@@ -254,6 +254,39 @@ def test_images_decoded_on_the_device_are_those_of_torchvision(sizes, monkeypatc
     assert [index for index, _ in found.skipped] == [5, 6] and "truncated" in found.skipped[0][1]
 
 
+@pytest.mark.parametrize("kind", ["one size", "native", "siglip2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_batch_invariance_a_vector_is_the_same_alone_and_in_any_batch(kind, dtype):
+    model = tiny(5, img_size=32, depth=2)
+    if kind == "siglip2":
+        model = vitfast.accelerate(drawn(processors()["siglip2"][0]))
+    options = dict(sizes="native") if kind == "native" else {}
+    processor = transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=40)
+    options |= dict(processor=processor) if kind == "siglip2" else {}
+    options |= dict(dtype=dtype, normalize=True)
+    with vitfast.batch_invariant(True):
+        alone = torch.cat([Embedder(model, **options).embed([image]) for image in IMAGES])
+        for tokens in (1, 50, 10**6):
+            embedder = Embedder(model, tokens=tokens, workers=2, **options)
+            assert torch.equal(embedder.embed(IMAGES), alone)
+            assert torch.equal(embedder.embed(IMAGES[::-1]), alone.flip(0))
+    assert not torch.equal(alone[0], alone[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [None, "native"])
+def test_on_a_gpu_images_are_resized_there_and_full_batches_are_a_graph(sizes, tmp_path):
+    model = tiny(5, img_size=32).cuda()
+    truth = Embedder(tiny(5, img_size=32), sizes=sizes).embed(IMAGES)
+    embedder = Embedder(model, sizes=sizes, tokens=3 * 17, workers=2)
+    for _ in range(2):
+        torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-3, rtol=1e-3)
+    assert any(embedder._graphs.values()) == (sizes is None)
+    files = [pictures.encoded(image, "JPEG", quality=95) for image in IMAGES]
+    decoded = Embedder(model, sizes=sizes, decode="device").embed(files)
+    torch.testing.assert_close(decoded, Embedder(model, sizes=sizes).embed(files), atol=0.1, rtol=0.1)  # other JPEGs
+
+
 def test_a_model_whose_output_is_no_number_says_which_image():
     model = tiny(5)
     model.norm.weight.data[0] = torch.inf

@@ -28,6 +28,7 @@ from torch import nn
 
 from ..data.records import Record
 from ..errors import InputError
+from ..kernels.launch import batch_invariant
 from ..run.files import SCRATCH, staged
 from ..version import __version__
 from .embedder import Embedded, Embedder, Stages
@@ -172,6 +173,7 @@ def describe(embedder: Embedder) -> dict:
         decode=embedder.decode,
         pool=embedder.pool,
         normalize=embedder.normalize,
+        batch_invariant=batch_invariant(),
         dtype=str(dtype).removeprefix("torch."),
         tokens=embedder.tokens,
         dim=embedder.dim,

@@ -22,11 +22,15 @@ from ..data.images import Unreadable, as_rgb, opened, printable, read_rgb
 from ..data.jpeg import decode as decode_jpegs
 from ..data.jpeg import encoded
 from ..errors import InputError
+from ..kernels.launch import batch_invariant
 from ..model.baselines import load_any
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
+from ..ops._dispatch import current_mode
 from ..run.device import autocast, autocast_dtype, choose_device
+from .accuracy import compare_pillow
 from .backbones import backbone
+from .cuda_graph import Graphed
 
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
@@ -78,8 +82,9 @@ class Embedder:
     workers: threads that read images; None: one for each core, up to 16.
     tokens: how many a batch has at most; None: 65,536 on CUDA and 8,192 on a CPU.
 
-    Images are resized as the weights say (crop_mode, crop_pct, interpolation; Pillow's pixels), and normalised in the
-    patch projection of a ViT. An instance may be used by several threads and pickled; no thread outlives a call.
+    Images are resized as the weights say (crop_mode, crop_pct, interpolation; Pillow's pixels), on CUDA by a kernel,
+    and normalised in the patch projection of a ViT. With `vitfast.batch_invariant(True)` a vector has the same bits
+    whatever comes along. An instance may be used by several threads and pickled; no thread outlives a call.
     Raises InputError for what the model cannot do.
     """
 
@@ -117,6 +122,7 @@ class Embedder:
             if img_size is None and sizes is None:  # DINOv2's images are smaller than its table of positions
                 processor = processor or locate(model).preprocessor
                 img_size = hugging_face.image_size(processor) if isinstance(processor, dict) else None
+            compare_pillow(str(model))
             model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
         self.pool, self.normalize, self.decode = pool, normalize, decode
@@ -124,7 +130,7 @@ class Embedder:
         self.tokens = tokens or TOKENS[self.device.type]
         self._made_from, self._dim = (model, pool, sizes, processor), None
         self.backbone = backbone(*self._made_from)
-        self._lock = threading.Lock()
+        self._lock, self._graphs = threading.Lock(), {}
 
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise", "skip"] = "raise") -> Tensor | Embeddings:
         """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
@@ -189,10 +195,10 @@ class Embedder:
         return f"Embedder({type(model).__name__} on {self.device}, {options}; images: {told})"
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "backbone")}
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_graphs", "backbone")}
 
     def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock(), _graphs={})
         self.backbone = backbone(*self._made_from)
 
     def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
@@ -307,14 +313,34 @@ class Embedder:
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
         """(B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
-        with self._lock, autocast(self.device, self.dtype):
+        with self._lock:
             try:
-                vectors = self.backbone.embed(given).float()
+                vectors = self._forward(given)
             except torch.OutOfMemoryError:
                 message = f"out of memory with {len(pixels)} images at once; give fewer tokens than {self.tokens}"
                 raise InputError(message) from None
         vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
         return vectors.cpu().numpy()
+
+    def _forward(self, given: Tensor | list[Tensor]) -> Tensor:
+        """(B, D) fp32. On CUDA a full batch of images of one size is a graph, from the second one on."""
+
+        def run(x: Tensor | list[Tensor]) -> Tensor:
+            with autocast(self.device, self.dtype):
+                return self.backbone.embed(x).float()
+
+        if self.device.type != "cuda" or self.backbone.native or not self._is_full(len(given)):
+            return run(given)
+        mode = batch_invariant(), current_mode()
+        if mode not in self._graphs:  # a job of one batch captures nothing
+            self._graphs[mode] = None
+            return run(given)
+        self._graphs[mode] = self._graphs[mode] or Graphed(run, given)
+        return self._graphs[mode](given)
+
+    def _is_full(self, count: int) -> bool:
+        """Whether so many images are all that `tokens` allow."""
+        return count == max(1, self.tokens // self.backbone.own_tokens)
 
 
 class _Read(NamedTuple):
