@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -236,3 +237,12 @@ def test_folders_without_a_readable_image_and_wrong_options(source, capsys):
         code, _, err = run_cli(capsys, *arguments(source, "new", *more))
         assert code == 2 and message in err and not (source / "new").exists()
     assert os.listdir(source / "bad") == ["a.png"]
+
+
+def test_a_terminal_shows_the_speed_and_the_share_of_the_time_that_waits(source, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    code, _, err = run_cli(capsys, *arguments(source))
+    assert code == 0 and re.search(r"24image \[00:0\d, +[\d.]+image/s, \d+% waiting\]", err), err
