@@ -24,6 +24,7 @@ if NO_TRITON is None:
     from ..kernels.matmul.linear import linear
 
 ROWS = 32  # in a block of a product
+TRIALS = 8  # blocks of equal rows
 ALIGNMENT = 64  # bytes, at a multiple of which a row begins: elsewhere MKL sums in another order
 CHUNK = 1 << 14  # elements; PyTorch divides 2^15 and more among threads
 VECTORS = 128  # elements, whole vectors of every CPU and dtype
@@ -65,22 +66,26 @@ def _rows_are_alike(name: str, run, b: Tensor) -> bool:
     if kind not in _alike:
         numbers = torch.arange(b.numel(), dtype=torch.float32, device=b.device).sin_()
         other = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=b.device).copy_(numbers.view(b.shape))
-        found = run(numbers[: len(b)].to(b.dtype).repeat(ROWS, 1), other)
-        _alike[kind] = bool(((found == found[:1]) | found.isnan()).all())
+        # Sums in two orders may round alike, so several rows are tried.
+        found = [run(row.to(b.dtype).repeat(ROWS, 1), other) for row in numbers.view(-1, len(b))[:TRIALS]]
+        _alike[kind] = all(bool(((each == each[:1]) | each.isnan()).all()) for each in found)
     return _alike[kind]
 
 
 def _product(call: Call, a: Tensor, b: Tensor, run) -> Tensor:
-    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one where they come out unlike."""
-    (M, K), pad = a.shape, -a.shape[1] % (ALIGNMENT // a.element_size())
-    rows = a.new_zeros(cdiv(M, ROWS) * ROWS, K + pad)
+    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one where they come out unlike.
+
+    K and N are filled up with zeros, so that every row of the block, of b and of the result is aligned.
+    """
+    (M, K), N, step = a.shape, b.shape[1], ALIGNMENT // a.element_size()
+    rows = a.new_zeros(cdiv(M, ROWS) * ROWS, K + -K % step)
     rows[:M, :K] = a
-    if pad:
-        b = F.pad(b, (0, 0, 0, pad))
+    if K % step or N % step:
+        b = F.pad(b, (0, -N % step, 0, -K % step))
     elif b.data_ptr() % ALIGNMENT or 1 not in b.stride():
         b = b.clone(memory_format=torch.contiguous_format)
     size = ROWS if _rows_are_alike(call.name, run, b) else 1
-    return torch.cat([run(block, b) for block in rows.split(size)])[:M]
+    return torch.cat([run(block, b) for block in rows.split(size)])[:M, :N].contiguous()
 
 
 def mm(call: Call) -> Tensor:
@@ -101,7 +106,8 @@ def addmm(call: Call) -> Tensor:
         return product if call["beta"] == 0 else product + call["beta"] * bias
     if kernel_runs(a, b, bias):
         return _by_kernel(a, b, bias.flatten().expand(b.shape[1]))
-    return _product(call, a, b, lambda block, b: call.run(mat1=block, mat2=b))
+    bias = F.pad(bias.flatten().expand(b.shape[1]), (0, -b.shape[1] % (ALIGNMENT // a.element_size())))
+    return _product(call, a, b, lambda block, b: call.run(self=bias, mat1=block, mat2=b))
 
 
 def bmm(call: Call) -> Tensor:
