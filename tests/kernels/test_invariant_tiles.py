@@ -47,7 +47,8 @@ def differing(name: str, sm: int, dtype: torch.dtype, sizes=SIZES) -> list:
 
 @pytest.mark.parametrize("sm", tiles.GENERATIONS)
 def test_the_number_of_rows_chooses_nothing(sm):
-    found = {(name, t): differing(name, sm, t) for name in FORWARD for t in (torch.bfloat16, torch.float32)}
+    dtypes = (torch.bfloat16, torch.float32) if sm == 80 else (torch.bfloat16,)  # fp32 has few rules
+    found = {(name, dtype): differing(name, sm, dtype) for name in FORWARD for dtype in dtypes}
     assert len(FORWARD) > 20 and not {case: sizes for case, sizes in found.items() if sizes}
 
 

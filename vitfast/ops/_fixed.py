@@ -2,7 +2,7 @@
 
 They stand before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act in that one:
 
-- a product takes its rows in blocks of ROWS, the last one filled up with zeros, or on CUDA our kernel of linear layers;
+- a product takes its rows in blocks of ROWS, filled up with zeros, or on CUDA it is our kernel of linear layers;
 - a convolution of patches is such a product; other convolutions, attention, norms over an image, pooling and
   resampling run sample by sample, each on a fresh copy, so that a library meets one shape and one alignment;
 - a sum over a dimension adds its upper half to its lower half until one is left: zeros behind change nothing;
