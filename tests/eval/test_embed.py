@@ -95,7 +95,7 @@ def test_the_same_images_from_other_sources_have_the_same_vectors(source, capsys
 def test_ranks_share_the_work_without_talking(source, capsys):
     run_cli(capsys, *arguments(source, "alone"))
     outputs = done(ranks(3, command_line, arguments(source)))
-    assert [out.count("8 images") for out in outputs] == [1, 1, 1]
+    assert [out.count(": 8 images,") for out in outputs] == [1, 1, 1]
     assert content(source / "out") == content(source / "alone")
 
 
