@@ -7,7 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import shards
+from frozen import tiny
 
+from vitfast import Embedder
 from vitfast.data.records import records
 from vitfast.errors import InputError
 
@@ -46,6 +48,8 @@ def test_a_list_holds_a_path_in_each_line(tmp_path, monkeypatch):
     found = list(records("list.txt"))
     assert [(r.id, r.size) for r in found[:2]] == [("2.png", len(CONTENTS[2])), (f"{tmp_path}/0.png", len(CONTENTS[0]))]
     assert found[2].id == "none.png" and found[2].size == -1  # it may come; until then it cannot be read
+    (tmp_path / "list.txt").write_text("1.png\n", encoding="utf-8-sig")
+    assert [(r.id, r.content) for r in records("list.txt")] == [("1.png", "1.png")]
     (tmp_path / "list.txt").write_text("\n")
     with pytest.raises(InputError, match="names no image"):
         list(records("list.txt"))
@@ -70,6 +74,27 @@ def test_web_dataset_shards_are_read_where_they_lie(tmp_path):
 
 def parquet(file, **columns) -> None:
     pq.write_table(pa.table(columns), file, row_group_size=3)
+
+
+def test_a_shard_with_a_damaged_header_is_no_shorter_shard(tmp_path):
+    shards.write(tmp_path / "x.tar", [(f"{i}.png", CONTENTS[i]) for i in range(3)])
+    whole = (tmp_path / "x.tar").read_bytes()
+    header = whole.index(b"1.png")
+    for damaged in (whole[: header + 9] + b"\1" + whole[header + 10 :], whole[: header + 100]):
+        (tmp_path / "x.tar").write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"x.tar cannot be read \(damaged at byte {header}\)"):
+            listed(tmp_path / "x.tar")
+
+
+def test_paths_in_parquet_files_that_cannot_be_read_say_why(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    parquet(tmp_path / "a.parquet", path=["pipe.png", "none.png", "a\0b.png"])
+    found = Embedder(tiny(5), workers=0).embed([r.content for r in records(str(tmp_path / "a.parquet"))], errors="skip")
+    assert [reason.partition("(")[2] for _, reason in found.skipped] == [
+        "it is no regular file)",
+        "No such file or directory)",
+        "embedded null byte)",
+    ]
 
 
 def test_parquet_files_hold_bytes_structs_or_paths(tmp_path):

@@ -28,9 +28,10 @@ class Record(NamedTuple):
 def records(spec: str, column: str | None = None) -> Iterable[Record]:
     """The images of a spec, in an order that stays the same.
 
-    spec: a folder of images at any depth; a list of paths, one a line (.txt); WebDataset shards or Parquet files: a
-    file, a folder of them, a pattern in the shell's words (`*`, `?`, `{000..099}`). column: of a Parquet file, with
-    the images' bytes or paths; None: the one column of bytes or of Hugging Face's images, else the first of PATHS.
+    spec: a folder of images at any depth; a list of paths, one a line (.txt), from the current folder; WebDataset
+    shards or Parquet files: a file, a folder of them, a pattern in the shell's words (`*`, `?`, `{000..099}`). column:
+    of a Parquet file, with the images' bytes or paths, these from the file's folder; None: the one column of bytes or
+    of Hugging Face's images, else the first of PATHS.
     Nothing is decoded here. Raises InputError where there is nothing, or what is there cannot be listed.
     """
     files, root = _files(spec)
@@ -85,7 +86,7 @@ def _of_folder(spec: str) -> Iterator[Record]:
 
 def _of_list(spec: str) -> Iterator[Record]:
     found = False
-    with open(spec, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+    with open(spec, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
         for line in file:
             if path := line.rstrip("\r\n"):
                 found = True
@@ -121,6 +122,9 @@ def _of_tar(path: str, root: str) -> Iterator[Record]:
                     found = True
                     content = _Slice(path, member.offset_data, member.size)
                     yield Record(printable(f"{shard}/{member.name}"), content, member.size)
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise tarfile.ReadError(f"damaged at byte {tar.offset}")
     except (tarfile.TarError, OSError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
     if not found:
@@ -162,7 +166,12 @@ class _Cell(NamedTuple):
             value, path = None, value
         if value is None and path is None:
             raise Unreadable("its row has no image")
-        return value if value is not None else Path(os.path.dirname(self.group.path), path).read_bytes()
+        if value is not None:
+            return value
+        file = Path(os.path.dirname(self.group.path), path)
+        if file.exists() and not file.is_file():
+            raise Unreadable("it is no regular file")  # reading a pipe would wait for a writer
+        return file.read_bytes()
 
 
 def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
