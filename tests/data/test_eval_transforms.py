@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from timm.data import create_transform
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
@@ -12,6 +13,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from vitfast import InputError
+from vitfast.data import eval_transforms
 from vitfast.data.eval_transforms import EvalTransform
 
 
@@ -76,8 +78,8 @@ def test_pixels_are_those_of_hugging_face(name):
 def test_processors_of_older_files_have_their_classes_defaults():
     old = EvalTransform.hugging_face(dict(feature_extractor_type="ViTFeatureExtractor", size=224))
     assert old == EvalTransform.hugging_face(ViTImageProcessorPil().to_dict()) and old.resample == "bilinear"
-    for make in (ViTImageProcessorPil, CLIPImageProcessorPil, BitImageProcessorPil, DeiTImageProcessorPil):
-        told = make().to_dict()
+    for name in eval_transforms.PROCESSORS:
+        told = getattr(transformers, f"{name}ImageProcessorPil")().to_dict()
         bare = dict(image_processor_type=told["image_processor_type"])
         assert EvalTransform.hugging_face(bare) == EvalTransform.hugging_face(told)
 

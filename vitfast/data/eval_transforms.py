@@ -25,6 +25,10 @@ PROCESSORS = {
     "Beit": dict(size=_SQUARE),
     "Bit": _BY_EDGE,
     "CLIP": _BY_EDGE,
+    "ChineseCLIP": _BY_EDGE,
+    "Blip": dict(size=dict(height=384, width=384)),
+    "Pvt": dict(size=_SQUARE),
+    "Segformer": dict(size=dict(height=512, width=512), resample=2),
     "Siglip": dict(size=_SQUARE),
 }
 
