@@ -1,5 +1,6 @@
 """Vectors of images, against timm's and transformers' own preprocessing and models."""
 
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
 SIDE = dict(height=48, width=48)
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
 TINY |= dict(image_size=48)
+TEXT = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,16 @@ def test_every_kind_of_input_gives_the_same_vector(tmp_path):
     image, path = IMAGES[2], tmp_path / "a.png"
     image.save(path)
     array = np.asarray(image).transpose(2, 0, 1)
-    kinds = [path, str(path), path.read_bytes(), bytearray(path.read_bytes()), image, Image.open(path), array]
+    kinds = [
+        path,
+        str(path),
+        *os.scandir(os.fsencode(tmp_path)),
+        path.read_bytes(),
+        bytearray(path.read_bytes()),
+        image,
+        Image.open(path),
+        array,
+    ]
     kinds += [torch.from_numpy(array.copy()), IMAGES[0]]
     found = embedder.embed(iter(kinds))
     assert all(torch.equal(vector, found[0]) for vector in found[:-1]) and not torch.equal(found[-1], found[0])
@@ -91,8 +102,7 @@ def test_a_pool_of_the_callers_is_that_of_timm(tmp_path, pool):
 def processors() -> dict:
     cut = dict(size=dict(shortest_edge=56), crop_size=SIDE)
     clip = transformers.CLIPVisionConfig(**TINY, projection_dim=24)
-    text = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    both = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=24)
+    both = transformers.CLIPConfig(vision_config=TINY, text_config=dict(TEXT), projection_dim=24)
     dinov2 = transformers.Dinov2WithRegistersConfig(**{k: v for k, v in TINY.items() if k != "intermediate_size"})
     naflex = transformers.Siglip2VisionConfig(**{k: v for k, v in TINY.items() if k != "image_size"}, num_patches=36)
     pooled, states = (lambda output: output.pooler_output), (lambda output: output.last_hidden_state)
@@ -145,6 +155,65 @@ def test_models_of_transformers_see_what_their_processor_gives(name, accelerated
     for given in (processor, processor.to_dict(), tmp_path, None):
         found = Embedder(model, pool=pool, processor=given, tokens=100).embed(IMAGES)
         torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
+
+
+def test_processors_that_do_more_than_resize_and_cut_are_refused():
+    """Levit resizes to 256 / 224 of its size, MobileViT swaps the channels; a file without a name is an old ViT's."""
+    model = drawn(transformers.ViTModel(transformers.ViTConfig(**TINY)))
+    for name in ("Levit", "MobileViT", "Perceiver"):
+        with pytest.raises(InputError, match=f"unknown image processor '{name}ImageProcessor"):
+            Embedder(model, processor=getattr(transformers, f"{name}ImageProcessorPil")())
+    told = transformers.ViTImageProcessorPil(size=SIDE).to_dict()
+    truth = Embedder(model, processor=told).embed(IMAGES)
+    for kind in (None, "DINOv3ViTImageProcessorFast"):
+        assert torch.equal(Embedder(model, processor=told | dict(image_processor_type=kind)).embed(IMAGES), truth)
+
+
+def test_outputs_of_other_models_are_vectors_or_refused():
+    processor = transformers.ViTImageProcessorPil(size=SIDE)
+    pixels = torch.cat([processor(images=image, return_tensors="pt")["pixel_values"] for image in IMAGES])
+    cnn = drawn(
+        transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4))
+    )
+    clip = transformers.CLIPConfig(vision_config=TINY, text_config=dict(TEXT), projection_dim=24)
+    classifier = drawn(transformers.CLIPForImageClassification(clip))
+    with torch.inference_mode():
+        for model, run in ((cnn, cnn), (classifier, classifier.vision_model)):
+            truth = run(pixel_values=pixels).pooler_output.flatten(1)
+            found = Embedder(model, processor=processor).embed(IMAGES)
+            torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
+    tokens = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0, global_pool="")
+    backbone = transformers.Dinov2Backbone(transformers.Dinov2Config(hidden_size=32, num_hidden_layers=1))
+    for model, message in (
+        (tokens, "VisionTransformer makes .197, 192. for an image, no vector; give pool"),
+        (backbone, "returns no last_hidden_state, only feature_maps"),
+        (transformers.ViTMAEModel(transformers.ViTMAEConfig(**TINY)), "ViTMAEModel leaves out patches at random"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Embedder(model, processor=processor).embed(IMAGES)
+
+
+@pytest.mark.parametrize("size", [64, (96, 64)])
+def test_a_model_of_timm_gets_images_of_the_size_that_it_was_made_for(size):
+    model = drawn(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=size))
+    told = timm.data.resolve_model_data_config(model) | dict(input_size=(3, *model.patch_embed.img_size))
+    transform = timm.data.create_transform(**told)
+    with torch.inference_mode():
+        tokens = model.forward_features(torch.stack([transform(image) for image in IMAGES]))
+        truth = model.forward_head(tokens, pre_logits=True)
+    for given in (model, torch.compile(model, backend="eager")):
+        torch.testing.assert_close(Embedder(given).embed(IMAGES), truth, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_in_training_is_evaluated_and_trains_on():
+    model = tiny(5, depth=2, drop_path_rate=0.9)
+    embedder = Embedder(model)
+    truth = embedder.embed(IMAGES)
+    model.train()
+    model.blocks[0].eval()
+    for each in (embedder, Embedder(model)):
+        assert torch.equal(each.embed(IMAGES), truth)
+    assert model.training and model.blocks[1].training and not model.blocks[0].training
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
@@ -213,6 +282,8 @@ def test_bad_images_are_one_error_or_skipped_and_listed(tmp_path):
         (tmp_path / "none.jpg", "none.jpg cannot be read as an image (No such file"),
         (torch.zeros(3, 8, 8), "images[2] must be uint8 pixels (3, H, W) or (1, H, W)"),
         (torch.zeros(8, 8, 3, dtype=torch.uint8), "must be uint8 pixels (3, H, W)"),
+        (np.array([[["a"]]], object), "must be uint8 pixels (3, H, W)"),
+        (np.zeros((3, 8, 8), ">u2"), "must be uint8 pixels (3, H, W)"),
         (Image.new("F", (8, 8)), "images[2] is a broken image (its pixels are 32-bit"),
         (3, "images[2] must be a path, bytes, a PIL image or uint8 pixels, got <class 'int'>"),
     )
@@ -342,11 +413,16 @@ def test_what_no_embedder_can_do_is_refused_by_name(tmp_path):
         (dict(tokens=0), "tokens must be a whole number from 1"),
         (dict(img_size=32), "img_size is for weights"),
         (dict(device="tpu"), "no device tpu"),
+        (dict(device="meta"), "no device meta; known are cpu, cuda"),
     ):
         with pytest.raises(InputError, match=message):
             Embedder(model, **options)
     with pytest.raises(InputError, match="must be a ViT of vitfast"):
         Embedder(torch.nn.Linear(3, 3))
+    with pytest.raises(InputError, match="must be a ViT of vitfast"):
+        Embedder(torch.nn.Identity())
+    with pytest.raises(InputError, match="VisionTransformer has no class token"):
+        Embedder(timm.create_model("vit_tiny_patch16_224", depth=1, class_token=False, global_pool="avg"), pool="token")
     with pytest.raises(InputError, match="nothing says how images for ViTModel are prepared; give processor="):
         Embedder(transformers.ViTModel(transformers.ViTConfig(**TINY)))
     with pytest.raises(InputError, match="nothing: no such file or folder"):

@@ -95,10 +95,11 @@ def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=No
         raise InputError(f"pool must be one of {', '.join(POOLS)}, or None for the model's own; got {pool!r}")
     if sizes not in (None, "native"):
         raise InputError(f"sizes must be None or 'native', got {sizes!r}")
-    if isinstance(model, ViT):
-        return _vit(model, pool, sizes, processor)
-    if hasattr(model, "forward_head") and hasattr(model, "pretrained_cfg"):
-        return _naflexvit(model, pool) if hasattr(model, "_forward_embeds") else _timm(model, pool, sizes)
+    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper compiles calls, not forward_features
+    if isinstance(inner, ViT):
+        return _vit(inner, pool, sizes, processor)
+    if hasattr(inner, "forward_head") and hasattr(inner, "pretrained_cfg"):
+        return _naflexvit(inner, pool) if hasattr(inner, "_forward_embeds") else _timm(inner, pool, sizes)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         return _transformers(model, pool, sizes, processor)
     known = "a ViT of vitfast, a model of timm or one of transformers"
@@ -148,7 +149,9 @@ def _timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]
     from timm.data import resolve_model_data_config
 
     told = resolve_model_data_config(model)
-    size = tuple(getattr(model, "image_size", told["input_size"][1:]))  # of a baseline
+    patches = getattr(model, "patch_embed", None)  # img_size= and set_input_size leave the configuration as it is
+    fixed = patches.img_size if getattr(patches, "strict_img_size", False) else None
+    size = tuple(getattr(model, "image_size", fixed or told["input_size"][1:]))  # image_size of a baseline
     return size, {name: told[name] for name in CROP}, told["mean"], told["std"]
 
 
@@ -158,6 +161,8 @@ def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
     crop |= {name: getattr(model, name) for name in CROP if getattr(model, name, None)}
     patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 16)
     prefix = getattr(model, "num_prefix_tokens", 0)
+    if pool == "token" and not getattr(model, "has_class_token", prefix):
+        raise InputError(f"Embedder: {type(model).__name__} has no class token, so pool cannot be 'token'")
 
     def embed(images: Tensor) -> Tensor:
         tokens = model.forward_features(ref.normalize(images, mean, std, _dtype(model)))
@@ -230,7 +235,11 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
     mean, std = (value if isinstance(value, Sequence) else (value,) for value in (found["mean"], found["std"]))
     if None in (*mean, *std):
         raise InputError(f"Embedder: {where} says no image_mean and image_std; give processor=")
-    run = getattr(model, "get_image_features", None) or (model.base_model if "For" in type(model).__name__ else model)
+    if config.model_type == "vit_mae" and config.mask_ratio:
+        raise InputError(f"Embedder: {type(model).__name__} leaves out patches at random; set config.mask_ratio = 0")
+    run = getattr(model, "get_image_features", model)
+    if "For" in type(model).__name__:  # a classifier; those of CLIP and SigLIP are their own base_model
+        run = getattr(model, "vision_model", model.base_model)
     if config.model_type.startswith("siglip2") and getattr(config, "num_patches", None):
         return _siglip2(model, run, pool, told, patch, mean, std)
     _refuse_native(sizes, f"transformers' {type(model).__name__}")
@@ -245,14 +254,13 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
 
 
 def _of_processor(told: dict) -> EvalTransform:
-    """The transform of a processor; of one that does not resize by Pillow, the same sizes by Pillow."""
-    try:
+    """The transform of a processor; of DINOv3's, which does not resize by Pillow, the same sizes by Pillow."""
+    kind = told.get("image_processor_type") or told.get("feature_extractor_type")
+    if kind and not kind.startswith("DINOv3ViT"):
         return EvalTransform.hugging_face(told)
-    except InputError:
-        kind = told.get("image_processor_type")
-        found = EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))
-    logger.warning("%s resizes by torchvision; here Pillow's pixels are taken, which differ by rounding", kind)
-    return found
+    if kind:
+        logger.warning("%s resizes by torchvision; here Pillow's pixels are taken, which differ by rounding", kind)
+    return EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))  # files of old name none
 
 
 def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
@@ -278,10 +286,12 @@ def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) 
     """(B, D) of what a model of transformers returns."""
     if isinstance(output, Tensor):
         return output
-    tokens, pooled = output.last_hidden_state, getattr(output, "image_embeds", None)
+    tokens, pooled = output.get("last_hidden_state"), output.get("image_embeds")
     pooled = output.get("pooler_output") if pooled is None else pooled
     if pool in (None, "map") and pooled is not None:
-        return pooled
+        return pooled.flatten(1)  # a CNN's is (B, D, 1, 1)
+    if tokens is None:
+        raise InputError(f"Embedder: the model returns no last_hidden_state, only {', '.join(output)}")
     if pool == "avg" and valid is not None:
         return (tokens * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
     return _pooled(tokens, pool or "token", prefix)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -113,9 +114,9 @@ class Embedder:
         if isinstance(model, nn.Module):
             if img_size is not None:
                 raise InputError("img_size is for weights; a model has its size (ViT.set_input_size changes it)")
-            parameter = next(model.parameters())
-            self.device = parameter.device if device is None else choose_device(str(device))
-            model = model.to(self.device).eval()
+            parameter = next(model.parameters(), torch.empty(0))
+            self.device = choose_device(str(parameter.device if device is None else device))
+            model = model.to(self.device)
             self.dtype = None if dtype == parameter.dtype else dtype
         else:
             self.device = choose_device("" if device is None else str(device))
@@ -235,10 +236,11 @@ class Embedder:
     def _content(self, image: ImageLike, name: str) -> tuple[Tensor, int, int]:
         """(pixels (3, H, W) or bytes (n,) uint8, height, width) of an image. Raises Unreadable."""
         if isinstance(image, (Tensor, np.ndarray)):
-            pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-            if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
-                got = f"{pixels.dtype} {tuple(pixels.shape)}"
+            shape = tuple(image.shape)
+            if image.dtype not in (torch.uint8, np.uint8) or len(shape) != 3 or shape[0] not in (1, 3) or 0 in shape:
+                got = f"{image.dtype} {shape}"
                 raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
+            pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
             return pixels.to(self.device).expand(3, -1, -1), *pixels.shape[1:]
         if isinstance(image, Image.Image):
             image = _loaded(image, name)
@@ -313,7 +315,7 @@ class Embedder:
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
         """(B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
-        with self._lock:
+        with self._lock, _evaluating(self.backbone.model):
             try:
                 vectors = self._forward(given)
             except torch.OutOfMemoryError:
@@ -327,7 +329,11 @@ class Embedder:
 
         def run(x: Tensor | list[Tensor]) -> Tensor:
             with autocast(self.device, self.dtype):
-                return self.backbone.embed(x).float()
+                vectors = self.backbone.embed(x).float()
+            if vectors.dim() != 2:
+                got = f"{tuple(vectors.shape[1:])} for an image, no vector"
+                raise InputError(f"Embedder: {type(self.backbone.model).__name__} makes {got}; give pool")
+            return vectors
 
         if self.device.type != "cuda" or self.backbone.native or not self._is_full(len(given)):
             return run(given)
@@ -343,6 +349,19 @@ class Embedder:
         return count == max(1, self.tokens // self.backbone.own_tokens)
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; what was training trains again at the end."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class _Read(NamedTuple):
     """An image as a worker returns it."""
 
@@ -356,15 +375,16 @@ class _Read(NamedTuple):
 
 def _name(index: int, image: ImageLike) -> str:
     """An image's name in messages: its path, or its place in the list."""
-    return printable(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
+    return printable(os.fsdecode(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
 
 
 def _bytes(image, name: str) -> bytes:
     """image.read_bytes(). Raises Unreadable."""
     try:
         return image.read_bytes()
-    except (OSError, Unreadable) as error:
-        raise Unreadable(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise Unreadable(f"{name} cannot be read ({reason})") from None
 
 
 def _loaded(image: Image.Image, name: str) -> Image.Image:

@@ -13,7 +13,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if count else "cpu"))
     except RuntimeError:
-        raise InputError(f"no device {name}; known are cpu, cuda and cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"no device {name}; known are cpu, cuda and cuda:N")
     if device.type == "cuda" and not count:
         raise InputError("no CUDA device here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= count:
