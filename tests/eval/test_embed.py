@@ -205,6 +205,29 @@ def test_damage_is_one_line(source, capsys):
     assert code == 2 and "is a file; give a folder" in err
 
 
+@pytest.mark.parametrize("damage", [b"", b"fewer"])
+def test_a_shard_of_other_vectors_is_not_read(source, capsys, damage):
+    run_cli(capsys, *arguments(source))
+    path = source / "out" / "embeddings-00001.npy"
+    np.save(path, np.load(path)[:-1]) if damage else path.write_bytes(b"")
+    with pytest.raises(InputError, match="shard 1 of .* cannot be read .*; remove its two files and run again"):
+        read(source / "out")
+
+
+def test_a_rank_that_did_not_start_again_leaves_no_vectors_of_other_weights(source, capsys):
+    run_cli(capsys, *arguments(source))
+    tiny(5, seed=1).save_pretrained(source / "w")
+    first = Child(command_line, arguments(source, "out", "--resume", "never"), RANK="0", WORLD_SIZE="2")
+    assert first.communicate() and first.returncode == 0
+    with pytest.raises(InputError, match="shard 1 in .* is of another job than manifest.json; run again with --resume"):
+        read(source / "out")
+    code, _, err = run_cli(capsys, *arguments(source))
+    assert code == 2 and "shard 1 in" in err and "run again with --resume never" in err
+    assert (
+        run_cli(capsys, *arguments(source, "out", "--resume", "never"))[0] == 0 and len(read(source / "out")[0]) == 22
+    )
+
+
 def _on_a_full_disk(argv: list[str], size: int) -> int:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -236,6 +259,8 @@ def test_folders_without_a_readable_image_and_wrong_options(source, capsys):
     ):
         code, _, err = run_cli(capsys, *arguments(source, "new", *more))
         assert code == 2 and message in err and not (source / "new").exists()
+    code, _, err = run_cli(capsys, *arguments(source, "photos"))
+    assert code == 2 and "photos is the folder of the images; give another" in err
     assert os.listdir(source / "bad") == ["a.png"]
 
 

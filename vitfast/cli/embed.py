@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 
 from ..errors import InputError
 from .options import add_shared
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if os.path.realpath(args.output) == os.path.realpath(args.spec):
+        raise InputError(f"--output {args.output} is the folder of the images; give another, or one in it")
     found = records(args.spec, args.column)
     size = getattr(args, "img_size", None)
     if size and len(size) > 2:

@@ -33,7 +33,7 @@ from ..run.files import SCRATCH, staged
 from ..version import __version__
 from .embedder import Embedded, Embedder, Stages
 
-MANIFEST, SOURCE = "manifest.json", b"vitfast.source"
+MANIFEST, SOURCE, JOB = "manifest.json", b"vitfast.source", b"vitfast.job"  # the two are metadata of an index
 LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)")  # by a process that was killed
 FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
 TOTALS = ("images", "shards")  # in the manifest of a job that has ended
@@ -81,6 +81,7 @@ def embed_to(
         raise InputError(f"--output {folder} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = dict(describe(embedder), shard_size=shard_size)
+    job = _job(manifest)
     _remove(folder, LEFT, rank, world)
     ended = None  # the shards of a job that has ended
     if resume:
@@ -100,7 +101,7 @@ def embed_to(
             source = _hash(part)
             if ended is not None and shard >= ended:
                 raise _changed(folder, shard)
-            if resume and _is_done(folder, shard, source):
+            if resume and _is_done(folder, shard, source, job):
                 progress.kept += len(part) if shard % world == rank else 0
             elif shard % world == rank:
                 waiting[shard] = [record.id for record in part], source
@@ -118,7 +119,7 @@ def embed_to(
 
     results = embedder.stream_groups(wanted(), progress.stages)
     for shard, group in itertools.groupby(results, key=lambda item: item[0]):
-        _write(folder, shard, *waiting[shard], list(watched(group)), embedder)
+        _write(folder, shard, *waiting[shard], job, list(watched(group)), embedder)
         del waiting[shard]
     if not images:
         raise InputError("there is no image to embed")
@@ -148,10 +149,14 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
             raise InputError(f"{absent} is missing; run the same command again")
         try:
             found, table = np.load(paths[0], mmap_mode="r"), pq.read_table(paths[1], columns=["id", "row"])
-        except (OSError, ValueError) as error:
+            rows = table.column("row").to_pylist()
+            if found.shape != (wanted := (len(rows) - rows.count(None), manifest.get("dim"))):
+                raise ValueError(f"its vectors are {found.shape}, and must be {wanted}")
+        except (OSError, ValueError, EOFError) as error:
             advice = "remove its two files and run again"
             raise InputError(f"shard {shard} of {folder} cannot be read ({error}); {advice}") from None
-        rows = table.column("row").to_pylist()
+        if (table.schema.metadata or {}).get(JOB) != _job(manifest):
+            raise _other_job(folder, shard)
         ids += [name for name, row in zip(table.column("id").to_pylist(), rows) if row is not None]
         vectors.append(found)
     return ids, np.concatenate(vectors)
@@ -212,8 +217,8 @@ def _hash(part: list[Record]) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _is_done(folder: Path, shard: int, source: bytes) -> bool:
-    """Whether both files of a shard are there. Raises InputError where they are of other images."""
+def _is_done(folder: Path, shard: int, source: bytes, job: bytes) -> bool:
+    """Whether both files of a shard are there. Raises InputError where they are of other images or another job."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -221,12 +226,25 @@ def _is_done(folder: Path, shard: int, source: bytes) -> bool:
     if not vectors.is_file() or not index.is_file():
         return False
     try:
-        told = (pq.read_schema(index).metadata or {}).get(SOURCE)
+        told = pq.read_schema(index).metadata or {}
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{index} is damaged ({' '.join(str(error).split())}); remove it and run again") from None
-    if told != source:
+    if told.get(JOB) != job:
+        raise _other_job(folder, shard)
+    if told.get(SOURCE) != source:
         raise _changed(folder, shard)
     return True
+
+
+def _job(manifest: dict) -> bytes:
+    """A hash of what the vectors of a job have in common."""
+    common = {name: value for name, value in manifest.items() if name not in (*MAY_DIFFER, *TOTALS)}
+    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest().encode()
+
+
+def _other_job(folder: Path, shard: int) -> InputError:
+    """Of a rank that was to start again and never began."""
+    return InputError(f"shard {shard} in {folder} is of another job than {MANIFEST}; run again with --resume never")
 
 
 def _changed(folder: Path, shard: int) -> InputError:
@@ -235,7 +253,7 @@ def _changed(folder: Path, shard: int) -> InputError:
 
 
 def _write(
-    folder: Path, shard: int, ids: list[str], source: bytes, results: list[Embedded], embedder: Embedder
+    folder: Path, shard: int, ids: list[str], source: bytes, job: bytes, results: list[Embedded], embedder: Embedder
 ) -> None:
     """Writes the two files of a shard; the vectors come last, each file whole."""
     import pyarrow as pa
@@ -250,7 +268,7 @@ def _write(
         width=pa.array([found.width for found in results], pa.int32()),
         error=pa.array([found.error for found in results], pa.string()),
     )
-    table = pa.table(columns).replace_schema_metadata({SOURCE: source})
+    table = pa.table(columns).replace_schema_metadata({SOURCE: source, JOB: job})
     paths = _paths(folder, shard)
     with staged(folder, paths[0], name=f"shard-{shard:05d}") as scratch:
         np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
@@ -261,7 +279,7 @@ def _manifest_of(folder: Path) -> dict | None:
     """The content of a manifest, None where there is none. Raises InputError for any other file."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if isinstance(content, dict) and "weights_sha256" in content:
+        if isinstance(content, dict) and "weights_sha256" in content and isinstance(content.get("shards", 0), int):
             return content
     except FileNotFoundError:
         return None
