@@ -1,5 +1,6 @@
 """Vectors of images, against timm's and transformers' own preprocessing and models."""
 
+import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -157,54 +158,6 @@ def test_models_of_transformers_see_what_their_processor_gives(name, accelerated
         torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
 
 
-def test_processors_that_do_more_than_resize_and_cut_are_refused():
-    """Levit resizes to 256 / 224 of its size, MobileViT swaps the channels; a file without a name is an old ViT's."""
-    model = drawn(transformers.ViTModel(transformers.ViTConfig(**TINY)))
-    for name in ("Levit", "MobileViT", "Perceiver"):
-        with pytest.raises(InputError, match=f"unknown image processor '{name}ImageProcessor"):
-            Embedder(model, processor=getattr(transformers, f"{name}ImageProcessorPil")())
-    told = transformers.ViTImageProcessorPil(size=SIDE).to_dict()
-    truth = Embedder(model, processor=told).embed(IMAGES)
-    for kind in (None, "DINOv3ViTImageProcessorFast"):
-        assert torch.equal(Embedder(model, processor=told | dict(image_processor_type=kind)).embed(IMAGES), truth)
-
-
-def test_outputs_of_other_models_are_vectors_or_refused():
-    processor = transformers.ViTImageProcessorPil(size=SIDE)
-    pixels = torch.cat([processor(images=image, return_tensors="pt")["pixel_values"] for image in IMAGES])
-    cnn = drawn(
-        transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4))
-    )
-    clip = transformers.CLIPConfig(vision_config=TINY, text_config=dict(TEXT), projection_dim=24)
-    classifier = drawn(transformers.CLIPForImageClassification(clip))
-    with torch.inference_mode():
-        for model, run in ((cnn, cnn), (classifier, classifier.vision_model)):
-            truth = run(pixel_values=pixels).pooler_output.flatten(1)
-            found = Embedder(model, processor=processor).embed(IMAGES)
-            torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
-    tokens = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0, global_pool="")
-    backbone = transformers.Dinov2Backbone(transformers.Dinov2Config(hidden_size=32, num_hidden_layers=1))
-    for model, message in (
-        (tokens, "VisionTransformer makes .197, 192. for an image, no vector; give pool"),
-        (backbone, "returns no last_hidden_state, only feature_maps"),
-        (transformers.ViTMAEModel(transformers.ViTMAEConfig(**TINY)), "ViTMAEModel leaves out patches at random"),
-    ):
-        with pytest.raises(InputError, match=message):
-            Embedder(model, processor=processor).embed(IMAGES)
-
-
-@pytest.mark.parametrize("size", [64, (96, 64)])
-def test_a_model_of_timm_gets_images_of_the_size_that_it_was_made_for(size):
-    model = drawn(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=size))
-    told = timm.data.resolve_model_data_config(model) | dict(input_size=(3, *model.patch_embed.img_size))
-    transform = timm.data.create_transform(**told)
-    with torch.inference_mode():
-        tokens = model.forward_features(torch.stack([transform(image) for image in IMAGES]))
-        truth = model.forward_head(tokens, pre_logits=True)
-    for given in (model, torch.compile(model, backend="eager")):
-        torch.testing.assert_close(Embedder(given).embed(IMAGES), truth, atol=1e-4, rtol=1e-4)
-
-
 def test_a_model_in_training_is_evaluated_and_trains_on():
     model = tiny(5, depth=2, drop_path_rate=0.9)
     embedder = Embedder(model)
@@ -248,9 +201,14 @@ def test_weights_with_a_processor_see_what_it_gives(name, tmp_path):
     processor.save_pretrained(tmp_path)
     with torch.inference_mode():
         truth = torch.cat([pick(model(**processor(images=image, return_tensors="pt"))) for image in IMAGES])
-    embedder = Embedder(tmp_path, device="cpu")
-    assert embedder.backbone.size == (side, side)
-    torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
+    for together in (False, True):  # since version 5, a processor of images and texts is saved as one file
+        if together:
+            (tmp_path / "preprocessor_config.json").unlink()
+            both = json.dumps(dict(image_processor=processor.to_dict()))
+            (tmp_path / "processor_config.json").write_text(both)
+        embedder = Embedder(tmp_path, device="cpu")
+        assert embedder.backbone.size == (side, side)
+        torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pool", ["token", "avg", "map"])

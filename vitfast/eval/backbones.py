@@ -98,7 +98,7 @@ def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=No
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper compiles calls, not forward_features
     if isinstance(inner, ViT):
         return _vit(inner, pool, sizes, processor)
-    if hasattr(inner, "forward_head") and hasattr(inner, "pretrained_cfg"):
+    if hasattr(inner, "forward_head") and hasattr(inner, "forward_features"):
         return _naflexvit(inner, pool) if hasattr(inner, "_forward_embeds") else _timm(inner, pool, sizes)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         return _transformers(model, pool, sizes, processor)
@@ -152,7 +152,8 @@ def _timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]
     patches = getattr(model, "patch_embed", None)  # img_size= and set_input_size leave the configuration as it is
     fixed = patches.img_size if getattr(patches, "strict_img_size", False) else None
     size = tuple(getattr(model, "image_size", fixed or told["input_size"][1:]))  # image_size of a baseline
-    return size, {name: told[name] for name in CROP}, told["mean"], told["std"]
+    mean, std = (vars(model).get(name, told[name]) for name in ("mean", "std"))  # a baseline has its own
+    return size, {name: told[name] for name in CROP}, mean, std
 
 
 def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
@@ -254,7 +255,7 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
 
 
 def _of_processor(told: dict) -> EvalTransform:
-    """The transform of a processor; of DINOv3's, which does not resize by Pillow, the same sizes by Pillow."""
+    """The transform of a processor; DINOv3's resizes by torchvision, here it is by Pillow."""
     kind = told.get("image_processor_type") or told.get("feature_extractor_type")
     if kind and not kind.startswith("DINOv3ViT"):
         return EvalTransform.hugging_face(told)

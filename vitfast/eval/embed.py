@@ -218,7 +218,7 @@ def _hash(part: list[Record]) -> bytes:
 
 
 def _is_done(folder: Path, shard: int, source: bytes, job: bytes) -> bool:
-    """Whether both files of a shard are there. Raises InputError where they are of other images or another job."""
+    """Whether both files of a shard are there. Raises InputError for those of other images or jobs."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -137,8 +137,9 @@ class Embedder:
         """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
 
         images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W) or (1, H, W), of any sizes
-        and in any mix. errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip"
-        leaves such images out and returns Embeddings, which lists them.
+        and in any mix. They are read ahead: an iterator that seeks in one image or reuses one buffer must give copies.
+        errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip" leaves such
+        images out and returns Embeddings, which lists them.
         """
         whole = isinstance(images, (str, bytes, os.PathLike, Image.Image))
         if whole or (isinstance(images, (Tensor, np.ndarray)) and images.ndim != 4):

@@ -27,7 +27,11 @@ HUB = "hf-hub:"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
-COMPANIONS = ("config.json", "preprocessor_config.json")  # what is read with weights of these names
+COMPANIONS = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)  # what is read with weights of these names
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
 # Errors that are not the fault of a path. None: the library does not tell the system's errno.
@@ -220,7 +224,8 @@ def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
 
 
 def _with_json(weights: Path) -> CheckpointFiles:
-    config, preprocessor = (_json(weights.with_name(name)) for name in COMPANIONS)
+    config, preprocessor, both = (_json(weights.with_name(name)) for name in COMPANIONS)
+    preprocessor = both.get("image_processor") or preprocessor  # since transformers 5, a processor of images and texts
     return CheckpointFiles(weights, config, preprocessor)
 
 
@@ -264,7 +269,8 @@ def _download(source: str) -> Path:
     # Without a config.json that merely is not cached, the weights would get defaults that may not be theirs.
     if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
         raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
-    get("preprocessor_config.json")
+    for name in COMPANIONS[1:]:
+        get(name)
     for name in sorted({*_shards(weights).values()} if weights.name in INDEXES else ()):
         if get(name) is None:
             raise InputError(f"{source}: {weights.name} lists {name}, which is not there ({_line(absent[name])})")
