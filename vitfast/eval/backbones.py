@@ -17,6 +17,7 @@ from ..data.resize import FILTERS, INSTALLED, resize
 from ..errors import InputError
 from ..model.baselines import sizes as sizes_of
 from ..model.checkpoint import hugging_face
+from ..model.checkpoint.files import COMPANIONS
 from ..model.preprocessing import CROP
 from ..model.presets import pair
 from ..model.vit import ViT
@@ -303,17 +304,28 @@ def _processor(model: nn.Module, given) -> tuple[dict, str]:
     if given is not None and not isinstance(given, (str, Path)):
         given = getattr(given, "image_processor", given)  # a processor of images and texts
         return (given if isinstance(given, dict) else given.to_dict()), "processor"
-    name, file = str(given or getattr(model.config, "_name_or_path", "")), "preprocessor_config.json"
-    path = Path(name) / file
-    if name and not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
+    name = str(given or getattr(getattr(model, "config", None), "_name_or_path", ""))
+    for file in COMPANIONS[:0:-1]:
+        path = _found(name, file) if name else None
         try:
-            path = try_to_load_from_cache(name, file)
-        except HFValidationError:
-            path = None
-    if not name or not isinstance(path, (str, Path)) or not Path(path).is_file():
-        advice = "give processor=, transformers' image processor or the folder of its preprocessor_config.json"
-        raise InputError(f"Embedder: nothing says how images for {type(model).__name__} are prepared; {advice}")
-    return json.loads(Path(path).read_text()), f"{name}/{file}"
+            content = json.loads(path.read_text()) if path else None
+        except (OSError, ValueError) as error:
+            raise InputError(f"Embedder: {path} is damaged ({error})") from None
+        if isinstance(content, dict):  # a processor of images and texts has that of images in it
+            return content.get("image_processor") or content, f"{name}/{file}"
+    advice = "give processor=, transformers' image processor or the folder of its preprocessor_config.json"
+    raise InputError(f"Embedder: nothing says how images for {type(model).__name__} are prepared; {advice}")
+
+
+def _found(name: str, file: str) -> Path | None:
+    """A file of a folder, or of a repository as far as it is in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (Path(name) / file).is_file():
+        return Path(name) / file
+    try:
+        path = try_to_load_from_cache(name, file)
+    except HFValidationError:
+        return None
+    return Path(path) if isinstance(path, str) else None

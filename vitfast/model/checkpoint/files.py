@@ -27,11 +27,8 @@ HUB = "hf-hub:"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
-COMPANIONS = (
-    "config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)  # what is read with weights of these names
+# What is read with weights of these names.
+COMPANIONS = ("config.json", "preprocessor_config.json", "processor_config.json")
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
 # Errors that are not the fault of a path. None: the library does not tell the system's errno.
