@@ -153,7 +153,10 @@ def test_what_is_no_source_is_refused(tmp_path):
         records(str(tmp_path))
     with pytest.raises(InputError, match="column='a' is for Parquet files"):
         records(str(tmp_path / "x.tar"), "a")
+    (tmp_path / "x.parquet").unlink()
     pictures.smooth(0).save(tmp_path / "a.png")
+    with pytest.raises(InputError, match="has both images and .tar files; name those to embed"):
+        records(str(tmp_path))
     with pytest.raises(InputError, match="a.png is no .tar or .parquet file; for images give their folder"):
         records(str(tmp_path / "*.png"))
     with pytest.raises(InputError, match="is no pattern of file names|there is no file"):

@@ -8,10 +8,12 @@ import timm
 import torch
 import transformers
 
+import vitfast
 from vitfast import Embedder, InputError
 from vitfast.model.baselines import baseline
 
 IMAGES = [pictures.smooth(i, 30 + 17 * i, 151 - 20 * i) for i in range(7)]  # wide, square, high
+CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
 SIDE = dict(height=48, width=48)
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
 TINY |= dict(image_size=48)
@@ -111,3 +113,24 @@ def test_a_processor_is_found_beside_the_weights(file, tmp_path):
     (tmp_path / file).write_text("{")
     with pytest.raises(InputError, match=f"{file}.* (is damaged|cannot be read)"):
         Embedder(again)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("pool", [None, "token", "avg"])
+def test_naflexvit_sees_images_in_their_own_aspect(accelerated, pool):
+    from timm.data.naflex_transforms import Patchify, ResizeToSequence
+    from torchvision.transforms import Compose, Normalize, ToTensor
+
+    options = dict(class_token=True, reg_tokens=1, embed_dim=32, depth=2, num_heads=2, patch_size=16)
+    model = drawn(timm.models.naflexvit.NaFlexVit(timm.models.naflexvit.NaFlexVitCfg(**options), num_classes=0))
+    model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", input_size=(3, 384, 384))
+    steps = Compose([ResizeToSequence(16, 576), ToTensor(), Normalize(0.5, 0.5), Patchify(16)])
+    with torch.inference_mode():
+        truth = []
+        for image in IMAGES:
+            given = {k: v[None] for k, v in steps(image).items()}
+            tokens = model.forward_features(**given)["patches"]
+            truth.append(model.fc_norm(model._pool(tokens, pool, patch_valid=given["patch_valid"])))
+    if accelerated:
+        vitfast.accelerate(model)
+    torch.testing.assert_close(Embedder(model, pool=pool, tokens=900).embed(IMAGES), torch.cat(truth), **CLOSE)

@@ -271,3 +271,15 @@ def test_a_terminal_shows_the_speed_and_the_share_of_the_time_that_waits(source,
     monkeypatch.setenv("COLUMNS", "100")
     code, _, err = run_cli(capsys, *arguments(source))
     assert code == 0 and re.search(r"24image \[00:0\d, +[\d.]+image/s, \d+% waiting\]", err), err
+
+
+def test_two_processes_do_not_write_one_output(source, capsys):
+    first = Child(_slowed, arguments(source), 0.5)
+    while not (source / "out" / "rank-0.lock").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.01)
+    time.sleep(0.1)  # until its content is there
+    code, _, err = run_cli(capsys, *arguments(source))
+    assert code == 2 and f"{source / 'out'} is in use by process {first.pid} on" in err and err.count("\n") == 1
+    assert done([first]) and run_cli(capsys, *arguments(source))[0] == 0
+    assert not list((source / "out").glob("*.lock"))

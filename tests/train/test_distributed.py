@@ -20,7 +20,7 @@ from shards import files, shards
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING, stream_keys
 from vitfast.run.distributed import FAILED, Ranks
-from vitfast.train.lock import LOCK, locked
+from vitfast.run.lock import LOCK, locked
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, TrainingError, train
 

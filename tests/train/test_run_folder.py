@@ -21,8 +21,8 @@ from processes import Child, command_line, done
 from runs import QUICK, content, digits, pretraining_command, records, same_runs, wait_for
 
 from vitfast import InputError
+from vitfast.run.lock import LOCK, locked
 from vitfast.train import log, resume, run_folder, trainer
-from vitfast.train.lock import LOCK, locked
 from vitfast.train.resume import find_checkpoint, read_record, read_training_state
 from vitfast.train.trainer import Trainer, train
 

@@ -36,6 +36,8 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
     """
     files, root = _files(spec)
     kinds = sorted({kind for kind in map(_kind, files) if kind})
+    if kinds and os.path.isdir(spec) and any(suffix(name) in SUFFIXES for name in os.listdir(spec)):
+        raise InputError(f"{spec} has both images and {kinds[0]} files; name those to embed, as {spec}/*{kinds[0]}")
     if len(kinds) > 1:
         raise InputError(f"{spec} has both {kinds[0]} and {kinds[1]} files; name those to embed, as {spec}/*{kinds[0]}")
     if column is not None and kinds != [".parquet"]:

@@ -97,6 +97,8 @@ def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=No
     if sizes not in (None, "native"):
         raise InputError(f"sizes must be None or 'native', got {sizes!r}")
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper compiles calls, not forward_features
+    if (chans := getattr(inner, "in_chans", 3)) != 3:
+        raise InputError(f"Embedder: images have 3 channels, and the model takes {chans}")
     if isinstance(inner, ViT):
         return _vit(inner, pool, sizes, processor)
     if hasattr(inner, "forward_head") and hasattr(inner, "forward_features"):

@@ -30,6 +30,7 @@ from ..data.records import Record
 from ..errors import InputError
 from ..kernels.launch import batch_invariant
 from ..run.files import SCRATCH, staged
+from ..run.lock import locked
 from ..version import __version__
 from .embedder import Embedded, Embedder, Stages
 
@@ -76,10 +77,16 @@ def embed_to(
     Raises InputError where the folder holds other embeddings (of other weights, settings or images), which are left as
     they are, and OSError where it cannot be written.
     """
-    folder, progress = Path(folder), Progress()
+    folder = Path(folder)
     if os.path.lexists(folder) and not folder.is_dir():
         raise InputError(f"--output {folder} is a file; give a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, f"rank-{rank}.lock"):
+        return _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_progress)
+
+
+def _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_progress) -> Progress:
+    """`embed_to`, once this process holds the folder."""
+    progress = Progress()
     manifest = dict(describe(embedder), shard_size=shard_size)
     job = _job(manifest)
     _remove(folder, LEFT, rank, world)

@@ -1,6 +1,5 @@
 """Embeddings of images: decoded, resized as the weights say, batched by tokens, in the order given."""
 
-import io
 import itertools
 import os
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,9 +17,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ..data.images import Unreadable, as_rgb, opened, printable, read_rgb
+from ..data.contents import ImageLike, content, name_of, own
+from ..data.images import Unreadable
 from ..data.jpeg import decode as decode_jpegs
-from ..data.jpeg import encoded
 from ..errors import InputError
 from ..kernels.launch import batch_invariant
 from ..model.baselines import load_any
@@ -33,7 +31,6 @@ from .accuracy import compare_pillow
 from .backbones import backbone
 from .cuda_graph import Graphed
 
-ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
 AHEAD = 4  # images that each worker reads ahead
 CHUNK = 1 << 28  # bytes of images that are resized together on the device
@@ -69,7 +66,8 @@ class Embedder:
     model: a ViT, weights in any format that ViT.from_pretrained reads (a file, a folder, hf-hub:owner/name), or a model
         of timm or transformers, accelerated or not. Weights are loaded here and cast to `dtype`; a model that is given
         stays as it is and runs under autocast where `dtype` is another than its own.
-    pool: "token", "avg" or "map"; None: what the model's head sees, or transformers' pooled output.
+    pool: "token", "avg" or "map"; None: what the model's head sees, or transformers' pooled output. CLIP's weights give
+        vectors before the projection; transformers' CLIPModel gives those that compare with texts.
     device: "cuda", "cuda:1", "cpu"; None: that of a given model, else CUDA if present.
     dtype: None: bfloat16 for weights that are loaded onto CUDA, else the model's own.
     normalize: divide each vector by its L2 norm.
@@ -137,9 +135,8 @@ class Embedder:
         """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
 
         images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W) or (1, H, W), of any sizes
-        and in any mix. They are read ahead: an iterator that seeks in one image or reuses one buffer must give copies.
-        errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip" leaves such
-        images out and returns Embeddings, which lists them.
+        and in any mix. errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip"
+        leaves such images out and returns Embeddings, which lists them.
         """
         whole = isinstance(images, (str, bytes, os.PathLike, Image.Image))
         if whole or (isinstance(images, (Tensor, np.ndarray)) and images.ndim != 4):
@@ -167,7 +164,7 @@ class Embedder:
 
     def stream(self, images: Iterable[ImageLike]) -> Iterator[Embedded]:
         """The result of each image in order, as soon as its batch is computed."""
-        named = ((None, image, _name(i, image)) for i, image in enumerate(images))
+        named = ((None, image, name_of(i, image)) for i, image in enumerate(images))
         return (found for _, found in self.stream_groups(named))
 
     def stream_groups(
@@ -205,6 +202,8 @@ class Embedder:
 
     def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
         """(group, what `_read` returns) of each item, in order; threads read AHEAD."""
+        if self.workers:
+            items = ((group, own(image), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
         if not self.workers or len(first) < 2:  # one image needs no threads
             yield from ((group, self._read(image, name)) for group, image, name in itertools.chain(first, items))
@@ -227,37 +226,12 @@ class Embedder:
     def _read(self, image: ImageLike, name: str) -> "_Read":
         """An image's pixels or (decode="device") the bytes of its file, or the reason why it cannot be read."""
         try:
-            content, height, width = self._content(image, name)
+            found, height, width = content(image, name, encode=self.decode == "device")
         except Unreadable as error:
             return _Read(name, error=str(error))
-        if content.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
-            return _Read(name, self.backbone.prepare([content])[0], True, height, width)
-        return _Read(name, content, False, height, width)
-
-    def _content(self, image: ImageLike, name: str) -> tuple[Tensor, int, int]:
-        """(pixels (3, H, W) or bytes (n,) uint8, height, width) of an image. Raises Unreadable."""
-        if isinstance(image, (Tensor, np.ndarray)):
-            shape = tuple(image.shape)
-            if image.dtype not in (torch.uint8, np.uint8) or len(shape) != 3 or shape[0] not in (1, 3) or 0 in shape:
-                got = f"{image.dtype} {shape}"
-                raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
-            pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-            return pixels.to(self.device).expand(3, -1, -1), *pixels.shape[1:]
-        if isinstance(image, Image.Image):
-            image = _loaded(image, name)
-        else:
-            if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
-                image = _bytes(image, name)
-            if isinstance(image, (bytes, bytearray, memoryview)):
-                image = io.BytesIO(image)
-            elif not isinstance(image, (str, os.PathLike)):
-                raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
-            if self.decode == "device":
-                read = image.getvalue if isinstance(image, io.BytesIO) else Path(image).read_bytes
-                with opened(image, name) as header:
-                    return encoded(header, read), header.height, header.width
-            image = read_rgb(image, name)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width
+        if found.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
+            return _Read(name, self.backbone.prepare([found.cpu()])[0], True, height, width)
+        return _Read(name, found, False, height, width)
 
     def _prepared(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, "_Read"]]:
         """The images in order, decoded and resized: on the device as many together as CHUNK bytes allow."""
@@ -372,25 +346,3 @@ class _Read(NamedTuple):
     height: int | None = None  # of the image as it was
     width: int | None = None
     error: str | None = None
-
-
-def _name(index: int, image: ImageLike) -> str:
-    """An image's name in messages: its path, or its place in the list."""
-    return printable(os.fsdecode(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
-
-
-def _bytes(image, name: str) -> bytes:
-    """image.read_bytes(). Raises Unreadable."""
-    try:
-        return image.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise Unreadable(f"{name} cannot be read ({reason})") from None
-
-
-def _loaded(image: Image.Image, name: str) -> Image.Image:
-    """A PIL image as RGB, which may read its file only now."""
-    try:
-        return as_rgb(image)
-    except Exception as error:
-        raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None

@@ -27,8 +27,8 @@ from ..model.vit import ViT
 from ..run.config import Config, as_plain
 from ..run.distributed import is_first_rank
 from ..run.files import write_atomically
+from ..run.lock import LOCK, locked
 from ..version import __version__
-from .lock import LOCK, locked
 from .log import read_metrics
 from .run_folder import LAST
 

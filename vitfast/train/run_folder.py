@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..eval.inspect.page import GENERATOR
 from ..run.config import Config, as_plain, course
 from ..run.files import SCRATCH, free_name, not_ours, sync, write_text
-from .lock import LOCK
+from ..run.lock import LOCK
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"

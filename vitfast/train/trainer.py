@@ -19,8 +19,8 @@ from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from ..run.files import write_text
+from ..run.lock import locked
 from .early import EarlyStop
-from .lock import locked
 from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked

@@ -1,4 +1,4 @@
-"""One process for each run folder: a file says which one, on which machine."""
+"""One process for each folder of results: a file says which one, on which machine."""
 
 import errno
 import fcntl
@@ -18,14 +18,15 @@ _held: set[str] = set()  # the folders that this process holds: the system would
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Holds the run folder, making it where there is none. Raises InputError where it is held already.
+def locked(run: Path, name: str = LOCK) -> Iterator[None]:
+    """Holds a folder, making it where there is none. Raises InputError where it is held already.
 
-    The system's lock on the file ends with its process, however that ends: a file that was left behind on this machine
-    is taken over. That lock may not reach from one machine to another: there the content of the file decides.
+    name: of the file; processes with different names do not exclude each other. The system's lock on the file ends with
+    its process, however that ends: a file that was left behind on this machine is taken over. That lock may not reach
+    from one machine to another: there the content of the file decides.
     """
     run.mkdir(parents=True, exist_ok=True)
-    path, key = run / LOCK, os.path.realpath(run)
+    path, key = run / name, os.path.realpath(run / name)
     if key in _held:
         raise InputError(f"{run} is in use by this process already; choose another --output")
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:

@@ -1,0 +1,71 @@
+"""An image in any of the forms that people have it in: a path, bytes, a PIL image, pixels."""
+
+import io
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .images import Unreadable, as_rgb, opened, printable, read_rgb
+from .jpeg import encoded
+
+ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
+
+
+def name_of(index: int, image: ImageLike) -> str:
+    """An image's name in messages: its path, or its place in the list."""
+    return printable(os.fsdecode(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
+
+
+def own(image: ImageLike) -> ImageLike:
+    """A copy of an image in memory, since its iterator may change it before a thread reads it."""
+    if isinstance(image, Image.Image):
+        with suppress(Exception):  # of a broken file, which `content` meets again
+            image = as_rgb(image).copy()
+    elif isinstance(image, (Tensor, np.ndarray)):
+        image = image.clone() if isinstance(image, Tensor) else image.copy()
+    return image
+
+
+def content(image: ImageLike, name: str, encode: bool = False) -> tuple[Tensor, int, int]:
+    """(pixels (3, H, W) uint8, height, width) of an image. Raises Unreadable.
+
+    encode: of a grey or RGB JPEG file, its bytes (n,) in place of the pixels (jpeg.encoded).
+    """
+    if isinstance(image, (Tensor, np.ndarray)):
+        shape = tuple(image.shape)
+        if image.dtype not in (torch.uint8, np.uint8) or len(shape) != 3 or shape[0] not in (1, 3) or 0 in shape:
+            got = f"{image.dtype} {shape}"
+            raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
+        pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+        return pixels.expand(3, -1, -1), *shape[1:]
+    try:
+        if isinstance(image, Image.Image):
+            image = as_rgb(image)
+            return torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width
+    except Exception as error:  # it may be read from its file only now
+        raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None
+    if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
+        image = _bytes(image, name)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        image = io.BytesIO(image)
+    elif not isinstance(image, (str, os.PathLike)):
+        raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
+    if encode:
+        read = image.getvalue if isinstance(image, io.BytesIO) else Path(image).read_bytes
+        with opened(image, name) as header:
+            return encoded(header, read), header.height, header.width
+    return content(read_rgb(image, name), name)
+
+
+def _bytes(image, name: str) -> bytes:
+    """image.read_bytes(). Raises Unreadable."""
+    try:
+        return image.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise Unreadable(f"{name} cannot be read ({reason})") from None
