@@ -201,19 +201,22 @@ class Embedder:
         self.backbone = backbone(*self._made_from)
 
     def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
-        """(group, what `_read` returns) of each item, in order; threads read AHEAD."""
+        """(group, what `_read` returns) of each item, in order; threads read ahead."""
         if self.workers:
             items = ((group, own(image), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
         if not self.workers or len(first) < 2:  # one image needs no threads
             yield from ((group, self._read(image, name)) for group, image, name in itertools.chain(first, items))
             return
+        ahead = AHEAD * self.workers
+        if self.device.type == "cpu":  # prepared images are small: a batch is read while another is computed
+            ahead = max(ahead, self._full)
         waiting: deque = deque()
         with ThreadPoolExecutor(self.workers, "vitfast-embed") as pool:
             try:
                 for group, image, name in itertools.chain(first, items):
                     waiting.append((group, pool.submit(self._read, image, name)))
-                    if len(waiting) > AHEAD * self.workers:
+                    if len(waiting) > ahead:
                         group, future = waiting.popleft()
                         yield group, future.result()
                 while waiting:
@@ -310,7 +313,7 @@ class Embedder:
                 raise InputError(f"Embedder: {type(self.backbone.model).__name__} makes {got}; give pool")
             return vectors
 
-        if self.device.type != "cuda" or self.backbone.native or not self._is_full(len(given)):
+        if self.device.type != "cuda" or self.backbone.native or len(given) != self._full:
             return run(given)
         mode = batch_invariant(), current_mode()
         if mode not in self._graphs:  # a job of one batch captures nothing
@@ -319,9 +322,10 @@ class Embedder:
         self._graphs[mode] = self._graphs[mode] or Graphed(run, given)
         return self._graphs[mode](given)
 
-    def _is_full(self, count: int) -> bool:
-        """Whether so many images are all that `tokens` allow."""
-        return count == max(1, self.tokens // self.backbone.own_tokens)
+    @property
+    def _full(self) -> int:
+        """As many images of the model's own size as `tokens` allow."""
+        return max(1, self.tokens // self.backbone.own_tokens)
 
 
 @contextmanager
