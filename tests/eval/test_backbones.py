@@ -2,34 +2,20 @@
 
 import json
 
-import pictures
 import pytest
 import timm
 import torch
 import transformers
+from embedding_models import CLOSE, IMAGES, SIDE, TEXT, TINY, drawn
 
 import vitfast
 from vitfast import Embedder, InputError
 from vitfast.model.baselines import baseline
 
-IMAGES = [pictures.smooth(i, 30 + 17 * i, 151 - 20 * i) for i in range(7)]  # wide, square, high
-CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
-SIDE = dict(height=48, width=48)
-TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
-TINY |= dict(image_size=48)
-TEXT = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def drawn(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with weights that let every part count."""
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
 
 
 def test_processors_that_do_more_than_resize_and_cut_are_refused():

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import transformers
+from embedding_models import CLOSE, IMAGES, TINY, drawn, processors
 from frozen import tiny
 from PIL import Image, ImageSequence
 
@@ -18,24 +19,10 @@ import vitfast
 from vitfast import Embedder, InputError, ViT
 from vitfast.model.convert import write
 
-IMAGES = [pictures.smooth(i, 30 + 17 * i, 151 - 20 * i) for i in range(7)]  # wide, square, high
-CLOSE = dict(atol=2e-6, rtol=2e-5)  # fp32 sums in another order
-SIDE = dict(height=48, width=48)
-TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, patch_size=8)
-TINY |= dict(image_size=48)
-TEXT = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def drawn(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with weights that let every part count."""
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
 
 
 def as_timm_does(model, images) -> torch.Tensor:
@@ -120,41 +107,6 @@ def test_a_pool_of_the_callers_is_that_of_timm(tmp_path, pool):
         torch.testing.assert_close(Embedder(made, pool=pool).embed(IMAGES), truth, **CLOSE)
     unit = Embedder(model, pool=pool, normalize=True).embed(IMAGES)
     torch.testing.assert_close(unit, truth / truth.norm(dim=1, keepdim=True), **CLOSE)
-
-
-def processors() -> dict:
-    cut = dict(size=dict(shortest_edge=56), crop_size=SIDE)
-    clip = transformers.CLIPVisionConfig(**TINY, projection_dim=24)
-    both = transformers.CLIPConfig(vision_config=TINY, text_config=dict(TEXT), projection_dim=24)
-    dinov2 = transformers.Dinov2WithRegistersConfig(**{k: v for k, v in TINY.items() if k != "intermediate_size"})
-    naflex = transformers.Siglip2VisionConfig(**{k: v for k, v in TINY.items() if k != "image_size"}, num_patches=36)
-    pooled, states = (lambda output: output.pooler_output), (lambda output: output.last_hidden_state)
-    return {
-        "vit": (transformers.ViTModel(transformers.ViTConfig(**TINY)), "ViT", dict(size=SIDE), pooled),
-        "classifier": (
-            transformers.ViTForImageClassification(transformers.ViTConfig(**TINY)),
-            "ViT",
-            dict(size=SIDE, resample=3),
-            lambda output: output.hidden_states[-1],
-        ),
-        "clip": (transformers.CLIPVisionModel(clip), "CLIP", cut, pooled),
-        "projected": (transformers.CLIPVisionModelWithProjection(clip), "CLIP", cut, lambda o: o.image_embeds),
-        "clip of both": (transformers.CLIPModel(both), "CLIP", cut, pooled),
-        "siglip": (
-            transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TINY)),
-            "Siglip",
-            dict(size=SIDE),
-            pooled,
-        ),
-        "siglip2": (transformers.Siglip2VisionModel(naflex), "Siglip2", dict(patch_size=8, max_num_patches=40), pooled),
-        "dinov2": (transformers.Dinov2WithRegistersModel(dinov2), "Bit", cut, pooled),
-        "dinov3": (
-            transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**TINY, num_register_tokens=2)),
-            "ViT",
-            dict(size=SIDE),
-            lambda output: states(output)[:, 3:].mean(1),
-        ),
-    }
 
 
 @pytest.mark.parametrize("name", processors())

@@ -3,6 +3,8 @@
 import argparse
 import logging
 import os
+import sys
+from contextlib import contextmanager
 
 from ..errors import InputError
 from .options import add_shared
@@ -75,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         embedder.tokens = args.batch_size * embedder.backbone.own_tokens
     if rank == 0:
         logger.info("%s", embedder)
-    with _bar(rank) as bar:
+    with _progress_bar(rank) as show:
         options = dict(shard_size=args.shard_size, rank=rank, world=world, resume=args.resume == "auto")
-        done = embed_to(embedder, found, args.output, **options, on_progress=bar)
+        done = embed_to(embedder, found, args.output, **options, on_progress=show)
     share = done.stages.waiting / max(1e-9, done.seconds)
     result = dict(images=done.images, unreadable=done.unreadable, kept=done.kept, seconds=round(done.seconds, 3))
     result |= dict(images_per_second=round(done.images / max(1e-9, done.seconds), 1), waiting=round(share, 3))
@@ -90,29 +92,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if done.kept or done.images > done.unreadable else 1
 
 
-class _bar:
-    """The first rank's progress bar: images/s, and the share of the time that waits for images."""
+@contextmanager
+def _progress_bar(rank: int):
+    """Shows images/s and the share of the time that waits for images, on the first rank's terminal."""
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
-    def __init__(self, rank: int):
-        import sys
+    off = rank > 0 or not sys.stderr.isatty()
+    with logging_redirect_tqdm(), tqdm(unit="image", dynamic_ncols=True, disable=off) as bar:
 
-        from tqdm import tqdm
+        def show(progress, error: str | None) -> None:
+            if error is not None:
+                logger.warning("left out: %s", error)
+            bar.set_postfix_str(f"{progress.stages.waiting / progress.seconds:.0%} waiting", refresh=False)
+            bar.update()
 
-        self.bar = tqdm(unit="image", dynamic_ncols=True, disable=rank > 0 or not sys.stderr.isatty())
-
-    def __enter__(self):
-        from tqdm.contrib.logging import logging_redirect_tqdm
-
-        self.redirected = logging_redirect_tqdm()
-        self.redirected.__enter__()
-        return self
-
-    def __exit__(self, *raised):
-        self.redirected.__exit__(*raised)
-        self.bar.close()
-
-    def __call__(self, progress, error: str | None) -> None:
-        if error is not None:
-            logger.warning("left out: %s", error)
-        self.bar.set_postfix_str(f"{progress.stages.waiting / progress.seconds:.0%} waiting", refresh=False)
-        self.bar.update()
+        yield show

@@ -44,8 +44,11 @@ def _repository(args: argparse.Namespace) -> None:
     from ..model.vit import ViT
 
     check_target(args.output, args.force)
-    size = hugging_face.image_size(locate(args.weights).preprocessor)  # as vitfast.Embedder has it
-    model = ViT.from_pretrained(args.weights, **({} if size is None else dict(img_size=size)) | overrides(args))
+    processor, given = locate(args.weights).preprocessor, overrides(args)
+    if "img_size" in given:  # vitfast.Embedder takes the processor's size where no other is asked for
+        processor = {}
+    size = hugging_face.image_size(processor)
+    model = ViT.from_pretrained(args.weights, **({} if size is None else dict(img_size=size)) | given)
     device = getattr(args, "device", "cuda")
-    dim = write_repository(model, args.output, uint8=args.uint8, device=device, force=args.force)
+    dim = write_repository(model, args.output, processor=processor, uint8=args.uint8, device=device, force=args.force)
     print(f"wrote {args.output}: {'pixels' if args.uint8 else 'image files'} to vectors of {dim}")

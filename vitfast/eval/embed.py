@@ -84,7 +84,16 @@ def embed_to(
         return _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_progress)
 
 
-def _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_progress) -> Progress:
+def _embed_to(
+    embedder: Embedder,
+    records: Iterable[Record],
+    folder: Path,
+    shard_size: int,
+    rank: int,
+    world: int,
+    resume: bool,
+    on_progress: Callable[[Progress, str | None], None],
+) -> Progress:
     """`embed_to`, once this process holds the folder."""
     progress = Progress()
     manifest = dict(describe(embedder), shard_size=shard_size)
@@ -105,17 +114,19 @@ def _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_pro
         stream = iter(records)
         while part := list(itertools.islice(stream, shard_size)):
             shard, images, shards = shards, images + len(part), shards + 1
-            source = _hash(part)
             if ended is not None and shard >= ended:
                 raise _changed(folder, shard)
+            if shard % world != rank:
+                continue
+            source = _hash(part)
             if resume and _is_done(folder, shard, source, job):
-                progress.kept += len(part) if shard % world == rank else 0
-            elif shard % world == rank:
-                waiting[shard] = [record.id for record in part], source
-                part.reverse()
-                while part:  # contents that were read are let go
-                    record = part.pop()
-                    yield shard, record.content, record.id
+                progress.kept += len(part)
+                continue
+            waiting[shard] = [record.id for record in part], source
+            part.reverse()
+            while part:  # contents that were read are let go
+                record = part.pop()
+                yield shard, record.content, record.id
 
     def watched(results: Iterable[tuple[int, Embedded]]) -> Iterator[Embedded]:
         for _, found in results:

@@ -78,7 +78,7 @@ class Embedder:
         None: that of the model's own folder or of the hub's cache.
     decode: "host" reads images with Pillow; "device" decodes grey and RGB JPEGs by nvJPEG, whose pixels differ from
         Pillow's by rounding.
-    workers: threads that read images; None: one for each core, up to 16.
+    workers: threads that read images; None: one for each core that this rank has, up to 16.
     tokens: how many a batch has at most; None: 65,536 on CUDA and 8,192 on a CPU.
 
     Images are resized as the weights say (crop_mode, crop_pct, interpolation; Pillow's pixels), on CUDA by a kernel,
@@ -125,7 +125,8 @@ class Embedder:
             model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
         self.pool, self.normalize, self.decode = pool, normalize, decode
-        self.workers = min(16, len(os.sched_getaffinity(0))) if workers is None else workers
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share them
+        self.workers = min(16, max(1, cores)) if workers is None else workers
         self.tokens = tokens or TOKENS[self.device.type]
         self._made_from, self._dim = (model, pool, sizes, processor), None
         self.backbone = backbone(*self._made_from)

@@ -1,5 +1,6 @@
 """A ViT as a folder in the model repository of NVIDIA's Triton Inference Server."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -49,11 +50,18 @@ def check_target(path: Path, force: bool) -> None:
 
 
 def write_repository(
-    model: ViT, path: str | Path, *, uint8: bool = False, device: str = "cuda", force: bool = False
+    model: ViT,
+    path: str | Path,
+    *,
+    processor: dict | None = None,
+    uint8: bool = False,
+    device: str = "cuda",
+    force: bool = False,
 ) -> int:
     """Writes config.pbtxt, 1/model.py and 1/weights/ below `path`; returns D, the length of a vector.
 
-    path: the model's folder in the server's repository; its name is the model's. uint8: requests carry raw pixels
+    path: the model's folder in the server's repository; its name is the model's. processor: the content of a
+    preprocessor_config.json, whose resize and crop the server is to have. uint8: requests carry raw pixels
     (n, 3, H, W) in place of image files. device: "cuda" for an instance on every GPU, or "cpu". An Embedder reads the
     weights before the folder is moved to `path`. Raises InputError for a model that has no pooled output and, unless
     `force` is set, where `path` exists already.
@@ -63,6 +71,8 @@ def write_repository(
     with staged(path, force) as scratch:
         version = scratch / "1"
         model.save_pretrained(version / "weights")
+        if processor:
+            (version / "weights" / "preprocessor_config.json").write_text(json.dumps(processor))
         dim = Embedder(version / "weights", device="cpu").dim
         shutil.copyfile(Path(__file__).with_name("model.py"), version / "model.py")
         kind = {"cuda": "GPU", "cpu": "CPU"}[device]
