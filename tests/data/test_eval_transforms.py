@@ -13,8 +13,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from vitfast import InputError
-from vitfast.data import eval_transforms
 from vitfast.data.eval_transforms import EvalTransform
+from vitfast.model.checkpoint import hugging_face
 
 
 def images(seed: int, count: int) -> list[np.ndarray]:
@@ -78,7 +78,7 @@ def test_pixels_are_those_of_hugging_face(name):
 def test_processors_of_older_files_have_their_classes_defaults():
     old = EvalTransform.hugging_face(dict(feature_extractor_type="ViTFeatureExtractor", size=224))
     assert old == EvalTransform.hugging_face(ViTImageProcessorPil().to_dict()) and old.resample == "bilinear"
-    for name in eval_transforms.PROCESSORS:
+    for name in hugging_face.PROCESSORS:
         told = getattr(transformers, f"{name}ImageProcessorPil")().to_dict()
         bare = dict(image_processor_type=told["image_processor_type"])
         assert EvalTransform.hugging_face(bare) == EvalTransform.hugging_face(told)

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress_bar(rank: int):
-    """Shows images/s and the share of the time that waits for images, on the first rank's terminal."""
+    """Shows the first rank's images/s, and the share of the time that waits for images."""
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 

@@ -4,7 +4,6 @@ Each resizes as Pillow does (resize.py) and cuts out the middle; of a resized im
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,24 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, both_ends, unknown
-from ..model.checkpoint.hugging_face import size_field
+from ..model.checkpoint.hugging_face import PROCESSORS, processor_class, size_field
 from .resize import FILTERS, resize
-
-_SQUARE = dict(height=224, width=224)
-_BY_EDGE = dict(size=dict(shortest_edge=224), crop_size=_SQUARE, do_center_crop=True)
-# transformers' processors that resize by Pillow and do nothing else to the shape, with what their classes set.
-PROCESSORS = {
-    "ViT": dict(size=_SQUARE, resample=2),
-    "DeiT": dict(size=dict(height=256, width=256), crop_size=_SQUARE, do_center_crop=True),
-    "Beit": dict(size=_SQUARE),
-    "Bit": _BY_EDGE,
-    "CLIP": _BY_EDGE,
-    "ChineseCLIP": _BY_EDGE,
-    "Blip": dict(size=dict(height=384, width=384)),
-    "Pvt": dict(size=_SQUARE),
-    "Segformer": dict(size=dict(height=512, width=512), resample=2),
-    "Siglip": dict(size=_SQUARE),
-}
 
 
 @dataclass(frozen=True)
@@ -83,19 +66,18 @@ class EvalTransform:
         class, one of PROCESSORS. Raises InputError for another class, which may do more, and for a size other than
         {"height", "width"} or {"shortest_edge"}.
         """
-        kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
-        name = re.sub(r"(ImageProcessor|FeatureExtractor)(Pil|Fast)?$", "", kind)
-        if name not in PROCESSORS:
-            raise unknown("image processor", kind, (f"{each}ImageProcessor" for each in PROCESSORS))
-        told = PROCESSORS[name] | {field: value for field, value in processor.items() if value is not None}
-        mode, edges = size_field(told, "size", by_edge=PROCESSORS[name] is _BY_EDGE)
+        kind, named = processor_class(processor), str(processor.get("image_processor_type"))
+        if kind not in PROCESSORS:
+            raise unknown("image processor", named, (f"{each}ImageProcessor" for each in PROCESSORS))
+        told = PROCESSORS[kind] | {field: value for field, value in processor.items() if value is not None}
+        mode, edges = size_field(told, "size", by_edge="shortest_edge" in PROCESSORS[kind]["size"])
         mode = "keep" if told.get("do_resize") is False else "shortest" if mode == "center" else mode
         cut = size_field(told, "crop_size")[1] if told.get("do_center_crop") else edges if mode == "squash" else None
         both = isinstance(told["size"], dict) and "longest_edge" in told["size"]
         if not edges or not cut or both or (number := told.get("resample", 3)) not in range(len(FILTERS)):
             said = ", ".join(f"{field}={told[field]}" for field in ("size", "crop_size", "resample") if field in told)
             wanted = "size as height and width, or as shortest_edge with a crop_size, and a resample from 0 to 5"
-            raise InputError(f"{kind}: give {wanted}; got {both_ends(said)}")
+            raise InputError(f"{named}: give {wanted}; got {both_ends(said)}")
         return cls(cut, edges, mode, list(FILTERS)[number], round_half=False)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """transformers' JSON of the models that compute what our ViT does; and a ViT in its files."""
 
 import math
+import re
 
 import torch
 
@@ -139,23 +140,36 @@ def statistics(pixels: dict) -> dict:
     return dict(mean=divided(mean), std=divided(std))
 
 
-_BILINEAR = ("ViT", "DINOv3", "Siglip2")
-_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
+_SQUARE = dict(height=224, width=224)
+_BY_EDGE = dict(size=dict(shortest_edge=224), crop_size=_SQUARE, do_center_crop=True)
+# transformers' processors that resize by Pillow and do nothing else to the shape, with what their classes set.
+PROCESSORS = {
+    "ViT": dict(size=_SQUARE, resample=2),
+    "DeiT": dict(size=dict(height=256, width=256), crop_size=_SQUARE, do_center_crop=True),
+    "Beit": dict(size=_SQUARE),
+    "Bit": _BY_EDGE,
+    "CLIP": _BY_EDGE,
+    "ChineseCLIP": _BY_EDGE,
+    "Blip": dict(size=dict(height=384, width=384)),
+    "Pvt": dict(size=_SQUARE),
+    "Segformer": dict(size=dict(height=512, width=512), resample=2),
+    "Siglip": dict(size=_SQUARE),
+}
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
     """The fields of `CROP` in preprocessor_config.json, {} where it has none; and notes."""
-    file, kind = "preprocessor_config.json", _kind(pixels)
+    file = "preprocessor_config.json"
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
-    (mode, size), cut = size_field(pixels, "size", kind.startswith(_BY_EDGE)), image_size(pixels)
+    (mode, size), cut = size_field(pixels, "size", _by_edge(pixels)), image_size(pixels)
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
             share = math.nextafter(share, 0)
         alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
         if alike and arguments.LEAST_CROP <= share <= 1:
-            return dict(crop_mode=mode, crop_pct=share, interpolation=_filter(pixels, kind)), []
+            return dict(crop_mode=mode, crop_pct=share, interpolation=_filter(pixels)), []
     said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
     return {}, [
         f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
@@ -164,22 +178,32 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
 
 def image_size(pixels: dict) -> tuple[int, int] | None:
     """(height, width) of the images that a processor returns; None where its JSON does not say it."""
-    kind, cuts = _kind(pixels), read(pixels, "do_center_crop", flag, "preprocessor_config.json")
-    cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
-    return size_field(pixels, "crop_size")[1] if cuts else size_field(pixels, "size", kind.startswith(_BY_EDGE))[1]
+    cuts = read(pixels, "do_center_crop", flag, "preprocessor_config.json")
+    if _defaults(pixels).get("do_center_crop", False) if cuts is None else cuts:
+        return size_field(pixels, "crop_size")[1]
+    return size_field(pixels, "size", _by_edge(pixels))[1]
 
 
-def _kind(pixels: dict) -> str:
-    """The class of a processor; older files call it a feature extractor."""
-    return str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))
+def processor_class(pixels: dict) -> str:
+    """A processor's class without its endings; older files call it a feature extractor."""
+    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))
+    return re.sub(r"(ImageProcessor|FeatureExtractor)(Pil|Fast)?$", "", kind)
 
 
-def _filter(pixels: dict, kind: str) -> str:
-    """The filter's name; a processor of the ViT or DINOv3 whose file says none is bilinear."""
+def _defaults(pixels: dict) -> dict:
+    """The fields that a processor's class sets; DINOv3's, by torchvision, sets those of the ViT's."""
+    return PROCESSORS.get(processor_class(pixels).removeprefix("DINOv3"), {})
+
+
+def _by_edge(pixels: dict) -> bool:
+    """Whether one number is the shortest edge of an image."""
+    return "shortest_edge" in _defaults(pixels).get("size", {})
+
+
+def _filter(pixels: dict) -> str:
+    """The name of the filter."""
     number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), "preprocessor_config.json")
-    if number is None:
-        return "bilinear" if kind.startswith(_BILINEAR) else "bicubic"
-    return arguments.INTERPOLATIONS[number]
+    return arguments.INTERPOLATIONS[_defaults(pixels).get("resample", 3) if number is None else number]
 
 
 def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
