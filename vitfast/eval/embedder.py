@@ -29,7 +29,6 @@ from ..ops._dispatch import current_mode
 from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow
 from .backbones import backbone
-from .cuda_graph import Graphed
 
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
 AHEAD = 4  # images that each worker reads ahead
@@ -320,8 +319,10 @@ class Embedder:
         if mode not in self._graphs:  # a job of one batch captures nothing
             self._graphs[mode] = None
             return run(given)
-        self._graphs[mode] = self._graphs[mode] or Graphed(run, given)
-        return self._graphs[mode](given)
+        if self._graphs[mode] is None:
+            with torch.cuda.device(self.device):
+                self._graphs[mode] = torch.cuda.make_graphed_callables(run, (given,))
+        return self._graphs[mode](given).clone()  # the next replay writes into the same memory
 
     @property
     def _full(self) -> int:
