@@ -61,8 +61,8 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
     add_run_options(parser)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
-    resume = "auto: go on where the run folder stopped (default)"
-    add("--resume", metavar="auto|never|PATH", default="auto", help=resume)
+    resume = "auto: go on where the run folder stopped (default), or go on from a finished run to another length"
+    add("--resume", metavar="auto|never|PATH", default=None, help=resume)
     add("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
 
 

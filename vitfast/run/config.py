@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from ..errors import InputError, both_ends
 
+# What the names of timm's data sets start with, and an example of each.
+NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
+NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
 MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
 
 
@@ -75,7 +78,10 @@ class Recipe:
     name: str = ""
     about: str = ""  # the command, and what was published for it
     model: str = "B/16"
-    img_size: int = count(224, 16384)
+    # 0: the size of the weights that the run starts from.
+    img_size: int = rule(
+        224, lambda value: 0 <= value <= 16384, "be at most 16384, and positive, or 0 for the weights' own"
+    )
     epochs: float | None = rule(None, lambda value: 0 < value <= 1e6, "be positive, and at most a million")
     steps: int | None = count(None, 10**12)  # in place of epochs
     batch_size: int = count(1024, 10**9)
@@ -92,6 +98,7 @@ class Recipe:
     lr_decay: str = choice("cosine", "linear", "constant")
     lr_end: float = at_least(0.0, 0)
     warmup_steps: int = within(0, "[0, 1e12]")
+    warmup_ratio: float = within(0.0, "[0, 1)")  # share of the run, where that is longer than warmup_steps
     weight_decay: float = at_least(0.0, 0)  # decoupled, times the learning rate, on kernels only
     momentum: float = within(0.9, "[0, 1)")  # of sgd
     # Of adamw and lamb.

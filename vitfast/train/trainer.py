@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from ..run.files import write_text
 from ..run.lock import locked
 from .early import EarlyStop
+from .introduction import introduce
 from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
@@ -35,21 +37,25 @@ MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run
 
 
 class Stopper:
-    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once.
+    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second Ctrl-C stops at once.
 
-    This lasts until `stack` closes.
+    This lasts until `stack` closes. told: whether this process says so, at once, on standard error.
     """
 
-    def __init__(self, stack: contextlib.ExitStack):
-        self.wanted = False
+    def __init__(self, stack: contextlib.ExitStack, told: bool):
+        self.wanted, self.interrupted, self.told = False, False, told
         with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, self._stop))
 
     def _stop(self, number, frame):
-        if self.wanted and number == signal.SIGINT:
+        if self.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.wanted = True
+        if self.told and (number == signal.SIGINT or not self.wanted):
+            again = "; Ctrl-C again to stop now" if number == signal.SIGINT else ""
+            # Not by `print`, which may be what the signal interrupted.
+            os.write(2, f"\nvitfast: stopping after this step{again}\n".encode())
+        self.wanted, self.interrupted = True, self.interrupted or number == signal.SIGINT
 
 
 class Trainer:
@@ -62,12 +68,13 @@ class Trainer:
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
         self.config, self.run, self.resume = config, Path(config.output), resume
-        check_output(self.run, config.early_stop)
+        check_output(self.run)
         self.ranks, self.device = join(choose_device(config.device))
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
+        introduce(config, model, self.data, self.device, self.dtype)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
@@ -91,10 +98,13 @@ class Trainer:
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
-        """Runs to the end and returns summary.json's content, or {finished: False, ...} if asked to stop."""
+        """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
+
+        Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved.
+        """
         self.meter, self.metrics = Meter(), None  # metrics: on the first rank alone
         with contextlib.ExitStack() as stack:
-            stopper = Stopper(stack)
+            stopper = Stopper(stack, self.ranks.first)
             self._write(".", self.ranks.on_first, self._open_folder, stack)
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.progress):
@@ -102,6 +112,8 @@ class Trainer:
             if self.done:
                 return self._finish(result)
         logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+        if stopper.interrupted:
+            raise KeyboardInterrupt
         return dict(finished=False, step=self.step, steps=self.total)
 
     @property
