@@ -26,11 +26,12 @@ def add_shared(parser: argparse.ArgumentParser, *names: str, **changes) -> None:
         parser.add_argument(name, **_SHARED[name] | changes)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The settings of a training run."""
+def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
+    """The settings of a training run. recipe: what the help says of a run that names no recipe."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
-    add("--recipe", metavar="NAME", help="where the settings start from; `vitfast recipes` lists them")
+    recipes = "where the settings start from; `vitfast recipes` lists them"
+    add("--recipe", metavar="NAME", help=f"{recipes} (default: {recipe})" if recipe else recipes)
     add(
         "--model",
         metavar="NAME",
@@ -56,9 +57,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_set(parser, "any other setting; pretrain --print-config shows them")
 
 
-def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
+def add_training_options(parser: argparse.ArgumentParser, weights_help: str, recipe: str) -> None:
     """The settings of one run that can be resumed."""
-    add_run_options(parser)
+    add_run_options(parser, recipe)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
     resume = "auto: go on where the run folder stopped (default), or go on from a finished run to another length"

@@ -7,7 +7,8 @@ from .options import add_training_options, setting_layers, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_training_options(parser, "start from these weights instead of from scratch")
+    recipe = "digits for --data digits, else vit-b16/imagenet"
+    add_training_options(parser, "start from these weights instead of from scratch", recipe)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -53,11 +53,16 @@ def _is_own_best(best: Path) -> bool:
     """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
     default = as_plain(Config())  # for fields that are newer than the run
     try:
-        settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
-        own = read_settings(best.parent)
+        settings = _saved_settings(best)
+        own = read_settings(best.parent) or _saved_settings(find_checkpoint(best.parent))
         return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | own)
     except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
         return False
+
+
+def _saved_settings(checkpoint: Path) -> dict:
+    """The settings of the run in a checkpoint's record, whatever else is damaged."""
+    return json.loads((checkpoint / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -11,6 +11,7 @@ from ..data.samples import ONE, seed_everything
 from ..errors import InputError
 from ..eval.accuracy import cut_as_told
 from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
+from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
 from ..model.presets import pair, preset
 from ..model.vit import ViT
@@ -69,7 +70,7 @@ def set_up(
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
             replace_head(model, len(data.classes))
     elif config.task == "finetune":
-        raise InputError("finetune starts from weights: add --weights FILE_OR_FOLDER")
+        raise InputError(f"finetune starts from weights: add --weights FILE_OR_FOLDER, or --weights {EXAMPLE}")
     elif not config.img_size:
         raise InputError("img_size 0 stands for the size of the weights, and this run has none: give --img-size")
     else:
