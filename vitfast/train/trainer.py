@@ -16,6 +16,7 @@ from torch import Tensor
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
+from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told
@@ -79,6 +80,7 @@ class Trainer:
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
+        self.answers = None  # those of the last evaluation, for the report
         self.saved = None  # the step of the run's last checkpoint
         self.index = {}  # the `data_index`, on the first rank alone
         self.ranks.on_first(lambda: self.index.update(data_index(self.data, record.get("data"), self.checkpoint)))
@@ -190,8 +192,11 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """Loss and accuracy of the model that is kept, on the validation set."""
-        function = evaluate_masked if self.train_step.masked else evaluate
-        return function(self.train_step.averaged, self.data, self.device, self.dtype)
+        what = self.train_step.averaged, self.data, self.device, self.dtype
+        if self.train_step.masked:
+            return evaluate_masked(*what)
+        self.answers = Collector(self.config.objective)
+        return evaluate(*what, self.answers.add)
 
     @property
     def epoch(self) -> float:
@@ -367,6 +372,7 @@ class Trainer:
             seconds=round(self.seconds, 2),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
+            threads=torch.get_num_threads(),
             precision=str(self.dtype or torch.float32).removeprefix("torch."),
             parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
@@ -382,8 +388,9 @@ class Trainer:
         summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
+        answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, self.dtype)
+            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
         return summary
 
 
