@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..eval.accuracy import open_weights
+from ..eval.inspect.page import columns
 from ..run.config import Config
 from ..run.files import as_csv
 from ..run.results import Results
@@ -70,7 +71,7 @@ def showed(summary: dict) -> str:
     """The sentences on the test images that are answered rightly before and after fine-tuning."""
     images, shares = summary["test_images"], (summary["pretrain_accuracy"], summary["finetune_accuracy"])
     before, after = (round(share * images) for share in shares)
-    change = f"{abs(after - before)} {'more' if after > before else 'fewer'}" if after != before else "as many as before"
+    change = f"{abs(after - before)} {'more' if after > before else 'fewer'}" if after != before else "as many"
     chance = sum(share * (1 - share) * images for share in shares) ** 0.5
     verdict = "more than chance" if abs(after - before) > 2 * chance else "no more than chance would give"
     return (
@@ -104,4 +105,5 @@ def write_report(output: Path, summary: dict, results: Results) -> None:
         "scans of handwritten digits, then fine-tuned at a higher resolution: its position embeddings interpolated in "
         "2-D, its head replaced by one zero linear layer. ± is the standard error."
     )
-    results.write("report.html", encoded_page("vitfast demo", numbers | origin(), sections, introduction))
+    sections["Origin"] = ("", columns(("", ""), origin().items(), left=2))
+    results.write("report.html", encoded_page("vitfast demo", numbers, sections, introduction))

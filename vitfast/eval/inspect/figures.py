@@ -111,7 +111,7 @@ def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = Non
     Numbers that are missing or not finite leave a gap. best: the epochs of the runs' best evaluations, which a line
     marks.
     """
-    figure = Figure(figsize=(max(6, 5 * len(runs)), 7))
+    figure = Figure(figsize=(max(6, 5 * len(runs)), 7), layout="constrained")
     axes = figure.subplots(3, len(runs), squeeze=False, sharex="col")
     for column, (name, metrics) in enumerate(runs.items()):
         for axis, key in zip(axes[:, column], ("loss", "accuracy", "lr")):

@@ -28,6 +28,7 @@ pre{background:var(--code);padding:.75rem;border-radius:.3rem;white-space:pre-wr
 .matrix td+td,.matrix th+td{border:1px solid var(--line)}
 .matrix th{padding:.15rem .4rem;max-width:9rem;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .matrix thead th{writing-mode:vertical-rl;transform:rotate(180deg);max-width:none;max-height:9rem;padding:.4rem 0}
+@media (max-width:30rem){td,th{padding-right:.5rem}.scroll{font-size:.85rem}}
 .gallery{display:flex;flex-wrap:wrap;gap:.75rem}
 figure{margin:0;width:6rem;font-size:.8rem;overflow-wrap:anywhere;white-space:pre-line}
 figure img{width:100%;image-rendering:pixelated}.marked{color:var(--mark)}"""

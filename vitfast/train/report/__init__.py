@@ -15,18 +15,18 @@ from ...errors import InputError
 from ...eval.accuracy import open_weights
 from ...eval.answers import Answers, look
 from ...eval.inspect.measures import attention_rollout, position_similarity
-from ...eval.inspect.page import columns, fold, page, picture, table
+from ...eval.inspect.page import columns, fold, page, picture
 from ...model.baselines import load_any
 from ...model.vit import ViT
 from ...run.config import Config
 from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
 from ...run.lock import LOCK, locked
-from ..resume import SPLITS, read_record
+from ..resume import CHANGED, SPLITS, read_record
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
 from .commands import cpu_name, next_commands, origin
-from .progress import curves, progress
+from .progress import curves, progress_sections
 from .words import results, settings, with_error
 
 ATTENDED = 8  # validation images with attention
@@ -63,10 +63,10 @@ def write_report(
     model = load_any(config.model, last).to(device).eval()  # not compiled, not sharded
     weights, about = which_model(run, summary)
     note, commands = next_commands(config, summary, weights)
-    sections = {"Next": (f"{note} {about}".rstrip(), commands)} | progress(config, data)
+    sections = {"Next": (f"{note} {about}".rstrip(), commands)} | progress_sections(config, data)
     sections |= model_sections(model, data, device, dtype, config.objective, answers) | many_sizes(summary)
     sections["Settings"] = _settings(config)
-    sections["Origin"] = ("", table(_origin(run, summary)))
+    sections["Origin"] = _origin(run, summary)
     text = encoded_page(f"vitfast {config.task}", results(summary), sections, introduction(config, summary))
     write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(text))
 
@@ -113,25 +113,23 @@ def which_model(run: Path, summary: dict) -> tuple[Path, str]:
 
 
 def _settings(config: Config) -> tuple[str, str]:
-    header, (others, own) = ("setting", "value", "field"), settings(config)
-    text = columns(header, others, left=3) + fold(
-        f"{len(own)} settings at their defaults", columns(header, own, left=3)
-    )
-    return "They are in config.yaml; --set FIELD=VALUE changes one.", text
+    header, (shown, rest) = ("setting", "value", "field"), settings(config)
+    folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
+    return "They are in config.yaml; --set FIELD=VALUE changes one.", columns(header, shown, left=3) + folded
 
 
-def _origin(run: Path, summary: dict) -> dict[str, str]:
+def _origin(run: Path, summary: dict) -> tuple[str, str]:
     """The command, versions, machine and data of a run."""
     where = summary["device"] if summary["device"] != "cpu" else cpu_name()
     facts = origin() | {"device": where, "processes": f"{summary['ranks']}", "precision": summary["precision"]}
-    if "threads" in summary:
-        facts["CPU threads"] = f"{summary['threads']}"
-    data = read_record(run / "checkpoints" / LAST)["data"]
+    facts |= {"CPU threads": f"{summary['threads']}"} if "threads" in summary else {}
+    data, note = read_record(run / "checkpoints" / LAST)["data"], ""
     for split, name in zip(SPLITS, ("training", "validation")):
-        hashes = [data[f"{split}_{kind}"] for kind in ("names", "labels", "sizes") if f"{split}_{kind}" in data]
+        hashes = [data[f"{split}_{kind}"] for kind in CHANGED if f"{split}_{kind}" in data]
         if hashes:
             facts[f"fingerprint of the {name} images"] = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
-    return facts
+            note = "A fingerprint is a hash of the paths, classes and sizes of all files."
+    return note, columns(("", ""), facts.items(), left=2)
 
 
 def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
@@ -172,14 +170,17 @@ def model_sections(
 
 def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     """Attention rollout and position embeddings, as `vitfast inspect` draws them."""
+    from matplotlib import rc_context
+
     from ...eval.inspect.figures import as_png, draw_attention, draw_similarity
     from ...eval.inspect.report import SECTIONS
 
+    grey = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "0.48")  # reads on white and on black
     rollout = draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy())
     pictures = dict(rollout=picture(as_png(rollout, transparent=True), SECTIONS["rollout"][0]))
-    with suppress(InputError):  # the model adds no positions to its patches
-        similarity = as_png(draw_similarity(position_similarity(model).cpu().numpy(), pixels=400))
-        pictures["positions"] = picture(similarity, SECTIONS["positions"][0], chart=True)
+    with suppress(InputError), rc_context(grey):  # InputError: the model adds no positions to its patches
+        positions = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
+        pictures["positions"] = picture(as_png(positions, transparent=True), SECTIONS["positions"][0])
     return {
         heading: (note, pictures[name]) if name in pictures else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()

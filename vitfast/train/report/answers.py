@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +66,7 @@ def _classes(answers: Answers, data: Data) -> tuple[str, str]:
         told = (tuple(f"{s[k]:.1%}" if of[k] else "" for s, of in zip(shares, totals)) for k in chosen)
         return [(names[k], *(f"{each[k]:,}" for each in known), *shown) for k, shown in zip(chosen, told)]
 
-    note = f"{len(names):,} classes; {_spread(images)} validation images of each"
+    note = f"{len(names):,} classes; {_spread(images)} of {looked_at(answers, data)} validation images each"
     note += f", {_spread(trained)} training images." if trained is not None else "."
     if answers.named is not None:
         note += " Found: images of the class that get a probability above one half for it. Right where named: images "
@@ -84,10 +86,8 @@ def _training_counts(data: Data) -> np.ndarray | None:
     labels = by_index(data.train).labels
     if labels is None:
         return None
-    labels = np.concatenate(
-        [np.atleast_1d(np.array(each, np.int64)) for each in labels] if data.multi_label else [labels]
-    )
-    return np.bincount(labels.astype(np.int64), minlength=len(data.classes))
+    labels = itertools.chain.from_iterable(labels) if data.multi_label else labels
+    return np.bincount(np.fromiter(labels, np.int64), minlength=len(data.classes))
 
 
 def _spread(images: np.ndarray) -> str:
@@ -103,7 +103,7 @@ def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> t
 
 def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -> tuple[str, str]:
     """The wrongly answered images, up to SHOWN of them, the most confident first."""
-    wrong, total, note = answers.wrong, len(answers), ""
+    wrong, looked, note = answers.wrong, looked_at(answers, data), ""
     if isinstance(by_index(data.val), Shards):
         answers, images = look(model, data, device, dtype, objective, STREAMED)
         note = f" The data is read in order: the pictures are of the first {len(answers):,} images."
@@ -112,8 +112,7 @@ def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -
     else:
         shown = wrong[:SHOWN]
         pixels = images_at(data, answers.index[shown].tolist())
-        root = printable(str(Path(data.config.data))) + "/"
-        place = lambda i: "\n" + data.val.name(int(answers.index[i])).removeprefix(root)  # noqa: E731
+        place = partial(_place, answers, data)
     pictures = []
     for i, image in zip(shown.tolist(), pixels):
         truth = answers.labels[i].nonzero()[:, 0].tolist() if data.multi_label else [int(answers.labels[i])]
@@ -121,19 +120,30 @@ def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -
         caption = f"{data.classes[answers.found[i]]} {answers.probability[i]:.0%}, is {names}{place(i)}"
         pictures.append((thumbnail(image, f"validation image, {names}"), caption, True))
     if not len(wrong):
-        return f"All {total:,} validation images that were looked at are answered rightly.", ""
-    many = f"Of {total:,} validation images {len(wrong):,} are answered wrongly"
+        return f"The answers to {looked} validation images are all right.", ""
+    many = f"Of {looked} validation images, {len(wrong):,} are answered wrongly"
     these = "" if len(shown) == len(wrong) or note else f"; these are {len(shown)} of them"
     order = "Each shows the answer with its probability and the true class; the most confident answers come first."
     rest = fold(f"{len(pictures) - OPEN} more", gallery(pictures[OPEN:])) if pictures[OPEN:] else ""
     return f"{many}{these}. {order}{note}", gallery(pictures[:OPEN]) + rest
 
 
+def _place(answers: Answers, data: Data, number: int) -> str:
+    """A line with the name of an answer's image, without the folder of the data."""
+    name = by_index(data.val).name(int(answers.index[number]))
+    return "\n" + name.removeprefix(printable(str(Path(data.config.data))) + "/")
+
+
+def looked_at(answers: Answers, data: Data) -> str:
+    """How many validation images got an answer, and of how many where that is not all."""
+    return f"{len(answers):,}" if len(answers) == len(data.val) else f"{len(answers):,} of the {len(data.val):,}"
+
+
 def images_at(data: Data, indices: list[int]) -> Iterator[Tensor]:
     """The validation images at these indices as the model reads them, uint8 (C, H, W) each, a few held at a time."""
     config = dataclasses.replace(data.config, eval_batch_size=16)
     data = dataclasses.replace(data, config=config, workers=0, ranks=ONE)
-    for images, _, _ in data.in_order(Subset(data.val, indices)) if indices else ():
+    for images, _, _ in data.in_order(Subset(by_index(data.val), indices)) if indices else ():
         yield from images
 
 

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 def program() -> list[str]:
     """The words that start vitfast in the way that this process was started."""
-    name = Path(sys.argv[0]).name
-    return ["python", "-m", "vitfast"] if name == "__main__.py" else [name]
+    path = Path(sys.argv[0])
+    return ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
 
 
 def origin() -> dict[str, str]:
@@ -61,7 +61,7 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
     """The section of the commands to copy, quoted for a shell. weights: the folder of the model that they take."""
     run, weights = os.path.abspath(config.output), os.path.abspath(weights)
     folder = os.path.abspath(config.data) if Path(config.data).is_dir() else None
-    start = program() if program()[0] == "python" else ["vitfast"]
+    start = program() if program() == ["python", "-m", "vitfast"] else ["vitfast"]
     lines = []
 
     def add(comment: str, *words: str, before: str = "", launch: list[str] = start) -> None:

@@ -25,7 +25,7 @@ def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return {"Curves": (note, picture(as_png(figure), "loss, accuracy and learning rate against epochs", chart=True))}
 
 
-def progress(config: Config, data: Data) -> dict[str, tuple[str, str]]:
+def progress_sections(config: Config, data: Data) -> dict[str, tuple[str, str]]:
     """The sections of the curves and of the evaluations of a run."""
     records = read_metrics(Path(config.output))
     sections = curves({config.task: Path(config.output)})
@@ -38,15 +38,15 @@ def progress(config: Config, data: Data) -> dict[str, tuple[str, str]]:
 
 def _table(records: list[dict], evaluations: list[dict]) -> str:
     best = best_evaluation(records)
-    few = evaluations[:: -(-len(evaluations) // ROWS)]
-    shown = [each for each in evaluations if each in few or each is best or each is evaluations[-1]]
+    every, last = -(-len(evaluations) // ROWS), len(evaluations) - 1
+    shown = [each for i, each in enumerate(evaluations) if i % every == 0 or i == last or each is best]
     training = {record["step"]: record for record in records if record["split"] == "train"}
     rows = []
     for each in shown:
         losses = training.get(each["step"], {}).get("loss"), each["loss"]
         mark = "best" if each is best else ""
         numbers = [_number(value) for value in (*losses, each["accuracy"])]
-        rows.append((f"{each['epoch']:.4g}", f"{each['step']:,}", *numbers, mark))
+        rows.append((f"{each['epoch']:.2f}", f"{each['step']:,}", *numbers, mark))
     header = ("epoch", "step", "training loss", "validation loss", "validation accuracy", "")
     return columns(header, rows, left=0, marked=shown.index(best) if best else None)
 
@@ -68,19 +68,19 @@ def is_number(value: float | None) -> bool:
 def overfitting(records: list[dict]) -> str:
     """A sentence on whether the validation loss rises while the training loss falls; "" where that cannot be told.
 
-    It rises where the median of its last three values is above the minimum by more than RISE and by more than the
-    noise: four standard deviations of one value, which the second differences of neighbours tell, without the trend.
+    Medians of three neighbours are compared: it rises where the last one is above the lowest one by more than RISE and
+    by more than the noise, four standard deviations of one value, which second differences tell without the trend.
     """
     evaluations = [each for each in records if each["split"] == "val" and is_number(each["loss"])]
     losses = [each["loss"] for each in evaluations]
     if len(losses) < 4:
         return ""
-    lowest = losses.index(min(losses))
-    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:])]
-    noise = statistics.median(bends) / (0.6745 * 6**0.5)
-    end = statistics.median(losses[-3:])
-    rise = end - losses[lowest]
-    if lowest > len(losses) - 3 or rise <= max(RISE * abs(losses[lowest]), 4 * noise):
+    threes = list(zip(losses, losses[1:], losses[2:]))
+    medians = [statistics.median(three) for three in threes]
+    noise = statistics.median(abs(a - 2 * b + c) for a, b, c in threes) / (0.6745 * 6**0.5)
+    first = medians.index(min(medians))  # of the three values around the lowest one
+    lowest, end = min(range(first, first + 3), key=losses.__getitem__), medians[-1]
+    if end - medians[first] <= max(RISE * abs(losses[lowest]), 4 * noise) or lowest == len(losses) - 1:
         return "The validation loss does not rise: there is no sign of overfitting."
     at, now = evaluations[lowest], evaluations[-1]
     told = f"The validation loss is lowest at epoch {_epoch(at)} ({at['loss']:.4f}) and rises to {end:.4f}"

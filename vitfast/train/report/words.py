@@ -66,6 +66,7 @@ FIELDS = dict(
 )
 # Fields in which None or "" means a default that depends on the machine, the data or the weights.
 DEFAULT = frozenset("crop_mode crop_pct interpolation weight_init device compile workers eval_every save_every".split())
+SHOWN = frozenset("model img_size epochs steps batch_size optimizer lr lr_decay weight_decay seed".split())
 RESULTS = dict(
     loss="validation loss",
     top5="top-5 accuracy",
@@ -103,12 +104,13 @@ def value_in_words(name: str, value) -> str:
 
 
 def settings(config: Config) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(setting, value, field) of the settings that differ from the defaults of a Config, and of the others."""
-    defaults, parts = as_plain(Config()), ([], [])
+    """(setting, value, field) of the settings in SHOWN or other than a Config's defaults, and of the rest."""
+    defaults, shown, rest = as_plain(Config()), [], []
     for name, value in as_plain(config).items():
         if name != "about":
-            parts[value == defaults[name]].append((in_words(name), value_in_words(name, value), name))
-    return parts
+            part = shown if value != defaults[name] or (name in SHOWN and value is not None) else rest
+            part.append((in_words(name), value_in_words(name, value), name))
+    return shown, rest
 
 
 def duration(seconds: float) -> str:
