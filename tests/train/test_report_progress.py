@@ -17,7 +17,7 @@ from runs import digits, finetuning
 from vitfast.data.loader import open_data
 from vitfast.run.config import FIELDS, Config
 from vitfast.train.log import read_metrics
-from vitfast.train.report import commands, progress, which_model, words
+from vitfast.train.report import best_weights, commands, introduction, progress, words
 from vitfast.train.trainer import train
 
 EPOCHS = np.arange(1, 41)
@@ -147,6 +147,7 @@ def test_results_are_words_with_units():
 
 
 @pytest.mark.reports
+@pytest.mark.slow
 def test_commands_of_a_report_run_as_they_stand(tmp_path, monkeypatch, capsys):
     """In a folder whose name needs quotes, from another folder, on data that was named by a relative path."""
     home = tmp_path / "it's <a> folder"
@@ -192,13 +193,16 @@ def test_commands_suit_the_run(tmp_path):
 
 
 def test_the_best_model_is_taken_where_it_is_better(tmp_path):
-    summary = dict(steps=40, accuracy=0.7, best_step=30, best_accuracy=0.75)
-    folder, told = which_model(tmp_path, summary)
-    assert folder == tmp_path / "best" and "step 30 with accuracy 0.7500" in told and "step 40" in told
-    last = tmp_path / "checkpoints" / "last"
-    assert which_model(tmp_path, dict(steps=40, accuracy=0.7)) == (last, "")
-    assert which_model(tmp_path, summary | dict(best_step=40)) == (last, "")
-    assert which_model(tmp_path, summary | dict(best_accuracy=0.7)) == (last, "")
+    summary, last = dict(steps=40, accuracy=0.7, device="cpu"), tmp_path / "checkpoints" / "last"
+    better = summary | dict(best_step=30, best_accuracy=0.75)
+    assert best_weights(tmp_path, better) == tmp_path / "best"
+    assert best_weights(tmp_path, summary) == best_weights(tmp_path, better | dict(best_accuracy=0.7)) == last
+    (tmp_path / "summary.json").touch()
+    told = introduction(digits(tmp_path), better)
+    assert (
+        "looks at the last model, of step 40, in checkpoints/last/. An earlier one was better, of step 30 with" in told
+    )
+    assert "accuracy 0.7500, in best/" in told and "better" not in introduction(digits(tmp_path), summary)
 
 
 def test_origin_names_the_commit_of_a_checkout(tmp_path, monkeypatch):

@@ -353,6 +353,7 @@ class Trainer:
         if record:
             self._record(split="val", loss=loss, accuracy=accuracy)
             self.early.add(self.step, accuracy)
+        self.answers = self.answers if self.done else None  # those of many classes take memory
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 

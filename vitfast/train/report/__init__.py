@@ -61,10 +61,9 @@ def write_report(
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
     model = load_any(config.model, last).to(device).eval()  # not compiled, not sharded
-    weights, about = which_model(run, summary)
-    note, commands = next_commands(config, summary, weights)
-    sections = {"Next": (f"{note} {about}".rstrip(), commands)} | progress_sections(config, data)
+    sections = progress_sections(config, data)
     sections |= model_sections(model, data, device, dtype, config.objective, answers) | many_sizes(summary)
+    sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
     sections["Settings"] = _settings(config)
     sections["Origin"] = _origin(run, summary)
     text = encoded_page(f"vitfast {config.task}", results(summary), sections, introduction(config, summary))
@@ -91,25 +90,25 @@ def encoded_page(title: str, *content) -> bytes:
 
 
 def introduction(config: Config, summary: dict) -> str:
-    """The sentences below the title: what was trained on what, where and when."""
+    """The sentences below the title: what was trained, on what, where and when; and which model the report is on."""
+    run = Path(config.output)
     what = "Fine-tuning" if config.task == "finetune" else "Pre-training"
     where = summary["device"] if summary["device"] != "cpu" else f"the CPU ({cpu_name()})"
-    finished = datetime.fromtimestamp((Path(config.output) / "summary.json").stat().st_mtime).astimezone()
-    recipe = f" by the recipe {config.name}" if config.name else ""
-    told = f"{what} of {config.model} at {config.img_size} pixels on {config.data}{recipe}, finished on "
-    return f"{told}{finished:%Y-%m-%d at %H:%M %Z} on {where}. ± is the standard error."
+    finished = datetime.fromtimestamp((run / "summary.json").stat().st_mtime).astimezone()
+    told = f"{what} of {config.model} at {config.img_size} pixels on {config.data}"
+    told += f" by the recipe {config.name}" if config.name else ""
+    told += f", finished on {finished:%Y-%m-%d at %H:%M %Z} on {where}. ± is the standard error. This report looks at "
+    told += f"the last model, of step {summary['steps']:,}, in checkpoints/{LAST}/."
+    if best_weights(run, summary).name != BEST:
+        return told
+    better = f"of step {summary['best_step']:,} with accuracy {summary['best_accuracy']:.4f}, in {BEST}/"
+    return f"{told} An earlier one was better, {better}: the commands below take that."
 
 
-def which_model(run: Path, summary: dict) -> tuple[Path, str]:
-    """The folder of the run's best model, and a sentence where that is not the last one, which a report looks at."""
-    last, best = run / "checkpoints" / LAST, run / BEST
-    if summary.get("best_step") in (None, summary["steps"]) or summary["best_accuracy"] <= summary["accuracy"]:
-        return last, ""
-    told = (
-        f"They take the best model, of step {summary['best_step']:,} with accuracy {summary['best_accuracy']:.4f}, in "
-    )
-    told += f"{BEST}/. The answers and figures below are of the last one, of step {summary['steps']:,} with accuracy "
-    return best, f"{told}{summary['accuracy']:.4f}, in checkpoints/{LAST}/."
+def best_weights(run: Path, summary: dict) -> Path:
+    """The folder of a run's best model where the last one has a lower accuracy, else that of the last one."""
+    last, best = run / "checkpoints" / LAST, summary.get("best_accuracy")
+    return run / BEST if best is not None and best > summary["accuracy"] else last
 
 
 def _settings(config: Config) -> tuple[str, str]:
