@@ -28,11 +28,8 @@ from vitfast.train.trainer import train
 pytestmark = pytest.mark.reports
 CPU = torch.device("cpu")
 LIMIT = 3e6  # bytes
-PROGRESS, INSIDE, ENDS = (
-    ["Next", "Curves", "Evaluations"],
-    ["Position embeddings", "Attention rollout"],
-    ["Settings", "Origin"],
-)
+PROGRESS, ENDS = ["Curves", "Evaluations"], ["Next commands", "Settings", "Origin"]
+INSIDE = ["Position embeddings", "Attention rollout"]
 ANSWERS = ["Classes", "Confusion matrix", "Most confused pairs", "Wrong answers"]
 
 

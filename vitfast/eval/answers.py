@@ -63,16 +63,17 @@ class Answers:
 
 
 class Collector:
-    """Collects the answers of an evaluation: `add` is an `on_logits` of `evaluate`, and `gather` comes after it.
+    """Collects the answers of an evaluation.
 
-    objective: with "sigmoid" each class has a probability by itself, with "softmax" they share 1.
+    `add` is an `on_logits` of `evaluate`, and `gather` comes after it. objective: with "sigmoid" each class has a
+    probability by itself, with "softmax" they share 1.
     """
 
     def __init__(self, objective: str):
         self.sigmoid, self.batches = objective == "sigmoid", []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Notes a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING where an image does not count."""
+        """Notes a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING where none counts."""
         found = logits.argmax(-1, keepdim=True)  # not of the probabilities, which saturate
         probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         columns = [found, probabilities.gather(-1, found), labels if labels.dim() == 2 else labels[:, None]]
@@ -98,7 +99,7 @@ class Collector:
 def look(
     model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None, objective: str, most: int
 ) -> tuple[Answers, list[Tensor]]:
-    """The answers to at most about `most` validation images, and where these are Shards, the images of the answers.
+    """The answers to at most about `most` validation images; of Shards also the images.
 
     model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
     """

@@ -57,7 +57,7 @@ def table(facts: dict[str, str]) -> str:
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, marked: int | None = None) -> str:
-    """A <table> with a header. left: how many columns hold text, at its left. marked: the number of a marked row."""
+    """A <table> with a header; its first `left` columns are text, and row `marked` is coloured."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = []
     for number, row in enumerate(rows):

@@ -90,7 +90,7 @@ def encoded_page(title: str, *content) -> bytes:
 
 
 def introduction(config: Config, summary: dict) -> str:
-    """The sentences below the title: what was trained, on what, where and when; and which model the report is on."""
+    """The sentences below the title: what was trained where and when, and the model of the report."""
     run = Path(config.output)
     what = "Fine-tuning" if config.task == "finetune" else "Pre-training"
     where = summary["device"] if summary["device"] != "cpu" else f"the CPU ({cpu_name()})"
@@ -106,7 +106,7 @@ def introduction(config: Config, summary: dict) -> str:
 
 
 def best_weights(run: Path, summary: dict) -> Path:
-    """The folder of a run's best model where the last one has a lower accuracy, else that of the last one."""
+    """The folder of a run's best model, which is the last one where none was better."""
     last, best = run / "checkpoints" / LAST, summary.get("best_accuracy")
     return run / BEST if best is not None and best > summary["accuracy"] else last
 

@@ -1,4 +1,4 @@
-"""The sections on a model's answers: its classes, the pairs that it confuses, the images that it gets wrong."""
+"""The sections on a model's answers: classes, confused pairs, wrong images."""
 
 import dataclasses
 import io
@@ -37,7 +37,10 @@ def answer_sections(
     dtype: torch.dtype | None,
     objective: str,
 ) -> dict[str, tuple[str, str]]:
-    """The sections, by their headings. model: in eval mode; it looks at images again only where these are Shards."""
+    """The sections, by their headings.
+
+    model: in eval mode; it looks at images again only where these are Shards.
+    """
     sections = {"Classes": _classes(answers, data)}
     if answers.named is None:
         if len(data.classes) <= WHOLE:
@@ -140,7 +143,7 @@ def looked_at(answers: Answers, data: Data) -> str:
 
 
 def images_at(data: Data, indices: list[int]) -> Iterator[Tensor]:
-    """The validation images at these indices as the model reads them, uint8 (C, H, W) each, a few held at a time."""
+    """The validation images at these indices as the model reads them, uint8 (C, H, W)."""
     config = dataclasses.replace(data.config, eval_batch_size=16)
     data = dataclasses.replace(data, config=config, workers=0, ranks=ONE)
     for images, _, _ in data.in_order(Subset(by_index(data.val), indices)) if indices else ():

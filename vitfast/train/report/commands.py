@@ -58,7 +58,7 @@ def cpu_name() -> str:
 
 
 def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, str]:
-    """The section of the commands to copy, quoted for a shell. weights: the folder of the model that they take."""
+    """The section of the commands to copy, quoted for a shell; `weights` is the model's folder."""
     run, weights = os.path.abspath(config.output), os.path.abspath(weights)
     folder = os.path.abspath(config.data) if Path(config.data).is_dir() else None
     start = program() if program() == ["python", "-m", "vitfast"] else ["vitfast"]

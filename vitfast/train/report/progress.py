@@ -66,7 +66,7 @@ def is_number(value: float | None) -> bool:
 
 
 def overfitting(records: list[dict]) -> str:
-    """A sentence on whether the validation loss rises while the training loss falls; "" where that cannot be told.
+    """A sentence on whether the validation loss rises; "" where that cannot be told.
 
     Medians of three neighbours are compared: it rises where the last one is above the lowest one by more than RISE and
     by more than the noise, four standard deviations of one value, which second differences tell without the trend.
@@ -104,7 +104,7 @@ def _training_loss(records: list[dict], step: int) -> float | None:
 
 
 def about_losses(records: list[dict], reasons: list[str]) -> str:
-    """A sentence on why the training loss lies above the validation loss at the end; "" where it does not.
+    """Why the training loss lies above the validation loss at the end; "" where it does not.
 
     reasons: those of `harder`.
     """
@@ -119,7 +119,7 @@ def about_losses(records: list[dict], reasons: list[str]) -> str:
 
 
 def harder(config: Config, data: Data) -> list[str]:
-    """The settings of a run that make its training loss higher than that of the same images in an evaluation."""
+    """The settings that make a training loss higher than that of an evaluation of the same images."""
     masked, vit = config.objective == "masked", not is_baseline(config.model)
     low, high = config.crop_scale
     other_loss = config.objective == "sigmoid" and not data.multi_label

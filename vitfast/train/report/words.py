@@ -104,7 +104,7 @@ def value_in_words(name: str, value) -> str:
 
 
 def settings(config: Config) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(setting, value, field) of the settings in SHOWN or other than a Config's defaults, and of the rest."""
+    """(setting, value, field) of the settings in SHOWN or other than the defaults, and of the rest."""
     defaults, shown, rest = as_plain(Config()), [], []
     for name, value in as_plain(config).items():
         if name != "about":
