@@ -14,6 +14,7 @@ import pytest
 from commands import CLASSES, make_folder, run_cli
 from runs import digits, finetuning
 
+from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.run.config import FIELDS, Config
 from vitfast.train.log import read_metrics
@@ -168,7 +169,7 @@ def test_commands_of_a_report_run_as_they_stand(tmp_path, monkeypatch, capsys):
         code, said[words[1]], err = run_cli(capsys, *words[1:])
         assert code == 0, err
     assert list(said) == ["predict", "eval", "export", "embed", "pretrain"]
-    assert said["predict"].count(".png") == 36 and f"accuracy {summary['accuracy']:.4f}" in said["eval"]
+    assert said["predict"].count(".png") == 36 and f"accuracy {summary['best_accuracy']:.4f}" in said["eval"]
     assert json.loads((home / "a run" / "summary.json").read_text())["steps"] == 4
     assert (home / "a run" / "model.onnx").exists() and (home / "a run" / "embeddings" / "manifest.json").exists()
 
@@ -178,7 +179,9 @@ def test_commands_suit_the_run(tmp_path):
         return html.unescape(commands.next_commands(config, dict(steps=2) | summary, tmp_path / "best")[1])
 
     run = os.path.abspath(tmp_path)
-    assert f"vitfast pretrain --config {run}/config.yaml --output {run} --epochs 88</pre>" in said(digits(run))
+    assert f"vitfast pretrain --config {run}/config.yaml --output {run} --epochs 88 --resume auto</pre>" in said(
+        digits(run)
+    )
     assert "--steps 20" in said(digits(run, steps=10)) and f"--weights {run}/best" in said(digits(run))
     assert "torchrun --nproc-per-node 4 -m vitfast pretrain" in said(digits(run), ranks=4)
     assert "config.yaml" not in said(digits(run, early_stop=2), stopped_early=True)
@@ -198,11 +201,15 @@ def test_the_best_model_is_taken_where_it_is_better(tmp_path):
     assert best_weights(tmp_path, better) == tmp_path / "best"
     assert best_weights(tmp_path, summary) == best_weights(tmp_path, better | dict(best_accuracy=0.7)) == last
     (tmp_path / "summary.json").touch()
-    told = introduction(digits(tmp_path), better)
+    config = digits(tmp_path)
+    data = open_data(config, (16, 16), (8, 8), None)
+    told = introduction(config, model := ViT.from_preset("Ti/16"), data, better)
+    assert told.startswith("Pre-training of Nano/8 (12 layers of width 192, patches of 16x16, 5,717,416 parameters) on")
+    assert " on images of 16x16 pixels of digits by the recipe digits, finished on " in told
     assert (
         "looks at the last model, of step 40, in checkpoints/last/. An earlier one was better, of step 30 with" in told
     )
-    assert "accuracy 0.7500, in best/" in told and "better" not in introduction(digits(tmp_path), summary)
+    assert "accuracy 0.7500, in best/" in told and "better" not in introduction(config, model, data, summary)
 
 
 def test_origin_names_the_commit_of_a_checkout(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
     ranks = f" on {data.ranks.world} ranks" if data.ranks.world > 1 else ""
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     logger.info(
-        f"This run {TASKS[config.task]} {_model(config, model)}{weights} on images of {size} pixels. "
+        f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images of {size} pixels. "
         f"{config.data} has {images:,} images for training and {len(data.val):,} for validation, in {_classes(data)}. "
         f"The run takes {steps:,} steps of {data.images_per_step:,.0f} images, which is {epochs:,.4g} epochs, "
         f"by {recipe}, on {where}{ranks}, in {_name(dtype)}, with {torch.get_num_threads()} threads "
@@ -45,7 +45,8 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
         logger.warning("this run passes over its data %s times: set --epochs, such as 50", f"{epochs:,.0f}")
 
 
-def _model(config: Config, model: nn.Module) -> str:
+def model_in_words(config: Config, model: nn.Module) -> str:
+    """The name and the size of a run's model."""
     vit = getattr(model, "vit", model)  # of masked patch prediction
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if not isinstance(vit, ViT):

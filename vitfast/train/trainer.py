@@ -5,8 +5,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,31 +30,10 @@ from .resume import data_index, find_start, finished_summary, load_checkpoint, r
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
+from .stopper import Stopper
 
 logger = logging.getLogger("vitfast")
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
-
-
-class Stopper:
-    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second Ctrl-C stops at once.
-
-    This lasts until `stack` closes. told: whether this process says so, at once, on standard error.
-    """
-
-    def __init__(self, stack: contextlib.ExitStack, told: bool):
-        self.wanted, self.interrupted, self.told = False, False, told
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
-            for number in (signal.SIGTERM, signal.SIGINT):
-                stack.callback(signal.signal, number, signal.signal(number, self._stop))
-
-    def _stop(self, number, frame):
-        if self.interrupted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.told and (number == signal.SIGINT or not self.wanted):
-            again = "; Ctrl-C again to stop now" if number == signal.SIGINT else ""
-            # Not by `print`, which may be what the signal interrupted.
-            os.write(2, f"\nvitfast: stopping after this step{again}\n".encode())
-        self.wanted, self.interrupted = True, self.interrupted or number == signal.SIGINT
 
 
 class Trainer:

@@ -22,6 +22,7 @@ from ...run.config import Config
 from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
 from ...run.lock import LOCK, locked
+from ..introduction import model_in_words
 from ..resume import CHANGED, SPLITS, read_record
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
@@ -66,7 +67,9 @@ def write_report(
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
     sections["Settings"] = _settings(config)
     sections["Origin"] = _origin(run, summary)
-    text = encoded_page(f"vitfast {config.task}", results(summary), sections, introduction(config, summary))
+    text = encoded_page(
+        f"vitfast {config.task}", results(summary), sections, introduction(config, model, data, summary)
+    )
     write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(text))
 
 
@@ -89,13 +92,14 @@ def encoded_page(title: str, *content) -> bytes:
     return page(title, *content).encode(errors="replace")
 
 
-def introduction(config: Config, summary: dict) -> str:
+def introduction(config: Config, model: nn.Module, data: Data, summary: dict) -> str:
     """The sentences below the title: what was trained where and when, and the model of the report."""
     run = Path(config.output)
     what = "Fine-tuning" if config.task == "finetune" else "Pre-training"
     where = summary["device"] if summary["device"] != "cpu" else f"the CPU ({cpu_name()})"
     finished = datetime.fromtimestamp((run / "summary.json").stat().st_mtime).astimezone()
-    told = f"{what} of {config.model} at {config.img_size} pixels on {config.data}"
+    size = "x".join(map(str, data.img_size))
+    told = f"{what} of {model_in_words(config, model)} on images of {size} pixels of {config.data}"
     told += f" by the recipe {config.name}" if config.name else ""
     told += f", finished on {finished:%Y-%m-%d at %H:%M %Z} on {where}. ± is the standard error. This report looks at "
     told += f"the last model, of step {summary['steps']:,}, in checkpoints/{LAST}/."

@@ -80,7 +80,7 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
         add("vectors of images, for search", "embed", folder or "IMAGES", "--weights", weights, *output)
     if not summary.get("stopped_early"):
         length = ["--steps", f"{2 * config.steps}"] if config.steps else ["--epochs", f"{2 * config.epochs:g}"]
-        words = [config.task, "--config", f"{run}/config.yaml", "--output", run, *length]
+        words = [config.task, "--config", f"{run}/config.yaml", "--output", run, *length, "--resume", "auto"]
         ranks = summary.get("ranks", 1)
         torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", "vitfast"]
         paths = [path for path in (config.data if folder else "", config.weights) if path and not os.path.isabs(path)]

@@ -15,6 +15,7 @@ FIELDS = dict(
     lr_decay="learning-rate schedule",
     lr_end="last learning rate",
     warmup_steps="warm-up steps",
+    warmup_ratio="share of the run that warms up",
     momentum="momentum of SGD",
     betas="betas of AdamW and LAMB",
     layer_decay="factor of the learning rate per layer",
@@ -94,6 +95,8 @@ def in_words(name: str) -> str:
 
 def value_in_words(name: str, value) -> str:
     """The value of a field of a Config as one reads it."""
+    if name == "img_size" and not value:
+        return "that of the weights"
     if value in (None, "", [], ()):
         return "default" if name in DEFAULT else "unset"
     if isinstance(value, bool):
