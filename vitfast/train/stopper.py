@@ -6,9 +6,10 @@ import signal
 
 
 class Stopper:
-    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second Ctrl-C stops at once.
+    """Makes SIGTERM and the first Ctrl-C a request to stop after the step.
 
-    This lasts until `stack` closes. told: whether this process says so, at once, on standard error.
+    The second Ctrl-C stops at once. This lasts until `stack` closes. told: whether this process says so, at once, on
+    standard error.
     """
 
     def __init__(self, stack: contextlib.ExitStack, told: bool):
