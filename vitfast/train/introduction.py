@@ -1,4 +1,4 @@
-"""What a run is about to do, in one paragraph before its first step, and warnings about its length."""
+"""The paragraph before the first step of a run, and warnings about its length."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ logger = logging.getLogger("vitfast")
 
 
 def introduce(config: Config, model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Logs the model, the data, the length, the device and the folder of a run; warns of lengths that mislead."""
+    """Logs the model, data, length, device and folder of a run; warns of lengths that mislead."""
     steps, images = total_steps(config, len(data.train), data.images_per_step), len(data.train)
     epochs = steps * data.images_per_step / images
     weights = f" of {config.weights}" if config.weights else ""

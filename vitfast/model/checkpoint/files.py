@@ -81,7 +81,7 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
 
 
 def _meant(source: str, path: Path) -> str:
-    """What a user may have meant by weights that are not there, as the end of a message."""
+    """A hint at weights that a user may have meant, as the end of a message."""
     hub = re.fullmatch(
         r"(?:https?://huggingface\.co/|(?:(?:hf|hugging_?face)[-_]?(?:hub)?|hub)[:/]+)(.+)", source, re.IGNORECASE
     )
