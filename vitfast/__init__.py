@@ -66,6 +66,8 @@ def __getattr__(name: str):
     """The Embedder, the compile backend or a module by its earlier name, at its first use."""
     if name == "Embedder":  # it needs timm, torchvision and Pillow, which the core does not
         return importlib.import_module(f"{__name__}.eval.embedder").Embedder
+    if name == "transform":
+        return importlib.import_module(f"{__name__}.eval.pixels").transform
     if name == "backend" or name in MOVED:
         return importlib.import_module(f"{__name__}.{MOVED.get(name, name)}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """Exported files against the model in PyTorch, run by onnxruntime, torch.export and AOTInductor."""
 
 import copy
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +9,19 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import onnxruntime
+import pictures
 import pytest
 import torch
 from checkpoints import SMALL, randomised
+from PIL import Image
+from timm.data import create_transform
 from torch._inductor.exc import InductorError
 
 from vitfast import InputError, ViT, cli, ops
+from vitfast.eval.predict import predict
 from vitfast.model import export as exporting
 from vitfast.model.export import export
+from vitfast.run.config import Config
 
 TOL = dict(atol=1e-4, rtol=1e-4)  # other libraries' sums of logits of size ~1
 
@@ -69,6 +75,33 @@ def test_onnx_of_raw_pixels(model, tmp_path):
     grey = np.full((1, 3, 32, 32), round(255 * 0.3), np.uint8)  # the mean itself: the normalisation is in the file
     (logits,) = session.run(None, {"images": grey})
     torch.testing.assert_close(torch.from_numpy(logits), model(torch.from_numpy(grey)), **TOL)
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["floats", "uint8"])
+def test_onnx_metadata_suffices_for_predicts_answers(raw, tmp_path):
+    """A program that has the file alone, onnxruntime and timm's transforms, says what `vitfast predict` says."""
+    torch.manual_seed(0)
+    names = [f"Класс {i}" for i in range(SMALL["num_classes"])]
+    crop = dict(crop_mode="border", crop_pct=0.9, interpolation="bilinear", mean=(0.4, 0.5, 0.6), std=(0.3, 0.2, 0.25))
+    model = randomised(ViT(**SMALL | crop | dict(img_size=(32, 48), class_names=names)))
+    export(model, tmp_path / "m.onnx", "onnx", uint8=raw)
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    for i, path in enumerate(paths):
+        pictures.smooth(i, 40 + 30 * i, 90 - 10 * i).save(path)
+
+    proto = onnx.load(tmp_path / "m.onnx")
+    told = {entry.key: json.loads(entry.value) for entry in proto.metadata_props}
+    assert told["graph_normalizes"] is raw and told["class_names"] == names
+    for value in (*proto.graph.input, *proto.graph.output):
+        assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
+    keep = {name: told[name] for name in ("crop_mode", "crop_pct", "interpolation", "mean", "std")}
+    make = create_transform((3, *told["img_size"]), is_training=False, use_prefetcher=raw, **keep)
+    images = np.stack([np.asarray(make(Image.open(path))) for path in paths])
+    (logits,) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, {"images": images})
+    answers = torch.from_numpy(logits).softmax(-1)
+    for row, record in zip(answers, predict(model, map(str, paths), Config(workers=0), top_k=len(names))):
+        for found in record["predictions"]:
+            assert abs(row[names.index(found["label"])].item() - found["probability"]) < 1e-5
 
 
 def test_torch_export_is_plain_pytorch_even_with_kernels_on(model, tmp_path):
@@ -128,7 +161,7 @@ def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys,
 
 def test_without_onnxruntime_nothing_is_claimed(weights, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    written = SimpleNamespace(save=lambda path: Path(path).write_text("onnx"))
+    written = SimpleNamespace(model=SimpleNamespace(metadata_props={}), save=lambda path: Path(path).write_text("onnx"))
     monkeypatch.setattr(torch.onnx, "export", lambda program, **kwargs: written)  # the other tests run it
     code, out, _ = run(capsys, "--weights", weights, "--output", tmp_path / "m.onnx", "--format", "onnx")
     assert code == 0 and "not checked, onnxruntime is not installed" in out

@@ -16,9 +16,11 @@ from .jpeg import encoded
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 
 
-def name_of(index: int, image: ImageLike) -> str:
-    """An image's name in messages: its path, or its place in the list."""
-    return printable(os.fsdecode(image)) if isinstance(image, (str, os.PathLike)) else f"images[{index}]"
+def name_of(index: int | None, image: ImageLike) -> str:
+    """An image's name in messages: its path, or its place in the list; index None: of a single image."""
+    if isinstance(image, (str, os.PathLike)):
+        return printable(os.fsdecode(image))
+    return "the image" if index is None else f"images[{index}]"
 
 
 def own(image: ImageLike) -> ImageLike:
@@ -34,15 +36,19 @@ def own(image: ImageLike) -> ImageLike:
 def content(image: ImageLike, name: str, encode: bool = False) -> tuple[Tensor, int, int]:
     """(pixels (3, H, W) uint8, height, width) of an image. Raises Unreadable.
 
+    Pixels are (3, H, W), (1, H, W) or (H, W); an array may be (H, W, 3) too, or (H, W, 4), whose alpha is left out.
     encode: of a grey or RGB JPEG file, its bytes (n,) in place of the pixels (jpeg.encoded).
     """
     if isinstance(image, (Tensor, np.ndarray)):
         shape = tuple(image.shape)
-        if image.dtype not in (torch.uint8, np.uint8) or len(shape) != 3 or shape[0] not in (1, 3) or 0 in shape:
-            got = f"{image.dtype} {shape}"
-            raise Unreadable(f"{name} must be uint8 pixels (3, H, W) or (1, H, W), channels first; got {got}")
+        last = isinstance(image, np.ndarray) and len(shape) == 3 and shape[0] not in (1, 3) and shape[2] in (3, 4)
+        first = len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))
+        if image.dtype not in (torch.uint8, np.uint8) or not (first or last) or 0 in shape:
+            forms = "(3, H, W) or (1, H, W), channels first, (H, W) or, as an array, (H, W, 3)"
+            raise Unreadable(f"{name} must be uint8 pixels {forms}; got {image.dtype} {shape}")
         pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-        return pixels.expand(3, -1, -1), *shape[1:]
+        pixels = pixels[..., :3].permute(2, 0, 1) if last else pixels[None] if len(shape) == 2 else pixels
+        return pixels.expand(3, -1, -1), *pixels.shape[1:]
     try:
         if isinstance(image, Image.Image):
             image = as_rgb(image)

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -163,10 +163,12 @@ def open_data(
     ranks: Ranks = ONE,
     examples: int | None = None,
     prefix: int = 0,
+    mean: Sequence[float] = (0.5, 0.5, 0.5),
 ) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError.
 
-    examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches.
+    examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches. mean: the
+    model's, the colour around the images of crop_mode="border".
     """
     packing = native = None
     if config.task == "eval":
@@ -192,7 +194,7 @@ def open_data(
         jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
-    train_transform, eval_transform = (None, None) if train.transformed else transforms(config, img_size)
+    train_transform, eval_transform = (None, None) if train.transformed else transforms(config, img_size, mean)
     if packing is not None:
         if isinstance(train, Shards):
             need = "images of many sizes need a data set that is read by index"

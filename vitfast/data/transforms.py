@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 from PIL import Image
@@ -71,8 +72,11 @@ def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
-def transforms(config: Config, img_size: tuple[int, int]):
-    """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises."""
+def transforms(config: Config, img_size: tuple[int, int], mean: Sequence[float] = (0.5, 0.5, 0.5)):
+    """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises.
+
+    mean: the colour that fills up an image where crop_mode="border".
+    """
     train = create_transform(
         (3, *img_size),
         is_training=True,
@@ -97,7 +101,7 @@ def transforms(config: Config, img_size: tuple[int, int]):
         interpolation=config.interpolation or "bicubic",
         crop_pct=config.crop_pct or 1.0,
         crop_mode=mode,
-        mean=(0.5, 0.5, 0.5),  # what border fills up with: the middle grey
+        mean=mean,
     )
     if mode == "center":
         evaluate.transforms.insert(0, Trim(img_size))

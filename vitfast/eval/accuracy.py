@@ -189,7 +189,7 @@ def open_weights(
     model = load_any(config.model, config.weights, img_size).to(device).eval()
     compare_pillow(config.weights)
     check_sizes(model, config)
-    data = open_data(cut_as_told(config, model), *sizes(model), device)
+    data = open_data(cut_as_told(config, model), *sizes(model), device, mean=model.mean)
     return model, data, device, autocast_dtype(config.amp, device)
 
 

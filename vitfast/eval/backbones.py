@@ -1,12 +1,9 @@
 """Models that turn images into vectors: our ViT, timm's and transformers', with their preprocessing."""
 
 import dataclasses
-import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +13,12 @@ from ..data.packing import Native
 from ..data.resize import FILTERS, INSTALLED, resize
 from ..errors import InputError
 from ..model.baselines import sizes as sizes_of
-from ..model.checkpoint import hugging_face
-from ..model.checkpoint.files import COMPANIONS
 from ..model.preprocessing import CROP
 from ..model.presets import pair
 from ..model.vit import ViT
 from ..ops import reference as ref
+from .pixels import library_of, of_processor, own_sizes, processor_of, timm_pixels, vit_images
 
-logger = logging.getLogger("vitfast")
 POOLS = ("token", "avg", "map")
 MOST_PATCHES = 4096  # of an image at its own size; a larger one is made smaller
 NAFLEX_PATCHES = 576  # the same of timm's NaFlexViT, as timm's validation has it
@@ -99,14 +94,12 @@ def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=No
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper compiles calls, not forward_features
     if (chans := getattr(inner, "in_chans", 3)) != 3:
         raise InputError(f"Embedder: images have 3 channels, and the model takes {chans}")
-    if isinstance(inner, ViT):
+    library = library_of(inner)
+    if library == "vitfast":
         return _vit(inner, pool, sizes, processor)
-    if hasattr(inner, "forward_head") and hasattr(inner, "forward_features"):
+    if library == "timm":
         return _naflexvit(inner, pool) if hasattr(inner, "_forward_embeds") else _timm(inner, pool, sizes)
-    if hasattr(model, "config") and hasattr(model.config, "model_type"):
-        return _transformers(model, pool, sizes, processor)
-    known = "a ViT of vitfast, a model of timm or one of transformers"
-    raise InputError(f"Embedder: the model must be {known}, got {type(model).__module__}.{type(model).__qualname__}")
+    return _transformers(model, pool, sizes, processor)
 
 
 def _refuse_native(sizes: str | None, what: str) -> None:
@@ -123,7 +116,6 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
     if lacks.get(pool) or (pool or own) is None:
         raise InputError(f"Embedder: the ViT cannot pool by {pool!r}; give pool, one of {', '.join(POOLS)}")
     size, patch = sizes_of(model)
-    crop = {name: getattr(model, name) or default for name, default in CROP.items()}
     prefix = model.num_prefix_tokens
 
     def embed(images: Tensor | list[Tensor]) -> Tensor:
@@ -134,35 +126,18 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
 
     if sizes is not None:
         model.check_many_sizes()
-        prepare = OwnSize(Native(patch, MOST_PATCHES).size_of, crop["interpolation"])
-    elif processor:
-        prepare = _of_processor(_processor(model, processor)[0])
-        if prepare.size != size:
-            raise InputError(f"Embedder: the processor makes images of {prepare.size} pixels, the ViT takes {size}")
+        prepare = OwnSize(Native(patch, MOST_PATCHES).size_of, model.interpolation or CROP["interpolation"])
     else:
-        prepare = EvalTransform.timm(size, **crop, mean=model.mean)
+        prepare = vit_images(model, processor)
     return Backbone(model, prepare, embed, size, patch, prefix, model.mean, model.std)
 
 
 # ---- timm
 
 
-def _timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]:
-    """Size, crop, mean and std of a model of timm, as `timm.data.resolve_model_data_config` has them."""
-    from timm.data import resolve_model_data_config
-
-    told = resolve_model_data_config(model)
-    patches = getattr(model, "patch_embed", None)  # img_size= and set_input_size leave the configuration as it is
-    fixed = patches.img_size if getattr(patches, "strict_img_size", False) else None
-    size = tuple(getattr(model, "image_size", fixed or told["input_size"][1:]))  # image_size of a baseline
-    mean, std = (vars(model).get(name, told[name]) for name in ("mean", "std"))  # a baseline has its own
-    return size, {name: told[name] for name in CROP}, mean, std
-
-
 def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
     _refuse_native(sizes, f"timm's {type(model).__name__}")
-    size, crop, mean, std = _timm_pixels(model)
-    crop |= {name: getattr(model, name) for name in CROP if getattr(model, name, None)}
+    size, crop, mean, std = timm_pixels(model)
     patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 16)
     prefix = getattr(model, "num_prefix_tokens", 0)
     if pool == "token" and not getattr(model, "has_class_token", prefix):
@@ -191,7 +166,7 @@ def _naflexvit(model: nn.Module, pool: str | None) -> Backbone:
     """timm's NaFlexVit at each image's own aspect, as timm's `ResizeToSequence` sizes it."""
     from timm.data.naflex_transforms import get_image_size_for_seq
 
-    size, crop, mean, std = _timm_pixels(model)
+    size, crop, mean, std = timm_pixels(model)
     patch, prefix = pair(model.embeds.patch_size), model.num_prefix_tokens
 
     def size_of(height: int, width: int) -> tuple[int, int]:
@@ -234,20 +209,16 @@ _PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"} 
 def _transformers(model: nn.Module, pool: str | None, sizes: str | None, processor) -> Backbone:
     config = getattr(model.config, "vision_config", model.config)
     patch = pair(getattr(config, "patch_size", None) or 16)
-    told, where = _processor(model, processor)
-    found = hugging_face.statistics(told)
-    mean, std = (value if isinstance(value, Sequence) else (value,) for value in (found["mean"], found["std"]))
-    if None in (*mean, *std):
-        raise InputError(f"Embedder: {where} says no image_mean and image_std; give processor=")
+    told, mean, std = processor_of(model, processor)
     if config.model_type == "vit_mae" and config.mask_ratio:
         raise InputError(f"Embedder: {type(model).__name__} leaves out patches at random; set config.mask_ratio = 0")
     run = getattr(model, "get_image_features", model)
     if "For" in type(model).__name__:  # a classifier; those of CLIP and SigLIP are their own base_model
         run = getattr(model, "vision_model", model.base_model)
-    if config.model_type.startswith("siglip2") and getattr(config, "num_patches", None):
+    if own_sizes(config):
         return _siglip2(model, run, pool, told, patch, mean, std)
     _refuse_native(sizes, f"transformers' {type(model).__name__}")
-    prepare = _of_processor(told)
+    prepare = of_processor(told)
     owners = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     prefix = len(owners & _PREFIX) + (getattr(config, "num_register_tokens", 0) or 0)
 
@@ -255,16 +226,6 @@ def _transformers(model: nn.Module, pool: str | None, sizes: str | None, process
         return _vector(run(pixel_values=ref.normalize(images, mean, std, _dtype(model))), pool, prefix)
 
     return Backbone(model, prepare, embed, prepare.size, patch, prefix, mean, std)
-
-
-def _of_processor(told: dict) -> EvalTransform:
-    """The transform of a processor; DINOv3's resizes by torchvision, here it is by Pillow."""
-    kind = told.get("image_processor_type") or told.get("feature_extractor_type")
-    if kind and not kind.startswith("DINOv3ViT"):
-        return EvalTransform.hugging_face(told)
-    if kind:
-        logger.warning("%s resizes by torchvision; here Pillow's pixels are taken, which differ by rounding", kind)
-    return EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))  # files of old name none
 
 
 def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
@@ -299,35 +260,3 @@ def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) 
     if pool == "avg" and valid is not None:
         return (tokens * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
     return _pooled(tokens, pool or "token", prefix)
-
-
-def _processor(model: nn.Module, given) -> tuple[dict, str]:
-    """preprocessor_config.json of `given`, the model's folder or the hub's cache; and where it is."""
-    if given is not None and not isinstance(given, (str, Path)):
-        given = getattr(given, "image_processor", given)  # a processor of images and texts
-        return (given if isinstance(given, dict) else given.to_dict()), "processor"
-    name = str(given or getattr(getattr(model, "config", None), "_name_or_path", ""))
-    for file in COMPANIONS[:0:-1]:
-        path = _found(name, file) if name else None
-        try:
-            content = json.loads(path.read_text()) if path else None
-        except (OSError, ValueError) as error:
-            raise InputError(f"Embedder: {path} is damaged ({error})") from None
-        if isinstance(content, dict):  # a processor of images and texts has that of images in it
-            return content.get("image_processor") or content, f"{name}/{file}"
-    advice = "give processor=, transformers' image processor or the folder of its preprocessor_config.json"
-    raise InputError(f"Embedder: nothing says how images for {type(model).__name__} are prepared; {advice}")
-
-
-def _found(name: str, file: str) -> Path | None:
-    """A file of a folder, or of a repository as far as it is in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if (Path(name) / file).is_file():
-        return Path(name) / file
-    try:
-        path = try_to_load_from_cache(name, file)
-    except HFValidationError:
-        return None
-    return Path(path) if isinstance(path, str) else None

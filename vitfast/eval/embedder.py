@@ -134,9 +134,9 @@ class Embedder:
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise", "skip"] = "raise") -> Tensor | Embeddings:
         """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
 
-        images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W) or (1, H, W), of any sizes
-        and in any mix. errors: "raise" raises InputError for the first image that cannot be read, by its name; "skip"
-        leaves such images out and returns Embeddings, which lists them.
+        images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W), (1, H, W) or (H, W), arrays
+        (H, W, 3), of any sizes and in any mix. errors: "raise" raises InputError for the first image that cannot be
+        read, by its name; "skip" leaves such images out and returns Embeddings, which lists them.
         """
         whole = isinstance(images, (str, bytes, os.PathLike, Image.Image))
         if whole or (isinstance(images, (Tensor, np.ndarray)) and images.ndim != 4):

@@ -92,7 +92,7 @@ def _records(
     device, (img_size, patch_size) = next(model.parameters()).device, sizes(model)
     dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
     if native is None:
-        size, held, transform = config.eval_batch_size, None, transforms(config, img_size)[1]
+        size, held, transform = config.eval_batch_size, None, transforms(config, img_size, model.mean)[1]
         source, together = Files(patch_size), stack
     else:
         size, held, transform = NATIVE_AT_ONCE, native.batch_bytes, native.transform

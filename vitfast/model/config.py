@@ -299,7 +299,7 @@ def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> 
     if isinstance(images, (list, tuple)):
         raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
     if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with
-        got = type(images).__name__
+        got = f"{type(images).__name__}; vitfast.transform(model) makes (C, H, W) of a PIL image, a path or an array"
         raise TypeError(f"ViT: images must be a tensor (B, C, H, W) or a list of (C, H, W), got {got}")
     if torch.jit.is_tracing():
         raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")

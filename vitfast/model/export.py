@@ -3,6 +3,7 @@
 The file holds PyTorch's own operations, never the kernels.
 """
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..errors import InputError, install, unknown
 from ..ops import use_kernels
 from .checkpoint.files import check_free, staged
+from .preprocessing import CROP
 from .vit import ViT
 
 Runner = Callable[[Tensor], Tensor]
@@ -24,7 +26,8 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
     form: "onnx" (the exporter's default opset; weights beyond 2 GB lie beside the file in `path.data`), "torch"
     (torch.export, a .pt2 for `torch.export.load`) or "aoti" (a .pt2 for `torch._inductor.aoti_load_package`, compiled
     for this device and machine). uint8: the file takes raw pixels instead of normalised floats. The file is run on a
-    random batch and compared with the model before it moves to `path`.
+    random batch and compared with the model before it moves to `path`. An ONNX file says in its metadata_props how
+    images are prepared; see `metadata`.
 
     Returns the largest difference of a logit, or None for ONNX if onnxruntime is not installed. Raises InputError for a
     missing package or compiler, for a wrong suffix, and if `path` exists already, unless `force` is set; RuntimeError
@@ -42,10 +45,27 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
             free_batch = {"images": {0: torch.export.Dim("batch")}}
             program = torch.export.export(model, (_images(model, 2, uint8),), dynamic_shapes=free_batch)
             images = _images(model, 3, uint8)
-            run = _FORMATS[form][1](program, scratch)
+            if form == "onnx":
+                run = _onnx(program, scratch, metadata(model, uint8))
+            else:
+                run = _FORMATS[form][1](program, scratch)
             return None if run is None else _difference(run(images), model(images))
     finally:
         model.train(training)
+
+
+def metadata(model: ViT, uint8: bool) -> dict[str, str]:
+    """How images for an exported model are prepared, and its classes: ViT's names, values as JSON.
+
+    graph_normalizes: whether the graph takes raw uint8 pixels and normalises them itself; if not, its input is
+    (pixels / 255 - mean) / std.
+    """
+    told = model.pretrained_cfg
+    found = {name: told[name] for name in ("mean", "std", *CROP)}
+    found |= dict(img_size=told["input_size"][1:], graph_normalizes=uint8)
+    if model.class_names is not None:
+        found["class_names"] = model.class_names
+    return {name: json.dumps(value) for name, value in found.items()}
 
 
 def check_target(path: Path, form: str, force: bool) -> None:
@@ -79,14 +99,16 @@ def _difference(ours: Tensor, truth: Tensor) -> float:
     return difference
 
 
-def _onnx(program: torch.export.ExportedProgram, path: Path) -> Runner | None:
+def _onnx(program: torch.export.ExportedProgram, path: Path, told: dict[str, str]) -> Runner | None:
     for name in ("onnx", "onnxscript"):
         try:
             __import__(name)
         except ImportError as error:
             raise InputError(f"export: ONNX needs the package {name}: {install('export')}") from error
-    names = dict(input_names=["images"], output_names=["logits"])
-    torch.onnx.export(program, dynamo=True, verbose=False, **names).save(str(path))
+    names = dict(input_names=["images"], output_names=["logits"], dynamic_shapes={"images": {0: "batch"}})
+    made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    made.model.metadata_props.update(told)
+    made.save(str(path))
     try:
         import onnxruntime
     except ImportError:

@@ -147,6 +147,8 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
         raise ValueError("pack: images is empty")
     found, first = [], None
     for i, image in enumerate(images):
+        if type(image).__module__.startswith("PIL."):
+            raise TypeError(f"pack: images[{i}] is a PIL image; vitfast.transform(model) makes a tensor of it")
         try:
             image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
         except (TypeError, ValueError, RuntimeError):

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 from ..errors import InputError
 from ..model.checkpoint import load_checkpoint
+from ..model.preprocessing import CROP
 from ..model.presets import preset
 from ..model.vit import ViT
 
@@ -97,6 +98,7 @@ def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_ove
         )
     if args.get("in_chans", 3) == len(cfg.mean) == len(cfg.std):
         args = {"mean": tuple(cfg.mean), "std": tuple(cfg.std), **args}  # for raw uint8 images
+    args = {name: getattr(cfg, name) for name in CROP} | args
     return build_model_with_cfg(
         TimmViT,
         name,

@@ -66,7 +66,7 @@ def set_up(
         else:
             model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
         config = cut_as_told(config, model)
-        data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model))
+        data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean)
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
             replace_head(model, len(data.classes))
     elif config.task == "finetune":
@@ -77,7 +77,7 @@ def set_up(
         with torch.device("meta"):
             _say_what_is_its_own(config)
             sketch = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-        data = open_data(config, *sizes(sketch), device, ranks, examples, prefix_of(config, sketch))
+        data = open_data(config, *sizes(sketch), device, ranks, examples, prefix_of(config, sketch), sketch.mean)
         model = new_model(config, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
