@@ -97,7 +97,7 @@ def test_a_gpu_decodes_into_memory_that_no_queued_kernel_uses(monkeypatch):
     monkeypatch.setattr(torchvision.io, "decode_jpeg", decode_jpeg)
     jpeg._allocating_stream.cache_clear()
     try:
-        images = jpeg.decode([torch.zeros(9, dtype=torch.uint8)] * 2, ["a", "b"], gpu)
+        images = jpeg.decode([jpeg.Encoded(torch.zeros(9, dtype=torch.uint8), 1, 1)] * 2, ["a", "b"], gpu)
     finally:
         jpeg._allocating_stream.cache_clear()
     assert log == ["allocated on allocating", "model waits for allocating"] + 2 * ["freed after model"]

@@ -198,7 +198,7 @@ def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, capl
     seen, cut = [], accuracy.open_data
     config = evaluation(last, wide)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accuracy, "open_data", lambda config, *rest: seen.append(config) or cut(config, *rest))
+        patch.setattr(accuracy, "open_data", lambda config, *a, **k: seen.append(config) or cut(config, *a, **k))
         few_shot(config, shots=[1], seeds=1)
     assert (seen[0].crop_mode, seen[0].crop_pct) == ("squash", 0.9)
 

@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--device", default="")
     decode = "host: by Pillow (default); device: JPEGs by nvJPEG, with other rounding"
     add("--decode", choices=("host", "device"), default="host", help=decode)
+    turn = "--no-exif-orientation: leave images as they are stored (default: turn them upright)"
+    add("--exif-orientation", action=argparse.BooleanOptionalAction, default=True, help=turn)
     add("--workers", metavar="N", type=int, default=None, help="threads that read images (default: one a core, to 16)")
     add("--shard-size", metavar="N", type=int, default=10_000, help="images of a shard (default 10,000)")
     add("--column", metavar="NAME", default=None, help="of a Parquet file, with the images' bytes or paths")
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         img_size=tuple(size * 2)[:2] if size else None,
         sizes=args.sizes,
         decode=args.decode,
+        exif_orientation=args.exif_orientation,
         workers=args.workers,
     )
     if args.batch_size is not None:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from .images import Unreadable, as_rgb, opened, printable, read_rgb
-from .jpeg import encoded
+from .jpeg import Encoded, encoded
 
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 
@@ -23,21 +23,22 @@ def name_of(index: int | None, image: ImageLike) -> str:
     return "the image" if index is None else f"images[{index}]"
 
 
-def own(image: ImageLike) -> ImageLike:
+def own(image: ImageLike, upright: bool = True) -> ImageLike:
     """A copy of an image in memory, since its iterator may change it before a thread reads it."""
     if isinstance(image, Image.Image):
         with suppress(Exception):  # of a broken file, which `content` meets again
-            image = as_rgb(image).copy()
+            image = as_rgb(image, upright).copy()
     elif isinstance(image, (Tensor, np.ndarray)):
         image = image.clone() if isinstance(image, Tensor) else image.copy()
     return image
 
 
-def content(image: ImageLike, name: str, encode: bool = False) -> tuple[Tensor, int, int]:
-    """(pixels (3, H, W) uint8, height, width) of an image. Raises Unreadable.
+def content(image: ImageLike, name: str, encode: bool = False, upright: bool = True) -> Encoded:
+    """The pixels (3, H, W) uint8 of an image, its height and its width. Raises Unreadable.
 
     Pixels are (3, H, W), (1, H, W) or (H, W); an array may be (H, W, 3) too, or (H, W, 4), whose alpha is left out.
-    encode: of a grey or RGB JPEG file, its bytes (n,) in place of the pixels (jpeg.encoded).
+    encode: of a grey or RGB JPEG file, its bytes in place of the pixels (jpeg.encoded). upright: turn files and PIL
+    images as their EXIF orientation says.
     """
     if isinstance(image, (Tensor, np.ndarray)):
         shape = tuple(image.shape)
@@ -48,11 +49,11 @@ def content(image: ImageLike, name: str, encode: bool = False) -> tuple[Tensor, 
             raise Unreadable(f"{name} must be uint8 pixels {forms}; got {image.dtype} {shape}")
         pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
         pixels = pixels[..., :3].permute(2, 0, 1) if last else pixels[None] if len(shape) == 2 else pixels
-        return pixels.expand(3, -1, -1), *pixels.shape[1:]
+        return Encoded(pixels.expand(3, -1, -1), *pixels.shape[1:])
     try:
         if isinstance(image, Image.Image):
-            image = as_rgb(image)
-            return torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width
+            image = as_rgb(image, upright)
+            return Encoded(torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width)
     except Exception as error:  # it may be read from its file only now
         raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None
     if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
@@ -64,8 +65,8 @@ def content(image: ImageLike, name: str, encode: bool = False) -> tuple[Tensor, 
     if encode:
         read = image.getvalue if isinstance(image, io.BytesIO) else Path(image).read_bytes
         with opened(image, name) as header:
-            return encoded(header, read), header.height, header.width
-    return content(read_rgb(image, name), name)
+            return encoded(header, read, upright)
+    return content(read_rgb(image, name, upright=upright), name, upright=False)
 
 
 def _bytes(image, name: str) -> bytes:

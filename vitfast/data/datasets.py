@@ -184,9 +184,18 @@ def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
 
 
 def open_sources(
-    spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], batch_size: int, seed: int
+    spec: str,
+    data_dir: str,
+    img_size: tuple[int, int],
+    patch_size: tuple[int, int],
+    batch_size: int,
+    seed: int,
+    upright: bool = True,
 ):
-    """(training source, validation source) of a data SPEC. Raises InputError."""
+    """(training source, validation source) of a data SPEC. Raises InputError.
+
+    upright: turn the images of a folder as their EXIF orientation says.
+    """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
     if spec == "digits":
@@ -209,7 +218,10 @@ def open_sources(
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
-    return open_folder(Path(spec), patch_size)
+    found = open_folder(Path(spec), patch_size)
+    for source in found:
+        (source.source if isinstance(source, Subset) else source).upright = upright
+    return found
 
 
 def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:

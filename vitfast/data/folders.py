@@ -27,8 +27,11 @@ logger = logging.getLogger("vitfast")
 class ImageFiles(Source):
     """Image files of one split.
 
-    labels: the class number of each image, or a tuple of them where an image has any number of classes.
+    labels: the class number of each image, or a tuple of them where an image has any number of classes. upright: turn
+    images as their EXIF orientation says.
     """
+
+    upright = True
 
     def __init__(self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int]):
         self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
@@ -55,10 +58,10 @@ class ImageFiles(Source):
 
     def opened(self, index: int):
         """A context that gives the image with its header read. Raises Unreadable."""
-        return opened(self.files[index], self.name(index), self.min_size)
+        return opened(self.files[index], self.name(index), self.min_size, self.upright)
 
     def __getitem__(self, index: int):
-        return read_rgb(self.files[index], self.name(index), self.min_size), self.label(index)
+        return read_rgb(self.files[index], self.name(index), self.min_size, self.upright), self.label(index)
 
 
 def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:

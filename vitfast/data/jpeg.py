@@ -9,8 +9,9 @@ only: other augmentations need the CPU path.
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ from torchvision.transforms.v2 import functional as F
 from ..errors import InputError
 from ..run.config import Config
 from .folders import ImageFiles
-from .images import Unreadable, as_rgb, read_rgb
+from .images import ON_ITS_SIDE, Unreadable, as_rgb, orientation, read_rgb
 from .samples import Batch
 from .sources import Source, Subset
 from .transforms import CROPS
 
+# The axes along which each EXIF orientation is mirrored, after rows and columns have changed places for ON_ITS_SIDE.
+FLIPS = {2: (-1,), 3: (-2, -1), 4: (-2,), 6: (-1,), 7: (-2, -1), 8: (-2,)}
 START, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers before and after the pixels
 
 
@@ -44,43 +47,62 @@ def check_decodable(config: Config, source: Source) -> None:
 
 
 class EncodedFiles(Subset):
-    """index -> ((content, name, (height, width)), label) of chosen ImageFiles.
+    """index -> ((Encoded, name), label) of chosen ImageFiles."""
 
-    content: see `encoded`.
-    """
-
-    def __getitem__(self, index: int) -> tuple[tuple[Tensor, str, tuple[int, int]], int | np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[tuple["Encoded", str], int | np.ndarray]:
         files, index = self.source, self.indices[index]
         with files.opened(index) as image:
-            size = image.height, image.width
-            content = encoded(image, Path(files.files[index]).read_bytes)
-        return (content, files.name(index), size), files.label(index)
+            found = encoded(image, Path(files.files[index]).read_bytes, files.upright)
+        return (found, files.name(index)), files.label(index)
 
 
-def encoded(image: Image.Image, read: Callable[[], bytes]) -> Tensor:
-    """The bytes (n,) uint8 of an opened grey or RGB JPEG file, as `read` returns them.
+class Encoded(NamedTuple):
+    """A file that the device decodes, or the pixels of one that it cannot."""
 
-    Any other file (16 bits, CMYK, PNG) is decoded here by the host path's `as_rgb` to pixels (3, H, W) uint8. Raises
-    ValueError for a truncated file.
+    content: Tensor  # uint8: bytes (n,) of a JPEG file, or pixels (3, H, W)
+    height: int  # of the image once it is turned
+    width: int
+    turn: int = 1  # the EXIF orientation of what is decoded from `content`, as `turned` takes it
+
+
+def encoded(image: Image.Image, read: Callable[[], bytes], upright: bool = False) -> Encoded:
+    """The bytes of an opened grey or RGB JPEG file, as `read` returns them.
+
+    Any other file (16 bits, CMYK, PNG) is decoded here by the host path's `as_rgb`. upright: turn the image as its EXIF
+    orientation says. Raises ValueError for a truncated file.
     """
     if image.format != "JPEG" or image.mode not in ("L", "RGB"):
-        return torch.from_numpy(np.asarray(as_rgb(image)).transpose(2, 0, 1).copy())
+        image = as_rgb(image, upright)
+        return Encoded(torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()), image.height, image.width)
     content = bytearray(read())
     if content.rfind(END) < content.rfind(START):
         raise ValueError("image file is truncated")  # a decoder may fill up what is missing
-    return torch.frombuffer(content, dtype=torch.uint8)
+    turn = orientation(image) if upright else 1
+    size = image.size if turn in ON_ITS_SIDE else image.size[::-1]
+    return Encoded(torch.frombuffer(content, dtype=torch.uint8), *size, turn)
 
 
-def draw(config: Config, encoded: tuple[Tensor, str, tuple[int, int]]) -> tuple:
-    """(content, name, crop (top, left, height, width), whether to flip): the transform of EncodedFiles."""
-    content, name, size = encoded
-    image = torch.empty(3, *size, device="meta")
+def turned(pixels: Tensor, orientation: int) -> Tensor:
+    """Pixels (..., H, W) that are stored in an EXIF orientation, 1 to 8, turned upright."""
+    pixels = pixels.transpose(-1, -2) if orientation in ON_ITS_SIDE else pixels
+    return pixels.flip(FLIPS[orientation]) if orientation in FLIPS else pixels
+
+
+def draw(config: Config, file: tuple[Encoded, str]) -> tuple:
+    """(Encoded, name, crop (top, left, height, width), whether to flip): the transform of EncodedFiles."""
+    found, name = file
+    image = torch.empty(3, found.height, found.width, device="meta")
     crop = CROPS[config.train_crop_mode].get_params(image, config.crop_scale, config.crop_ratio)
-    return content, name, crop, bool(config.hflip) and torch.rand(1).item() < config.hflip
+    return found, name, crop, bool(config.hflip) and torch.rand(1).item() < config.hflip
 
 
-def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
-    """Contents of EncodedFiles -> uint8 (3, H, W) on the device; a broken one becomes its error."""
+def decode(files: Sequence[Encoded], names: Sequence[str], device: torch.device) -> list[Tensor | Unreadable]:
+    """Files -> uint8 (3, H, W) on the device, turned upright; a broken one becomes its error."""
+    decoded = _decoded([file.content for file in files], names, device)
+    return [image if isinstance(image, Unreadable) else turned(image, file.turn) for image, file in zip(decoded, files)]
+
+
+def _decoded(contents: list[Tensor], names: Sequence[str], device: torch.device) -> list[Tensor | Unreadable]:
     files = [content for content in contents if content.dim() == 1]
     try:
         decoded = _decode_all(files, device) if files else []
@@ -132,8 +154,8 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
     A broken image is replaced by the next whole one of its batch. Raises InputError where all are broken.
     """
     for drawn, labels, messages in loaded:
-        contents, names, crops, flips = zip(*drawn)
-        images = decode(list(contents), list(names), device)
+        found, names, crops, flips = zip(*drawn)
+        images = decode(found, names, device)
         broken = [i for i, image in enumerate(images) if isinstance(image, Unreadable)]
         if len(broken) == len(images):
             raise InputError(f"none of the {len(images)} images of a batch can be decoded, the first: {images[0]}")

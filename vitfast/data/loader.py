@@ -176,7 +176,8 @@ def open_data(
     else:
         packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
     least = (1, 1) if native else patch_size  # the least sides of an image that counts as readable
-    sources = open_sources(config.data, config.data_dir, img_size, least, config.batch_size, config.seed)
+    at_once = config.batch_size, config.seed
+    sources = open_sources(config.data, config.data_dir, img_size, least, *at_once, upright=config.exif_orientation)
     train, val = select(config, *sources)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..data.contents import ImageLike, content, name_of, own
 from ..data.images import Unreadable
+from ..data.jpeg import Encoded
 from ..data.jpeg import decode as decode_jpegs
 from ..errors import InputError
 from ..kernels.launch import batch_invariant
@@ -77,6 +78,7 @@ class Embedder:
         None: that of the model's own folder or of the hub's cache.
     decode: "host" reads images with Pillow; "device" decodes grey and RGB JPEGs by nvJPEG, whose pixels differ from
         Pillow's by rounding.
+    exif_orientation: turn files and PIL images upright as their EXIF orientation says.
     workers: threads that read images; None: one for each core that this rank has, up to 16.
     tokens: how many a batch has at most; None: 65,536 on CUDA and 8,192 on a CPU.
 
@@ -98,6 +100,7 @@ class Embedder:
         sizes: Literal["native"] | None = None,
         processor=None,
         decode: Literal["host", "device"] = "host",
+        exif_orientation: bool = True,
         workers: int | None = None,
         tokens: int | None = None,
     ):
@@ -123,7 +126,7 @@ class Embedder:
             compare_pillow(str(model))
             model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
-        self.pool, self.normalize, self.decode = pool, normalize, decode
+        self.pool, self.normalize, self.decode, self.exif_orientation = pool, normalize, decode, exif_orientation
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share them
         self.workers = min(16, max(1, cores)) if workers is None else workers
         self.tokens = tokens or TOKENS[self.device.type]
@@ -203,7 +206,7 @@ class Embedder:
     def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
         """(group, what `_read` returns) of each item, in order; threads read ahead."""
         if self.workers:
-            items = ((group, own(image), name) for group, image, name in items)
+            items = ((group, own(image, self.exif_orientation), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
         if not self.workers or len(first) < 2:  # one image needs no threads
             yield from ((group, self._read(image, name)) for group, image, name in itertools.chain(first, items))
@@ -229,12 +232,12 @@ class Embedder:
     def _read(self, image: ImageLike, name: str) -> "_Read":
         """An image's pixels or (decode="device") the bytes of its file, or the reason why it cannot be read."""
         try:
-            found, height, width = content(image, name, encode=self.decode == "device")
+            found = content(image, name, self.decode == "device", self.exif_orientation)
         except Unreadable as error:
             return _Read(name, error=str(error))
-        if found.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
-            return _Read(name, self.backbone.prepare([found.cpu()])[0], True, height, width)
-        return _Read(name, found, False, height, width)
+        if found.content.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
+            return _Read(name, self.backbone.prepare([found.content.cpu()])[0], True, found.height, found.width)
+        return _Read(name, found, False, found.height, found.width)
 
     def _prepared(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, "_Read"]]:
         """The images in order, decoded and resized: on the device as many together as CHUNK bytes allow."""
@@ -347,7 +350,7 @@ class _Read(NamedTuple):
     """An image as a worker returns it."""
 
     name: str
-    pixels: Tensor | None = None  # (3, H, W) uint8; not prepared yet, they may be the bytes (n,) of a JPEG file
+    pixels: Tensor | Encoded | None = None  # (3, H, W) uint8; Encoded where they are not prepared yet
     prepared: bool = False
     height: int | None = None  # of the image as it was
     width: int | None = None

@@ -38,9 +38,10 @@ class Transform:
         """The normalised pixels (3, *prepare.size), float32, on the image's device.
 
         image: a PIL image, a path, the bytes of an image file, or uint8 pixels: an array (H, W, 3) or (H, W), or a
-        tensor or array (3, H, W) or (1, H, W). Raises InputError for an image that cannot be read.
+        tensor or array (3, H, W) or (1, H, W). Files and PIL images are turned as their EXIF orientation says. Raises
+        InputError for an image that cannot be read.
         """
-        pixels, _, _ = content(image, name_of(None, image))
+        pixels = content(image, name_of(None, image)).content
         return ref.normalize(self.prepare(pixels), self.mean, self.std, torch.float32)
 
 

@@ -32,11 +32,11 @@ FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[
 class Files(Source):
     """Image files without labels, by their paths."""
 
-    def __init__(self, min_size: tuple[int, int]):
-        self.min_size = min_size
+    def __init__(self, min_size: tuple[int, int], upright: bool):
+        self.min_size, self.upright = min_size, upright
 
     def __getitem__(self, path: str):
-        return read_rgb(path, printable(path), self.min_size), 0
+        return read_rgb(path, printable(path), self.min_size, self.upright), 0
 
 
 @torch.inference_mode()
@@ -72,7 +72,8 @@ def predict(
 
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
-    eval_batch_size, amp, workers, crop_mode and crop_pct (unset: the model's), sizes and tokens_per_step matter.
+    eval_batch_size, amp, workers, exif_orientation, crop_mode and crop_pct (unset: the model's), sizes and
+    tokens_per_step matter.
     sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises InputError if the model has no
     head, or its device too little memory.
     """
@@ -93,10 +94,10 @@ def _records(
     dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
     if native is None:
         size, held, transform = config.eval_batch_size, None, transforms(config, img_size, model.mean)[1]
-        source, together = Files(patch_size), stack
+        source, together = Files(patch_size, config.exif_orientation), stack
     else:
         size, held, transform = NATIVE_AT_ONCE, native.batch_bytes, native.transform
-        source, together = Files((1, 1)), native.pack
+        source, together = Files((1, 1), config.exif_orientation), native.pack
     samples = Samples(source, transform, None, blank=(np.zeros((3, *img_size), np.uint8), PADDING))
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.

@@ -161,6 +161,10 @@ class Config(Recipe):
     data: str = ""
     data_dir: str = ""  # root of timm's dataset names
     num_classes: int | None = count(None, MOST_CLASSES)  # only where the data does not say
+    # Turn the images of folders, and those of `vitfast predict`, upright as their EXIF orientation says. timm's and
+    # torchvision's readers ignore it, so the images of their names (torch/, hfds/, wds/) stay as they are stored. A run
+    # that began before there was this setting goes on without it.
+    exif_orientation: bool = True
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
     hold_out: float = within(0.0, "[0, 1)")  # validate on this share of the training images, and do not train on it
@@ -187,6 +191,9 @@ RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
     "decode non_finite".split()
 )
+
+# The values that runs had from before there were these fields.
+BEFORE = dict(exif_orientation=False)
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))
 _TYPES = typing.get_type_hints(Config)

@@ -31,7 +31,7 @@ from ..data.folders import first_of
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from ..model.checkpoint.writers import write_safetensors
-from ..run.config import Config, as_plain, changes, course, total_steps
+from ..run.config import BEFORE, Config, as_plain, changes, course, total_steps
 from .run_folder import (
     BEST,
     LAST,
@@ -178,8 +178,12 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
 
 
 def check_settings(config: Config, saved: dict, source: Path) -> None:
-    """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course."""
-    saved, now = as_plain(Config()) | saved, course(as_plain(config))
+    """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course.
+
+    A run that does not say BEFORE's fields differs in none of them; see `as_begun`.
+    """
+    now = course(as_plain(config))
+    saved = as_plain(Config()) | {name: now[name] for name in BEFORE} | saved
     if other := changes({name: saved[name] for name in now}, now):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
         raise InputError(f"{source} holds a run with other settings ({'; '.join(other[:3])}); {advice}")
@@ -204,6 +208,15 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
     if found:
         advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
         raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(found)}); {advice}")
+
+
+def as_begun(config: Config, record: dict) -> Config:
+    """The config of a run that goes on from a record; what that lacks is as in BEFORE."""
+    older = {name: value for name, value in BEFORE.items() if record and name not in record["settings"]}
+    if older:
+        said = ", ".join(f"{name}={str(value).lower()}" for name, value in older.items())
+        logger.info("the run began before there were these settings, and goes on with %s", said)
+    return dataclasses.replace(config, **older)
 
 
 def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:

@@ -26,7 +26,7 @@ from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import data_index, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
+from .resume import as_begun, data_index, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
@@ -51,6 +51,7 @@ class Trainer:
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
+        self.config = config = as_begun(config, record)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         introduce(config, model, self.data, self.device, self.dtype)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
