@@ -35,6 +35,16 @@ def _plain():
         yield
 
 
+@contextlib.contextmanager
+def _calls(module: nn.Module):
+    """The list of the names of inner modules, to which the block adds each as it is called."""
+    order: list[str] = []
+    hooks = [each.register_forward_hook(lambda *_, n=name: order.append(n)) for name, each in module.named_modules()]
+    yield order
+    for hook in hooks:
+        hook.remove()
+
+
 def _same(got, expected) -> bool:
     if isinstance(got, tuple) or isinstance(expected, tuple):
         return type(got) is type(expected) and got[1:] == expected[1:] and _same(got[0], expected[0])
@@ -87,7 +97,9 @@ def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks
         if reason is not None:
             raise ValueError(reason)
         arguments = description.example(TOKENS)
-        returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
+        with _calls(example) as order:
+            returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
+        attention.allow_calls(order)
         entries = len(returned) if isinstance(returned, tuple) else 0
         if entries and any(other is not None for other in returned[1:]):
             raise ValueError("it returns more than its tokens")

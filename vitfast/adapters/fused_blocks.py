@@ -129,10 +129,20 @@ def add_projection(
     return ref.residual_add(F.linear(y, weight, bias), x, layer_scale=layer_scale, drop_path=drop_path)
 
 
+def add_branch(
+    y: Tensor, x: Tensor, *, layer_scale: Tensor | None, drop_path: Tensor | None, residual_in_fp32: bool
+) -> Tensor:
+    """x + drop_path * layer_scale * y, as add_projection, for a projection that was called."""
+    if torch.is_autocast_enabled(x.device.type) and not residual_in_fp32:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return ref.residual_add(y, x, layer_scale=layer_scale, drop_path=drop_path)
+
+
 class Found(NamedTuple):
     """Modules of a layer that the operations of a block read, and tensors in its order.
 
     around: in words, the modules that must be called, with smaller operations around them; None if there are none.
+    wrapped: the paths of the linear layers among them, whose tensors are None here.
     """
 
     block: "FusedBlock"
@@ -140,15 +150,17 @@ class Found(NamedTuple):
     tensors: list[Tensor | None]
     layer_scale: Tensor | None
     around: str | None
+    wrapped: tuple[str, ...] = ()
 
 
 class FusedBlock:
     """One half of a layer with an attention or MLP of one kind, from a description and an example.
 
     Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
-    build(), which names the modules and tensors of the part; unsupported_reason(modules), why no operation computes it
-    although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D) with offsets
-    among the options of the call, after the block. The factors are layer_scale, drop_path and residual_in_fp32.
+    build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no operation
+    computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D)
+    with offsets among the options of the call, after the block. The factors are layer_scale, drop_path and
+    residual_in_fp32.
     """
 
     name = ""
@@ -162,6 +174,7 @@ class FusedBlock:
         self.types: dict[str, tuple[type, ...]] = {}
         self.tensors: list[tuple[str, str]] = []  # path of the module, name in it
         self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
+        self.projections: tuple[str, ...] = ()  # linear layers that are called where they cannot be read
         self.scale: tuple[str, str] | None = None
         self.drop_path: str | None = None
         self.example = example
@@ -212,18 +225,32 @@ class FusedBlock:
         elif type(module) not in (nn.Dropout, nn.Identity):
             self.drop_path = path
 
+    def _wrapped(self, modules: Modules) -> tuple[str | None, tuple[str, ...]]:
+        """(why the library's modules must run, the projections that must be called, such as LoRA's layers)."""
+        besides = tuple(
+            entry for entry in self.expected if entry[0] not in self.projections or modules[entry[0]] is None
+        )
+        found = fallback_reason(besides, modules, self.layer.idle_hooks)
+        wrapped = (e[0] for e in self.expected if e not in besides and fallback_reason((e,), modules))
+        return found, () if found else tuple(wrapped)
+
     def find(self, layer: nn.Module) -> Found | str:
         """Modules and tensors that operations read, or, as text, why the library's own modules must run.
 
         No number is put into a text: torch.compile traces this, and a number may be symbolic there.
         """
-        modules = modules_of(self.expected, layer)
+        modules, wrapped = modules_of(self.expected, layer), ()
         reason = fallback_reason(self.expected, modules, self.layer.idle_hooks)
-        reason = reason or self._unexpected(modules) or self.unsupported_reason(modules)
+        if reason is not None and self.projections:
+            reason, wrapped = self._wrapped(modules)
+        reason = reason or self._unexpected(modules) or self.unsupported_reason(modules, wrapped)
         if reason is not None:
             return reason
         tensors, dtype = [], None
         for path, name in self.tensors:
+            if path in wrapped:
+                tensors.append(None)
+                continue
             tensor = parameter(modules[path], name)
             tensors.append(tensor)
             if tensor is None:
@@ -241,7 +268,8 @@ class FusedBlock:
             scale = None if type(scale) is float and scale == 1 else scale  # transformers' BEiT has 1 for none
             if not are_plain(scale) or (scale is not None and scale.shape != tensors[0].shape):
                 return "its layer scale is no tensor per channel"
-        return Found(self, modules, tensors, scale, self.around(layer, modules))
+        around = ", ".join(filter(None, (self.around(layer, modules), *wrapped))) or None
+        return Found(self, modules, tensors, scale, around, wrapped)
 
     def around(self, layer: nn.Module, modules: Modules) -> str | None:
         """The modules in the part that must be called, in words; None if there are none."""

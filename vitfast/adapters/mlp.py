@@ -40,7 +40,7 @@ class MlpBlock(FusedBlock):
             return self.part.activation
         return activation(attribute(modules[""], self.act))
 
-    def unsupported_reason(self, modules: Modules) -> str | None:
+    def unsupported_reason(self, modules: Modules, wrapped: tuple[str, ...] = ()) -> str | None:
         if self.activation(modules) is not None:
             return None
         name = full_name(type(attribute(modules[""], self.act)))
@@ -92,7 +92,7 @@ class MlpModule(MlpBlock):
 
     name = "MLP"
 
-    def unsupported_reason(self, modules: Modules) -> str | None:
+    def unsupported_reason(self, modules: Modules, wrapped: tuple[str, ...] = ()) -> str | None:
         around = self.around(modules[""], modules)
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
 
