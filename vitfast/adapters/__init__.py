@@ -57,8 +57,8 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     Parameters are the same objects under the same names. Every call looks at what a layer holds: replaced linear layers
     (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for attention
     weights make the library's own code run. Where nothing but q, k, v or the projection was replaced or has hooks,
-    these are called, and attention itself stays an operation. The logger "vitfast" says what was replaced and what was left, with the
-    reason; `acceleration_report(model)` says it again.
+    these are called, and attention itself stays an operation. The logger "vitfast" says what was replaced and what was
+    left, with the reason; `acceleration_report(model)` says it again.
 
     residual_in_fp32: the dtype of the residual stream under autocast. None keeps the original's (fp32 if an fp32
     parameter is added to the stream), False takes autocast's, which is faster, and True fp32. Outside autocast the
