@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import InputError
 from . import google, timm, towers
 from .names import GATE, HUGGING_FACE, HUGGING_FACE_DINOV3, QKV, TORCHVISION, Renames, State, join, rename, to_ours
+from .wrappers import PREFIXES, unwrap
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = dict(mean=0.5, std=0.5)
@@ -214,26 +215,10 @@ FORMATS = (
     ),
 )
 
-# Keys of wrappers, in the order of preference: averaged weights come before raw ones, as in timm.
-WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
-PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALWAYS = ("patch_embed.proj.weight", *(f"blocks.0.{name}.weight" for name in ("attn.qkv", "mlp.fc1", "mlp.fc2")))
 RANKS = dict.fromkeys((*ALWAYS, "head.weight", "pre_logits.fc.weight"), 2) | {ALWAYS[0]: 4}
 RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens", "attn_pool.latent"), 3)
-
-
-def unwrap(content: dict) -> State:
-    """The tensors in what a file holds, out of `{"state_dict": ...}` and the like.
-
-    The prefixes that wrappers of modules add to all names are gone.
-    """
-    while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
-        content = inner
-    state = {str(k): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
-    while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
-        state = {k[len(prefix) :]: v for k, v in state.items()}
-    return state
 
 
 def detect(state: State) -> Format:
@@ -257,7 +242,7 @@ def to_timm_names(content: dict) -> Checkpoint:
 
     Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
     """
-    source = unwrap(content)
+    source, outside = unwrap(content)
     form = detect(source)
     for key, value in source.items():
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -293,6 +278,7 @@ def to_timm_names(content: dict) -> Checkpoint:
     state = {k: v.contiguous() for k, v in state.items()}
     notes = [facts.pop("note")] if "note" in facts else []
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
+    notes += [f"left out, as they are outside of the ViT: {_first(outside)}"] if outside else []
     training = timm.of_training(content) if form.name == "timm" else {}
     return Checkpoint(state, form, facts, training, list(source), notes)  # names alone: tensors may be freed
 
