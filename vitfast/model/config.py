@@ -305,9 +305,37 @@ def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> 
         raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
     if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):
         want = "(B, {}, {}, {})".format(chans, *(size or ("H", "W")))
-        hint = "set_input_size or dynamic_img_size=True takes other sizes"
-        raise ValueError(f"ViT: images must be {want}, got {tuple(images.shape)}; {hint}")
+        raise ValueError(f"ViT: images must be {want}, got {tuple(images.shape)}; {_shape_hint(images, chans)}")
     return images
+
+
+def _shape_hint(images: Tensor, chans: int) -> str:
+    """Advice where images are not (B, chans, H, W), or of another size."""
+    shape = tuple(images.shape)
+    if len(shape) == 3 and shape[0] == chans:
+        return "one image is a batch as images[None]"
+    if len(shape) != 4:
+        return "a batch has these four axes"
+    if shape[1] == chans:
+        return "set_input_size or dynamic_img_size=True takes other sizes"
+    if shape[3] == chans:
+        return "channels come before height and width: images.permute(0, 3, 1, 2)"
+    have = f"images have {shape[1]} channel{'s' * (shape[1] != 1)}, the model takes {chans}"
+    return f"{have}: {channels_hint(shape[1], chans)}, or make the model with in_chans={shape[1]}"
+
+
+def channels_hint(given: int, chans: int, batched: bool = True) -> str:
+    """How to make images of `chans` channels of those of `given`, (B, C, H, W) or one (C, H, W)."""
+    images, before, kept = ("images", ":, ", "-1, ") if batched else ("image", "", "")
+    if given == 1:
+        return f"repeat the grey channel with {images}.expand({kept}{chans}, -1, -1)"
+    if given == chans + 1:
+        return f"leave out the last one (alpha) with {images}[{before}:{chans}]"
+    if given == 2:
+        return f"of grey and alpha repeat the first, {images}[{before}:1].expand({kept}{chans}, -1, -1)"
+    if (given, chans) == (3, 1):
+        return f"make them grey with torchvision.transforms.functional.rgb_to_grayscale({images})"
+    return f"choose {chans} of them" if given > chans else f"give it images of {chans}"
 
 
 def block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:

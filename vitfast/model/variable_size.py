@@ -9,6 +9,7 @@ from ..errors import InputError
 from ..kernels.launch import batch_invariant
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
+from .config import channels_hint
 from .drop_path import subsets_of_packed
 from .heads import segment_mean
 from .positions import token_layout
@@ -52,7 +53,9 @@ class PackedForward:
         wanted = (self.in_chans, *self.patch_embed.patch_size)
         if tuple(found.shape[1:]) != wanted:
             got = "{} channels in patches of {} x {}".format(*found.shape[1:])
-            raise ValueError("ViT: images must have {} channels in patches of {} x {}".format(*wanted) + f", got {got}")
+            hint = "" if found.shape[1] == wanted[0] else f"; {channels_hint(found.shape[1], wanted[0], batched=False)}"
+            want = "{} channels in patches of {} x {}".format(*wanted)
+            raise ValueError(f"ViT: images must have {want}, got {got}{hint}")
         device = self.patch_embed.proj.weight.device
         return found if found.device == device else found.to(device, non_blocking=True)
 

@@ -9,7 +9,7 @@ from torch import nn
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
 from ..errors import InputError
-from ..eval.accuracy import cut_as_told
+from ..eval.accuracy import check_channels, cut_as_told
 from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
 from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
@@ -65,6 +65,7 @@ def set_up(
             model = load_baseline(name, source, pair(config.img_size) if config.img_size else None, **arguments)
         else:
             model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
+        check_channels(model, source)
         config = cut_as_told(config, model)
         data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean)
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):

@@ -101,8 +101,9 @@ def _sketched(cls, found: Checkpoint, changes: dict):
     """The model on the meta device. Raises InputError if its tensors are not those of the checkpoint."""
     config = found.config
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
-        reads = f"its patch projection reads in_chans={config['in_chans']} channels"
-        raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
+        reads = f"its patch projection reads in_chans={config['in_chans']} channels, not {changes['in_chans']}"
+        advice = arguments.channels_hint(changes["in_chans"], config["in_chans"])
+        raise InputError(f"{found}; {reads}; leave in_chans out, and of such images {advice}")
     wrong = disagreeing(changes, config)
     one_head = {"num_heads": 1} if wrong else {}  # any head count has these tensors, and one always divides the width
     try:

@@ -1,4 +1,4 @@
-"""What training code wraps around a ViT's tensors: dictionaries, and the prefix of the module that holds the ViT."""
+"""Wrappers of a ViT's tensors in training code: dictionaries, and the prefix of its module."""
 
 import re
 
