@@ -1,17 +1,23 @@
 """vitfast: faster Vision Transformers, a drop-in for timm, Hugging Face and torchvision."""
 
-import importlib
 import importlib.machinery
+import importlib.util
+import os
 import sys
+from typing import TYPE_CHECKING
 
-from . import ops
-from .adapters import accelerate, acceleration_report, restore
 from .errors import InputError
-from .model import ViT
-from .model.checkpoint import load_checkpoint
-from .ops import batch_invariant, sdpa
-from .ops.packed import PackedImages, pack
 from .version import __version__
+
+if TYPE_CHECKING:  # `__getattr__` imports them at their first use, so that `vitfast --help` needs no torch
+    from . import adapters, backend, ops
+    from .adapters import accelerate, acceleration_report, restore
+    from .eval.embedder import Embedder as Embedder
+    from .eval.pixels import transform as transform
+    from .model import ViT
+    from .model.checkpoint import load_checkpoint
+    from .ops import batch_invariant
+    from .ops.packed import PackedImages, pack
 
 __all__ = [
     "InputError",
@@ -20,12 +26,27 @@ __all__ = [
     "__version__",
     "accelerate",
     "acceleration_report",
+    "adapters",
+    "backend",
     "batch_invariant",
     "load_checkpoint",
     "ops",
     "pack",
     "restore",
-]
+]  # not Embedder and transform: they need timm, torchvision and Pillow, and `from vitfast import *` the core alone
+
+_HOMES = {
+    "Embedder": "eval.embedder",
+    "PackedImages": "ops.packed",
+    "ViT": "model",
+    "accelerate": "adapters",
+    "acceleration_report": "adapters",
+    "batch_invariant": "ops",
+    "load_checkpoint": "model.checkpoint",
+    "pack": "ops.packed",
+    "restore": "adapters",
+    "transform": "eval.pixels",
+}
 
 # Earlier names of modules that have moved: old documentation and pickled models use them. `ref` is a short name too.
 MOVED = {
@@ -40,6 +61,22 @@ MOVED = {
     "positions": "model.positions",
     "kernels.tiles": "kernels.configs.tiles",
 }
+
+
+def __getattr__(name: str):
+    """A public name, or a module by its name or its earlier one, imported at its first use."""
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif importlib.util.find_spec(f"{__name__}.{name}"):
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "Embedder", "transform"})
 
 
 class _Moved:
@@ -62,16 +99,25 @@ class _Moved:
         sys.modules[module.__name__] = importlib.import_module(module.__spec__.origin)
 
 
-def __getattr__(name: str):
-    """The Embedder, the compile backend or a module by its earlier name, at its first use."""
-    if name == "Embedder":  # it needs timm, torchvision and Pillow, which the core does not
-        return importlib.import_module(f"{__name__}.eval.embedder").Embedder
-    if name == "transform":
-        return importlib.import_module(f"{__name__}.eval.pixels").transform
-    if name == "backend" or name in MOVED:
-        return importlib.import_module(f"{__name__}.{MOVED.get(name, name)}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class _WithTorch:
+    """Finds torch as Python does, and has the operations imported after it, which registers them with torch."""
+
+    @staticmethod
+    def find_spec(name: str, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == "torch" else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module) -> None:
+                run(module)
+                importlib.import_module(f"{__name__}.ops")
+
+            spec.loader.exec_module = exec_module
+        return spec
 
 
-sdpa.register()
 sys.meta_path.insert(0, _Moved)  # before the finder of files, which would load a copy
+if "torch" in sys.modules or os.environ.get("VITFAST_BATCH_INVARIANT"):  # the mode acts on PyTorch's operations too
+    from . import ops  # noqa: F811
+else:
+    sys.meta_path.insert(0, _WithTorch)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from ..ops.fusable import own_forward
+from ..ops.fusable import constant_when_compiled, own_forward
 
 PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
@@ -21,7 +21,7 @@ _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDi
 _wrapped: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result  # compiled code says it while it is compiled
+@constant_when_compiled  # compiled code says it while it is compiled
 def _say(kind: str, part: str, reason: str) -> None:
     if (kind, part, reason) not in said and not quiet.get():
         said.add((kind, part, reason))

@@ -51,7 +51,8 @@ def subset_of_packed(sizes: Tensor, layout: TokenLayout, rate: float) -> Subset:
     return Subset(rows, factors, TokenLayout(offsets, layout.longest))
 
 
-@torch.compiler.disable  # it draws on the host, which knows how many tokens an image has
+# torch.compiler.disable would import torch._dynamo at once, this does at the first call.
+@torch._disable_dynamo  # it draws on the host, which knows how many tokens an image has
 def subsets_of_packed(sizes: list[int], layout: TokenLayout, rates: list[float]) -> list[tuple[Subset | None, ...]]:
     """The subsets of the two branches of each block, which drops at its rate; None at rate 0."""
     draw = lambda rate: subset_of_packed(torch.tensor(sizes), layout, rate) if rate else None  # noqa: E731

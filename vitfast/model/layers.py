@@ -10,7 +10,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from ..ops import attention, attention_block, gated_mlp, gated_mlp_block, layer_norm, linear_gelu, mlp_block, rms_norm
 from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
-from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason, modules_of
+from ..ops.fusable import ExpectedModules, constant_when_compiled, expected_modules, fallback_reason, modules_of
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in "attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block rms_norm".split():
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     fused_modules: dict[str, ExpectedModules] = {}
 
-    @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
+    @constant_when_compiled  # no guards on each hook: as with PyTorch's own, compile after adding them
     def fallback_reason(self, operation: str) -> str | None:
         """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
         expected = self.fused_modules[operation]

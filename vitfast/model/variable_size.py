@@ -22,7 +22,7 @@ def of_many_sizes(images) -> bool:
     return isinstance(images, (list, tuple, PackedImages)) or (isinstance(images, Tensor) and images.is_nested)
 
 
-@torch.compiler.disable  # a list of tensors would be compiled anew for each of its lengths
+@torch._disable_dynamo  # a list of tensors would be compiled anew for each of its lengths; see drop_path.py
 def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
     return pack(list(images.unbind()) if isinstance(images, Tensor) else images, patch)
 

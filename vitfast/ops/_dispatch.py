@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..kernels import launch
 from ..kernels.launch import INTERPRETED, ThreadMode
 from . import reference as ref
+from .fusable import constant_when_compiled
 
 try:
     import triton  # noqa: F401
@@ -71,7 +72,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _warned: set[tuple[str, str]] = set()
 
 
-@torch.compiler.assume_constant_result  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
+@constant_when_compiled  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
 def _too_old(device: torch.device) -> bool:
     """Whether a GPU is older than every generation that has kernels."""
     return tiles.generation(device) == 0
