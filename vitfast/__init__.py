@@ -100,7 +100,7 @@ class _Moved:
 
 
 class _WithTorch:
-    """Finds torch as Python does, and has the operations imported after it, which registers them with torch."""
+    """Finds torch, after whose import it imports the operations, which registers them with torch."""
 
     @staticmethod
     def find_spec(name: str, path=None, target=None):

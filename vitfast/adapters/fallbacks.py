@@ -7,7 +7,8 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from ..ops.fusable import constant_when_compiled, own_forward
+from ..ops._dispatch import constant_when_compiled
+from ..ops.fusable import own_forward
 
 PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry

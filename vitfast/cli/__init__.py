@@ -10,12 +10,13 @@ from importlib import import_module
 
 from ..errors import InputError, TrainingError, install
 from ..version import __version__
+from . import completion
 
 # Each module is the command of its name: its docstring is the help, `add_arguments(parser)` adds the options, and
 # `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
-    embed scaling positions recipes families
+    embed scaling positions recipes families completion
 """.split()
 
 EPILOG = """examples:
@@ -46,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=command.run)
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
         command.add_arguments(sub)
+    if completion.asked():
+        completion.complete(parser, commands.choices)
     return parser
 
 

@@ -35,21 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from ..model.vit import ViT
+    from ..model.config import ViTConfig
     from ..tools.cost import as_text, estimate, estimate_baseline, rates
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
-    with torch.device("meta"):
-        name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
+    name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
     if (epochs is None) != (images is None):
         raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
     for flag, value in (("--epochs", epochs), ("--images", images)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InputError(f"{flag} must be positive, got {value}")
     training |= dict(images=None if epochs is None else epochs * images, dtype=args.dtype)
-    if isinstance(model, ViT):
+    if isinstance(model, ViTConfig):
         efficiency = getattr(args, "efficiency", None)
         found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
     else:
@@ -60,30 +57,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_flags(args: argparse.Namespace) -> tuple:
-    """Name, model, epochs, images in an epoch, and what else `estimate` takes."""
-    from ..model.vit import ViT
+    """Name, a ViT's arguments or a baseline, epochs, images in an epoch, and what else `estimate` takes."""
+    from ..model.config import ViTConfig
+    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline, preset
 
     given = vars(args)
     if "model" not in given:
         raise InputError("cost of what? give --model NAME or --recipe NAME")
     name, size = args.model, given.get("img_size", 224)
     if "/" in name:
-        model = ViT.from_preset(name, img_size=size)
-    else:
-        from ..model.baselines import RESNETS, TIMM, baseline, is_baseline
-        from ..model.presets import PRESETS
+        model = ViTConfig(**{**preset(name), "img_size": size})
+    elif is_baseline(name):
+        import torch
 
-        if not is_baseline(name):
-            raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
-        model = baseline(name, 1000, (size, size))
+        from ..model.baselines import baseline
+
+        with torch.device("meta"):
+            model = baseline(name, 1000, (size, size))
+    else:
+        raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
     return name, model, given.get("epochs"), given.get("images"), dict(batch_size=given.get("batch_size", 256))
 
 
 def _from_recipe(args: argparse.Namespace) -> tuple:
     """The same from a recipe, over which flags win."""
+    from ..model.config import ViTConfig
+    from ..model.presets import is_baseline
     from ..tools.cost import DATASETS
+    from ..train.arguments import vit_arguments
     from ..train.recipes import resolve
-    from ..train.setup import new_model
 
     flags = ("model", "img_size", "batch_size", "epochs", "recipe")
     config = resolve("pretrain", {k: v for k, v in vars(args).items() if k in flags})
@@ -92,4 +94,13 @@ def _from_recipe(args: argparse.Namespace) -> tuple:
     if config.steps:
         epochs, images = 1, config.steps * config.batch_size
     training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
-    return config.model, new_model(config, classes), epochs, images, training
+    if is_baseline(config.model):
+        import torch
+
+        from ..train.setup import new_model
+
+        with torch.device("meta"):
+            model = new_model(config, classes)
+    else:
+        model = ViTConfig(**vit_arguments(config, classes))
+    return config.model, model, epochs, images, training

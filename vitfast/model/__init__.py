@@ -1,11 +1,16 @@
 """The ViT, its parts and its weights."""
 
-from . import heads, layers, patch_embed, positions, relative
-from .vit import ViT
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .vit import ViT
 
 __all__ = ["ViT"]
 
-# Models pickled by earlier versions look for these classes and functions here.
-layers.PatchEmbed, layers.PreLogits = patch_embed.PatchEmbed, heads.PreLogits
-layers.AttentionPoolLatent = heads.AttentionPoolLatent
-positions.relative_logits, positions.relative_attention = relative.relative_logits, relative.relative_attention
+
+def __getattr__(name: str):
+    """ViT, at its first use: arguments and presets need no PyTorch."""
+    if name == "ViT":
+        return import_module(".vit", __name__).ViT
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,30 +9,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-KEEPS = ("auto", "all", "least")
+from .sizes import USABLE, BlockSizes, block_bytes, mlp_working
+
 DEVICES = ("cuda",)  # types of devices that say how much memory is free
-USABLE = 0.9  # share of the GPU's free memory for tensors; workspaces and fragments take the rest (assumed)
 
 
-def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, int]:
-    """Bytes by kind that a layer keeps of `rows` tokens. size: bytes of an element; keep: "least", "all"."""
-    d, f = block.norm1.normalized_shape[0], block.mlp.fc2.in_features
-    before, normed = block.mlp.fc1.out_features, hasattr(block.mlp.norm, "weight")  # up and gate of a gated MLP
-    statistics = 2 * (2 - (block.norm1.bias is None)) + 2 * normed  # mean (not of RMSNorm) and 1/std of each row, fp32
-    kept = {
-        "residual stream": 2 * rows * d * (4 if block.residual_in_fp32 else size),  # the input of each fused block
-        "statistics": statistics * rows * 4,
-        "qkv": 3 * rows * d * size,
-        "attention output": rows * d * size,
-        "lse": rows * block.attn.num_heads * 4,
-        "pre-activation": rows * (before + normed * f) * size,
-    }
-    return kept | {"norms": 2 * rows * d * size, "activation": rows * f * size} if keep == "all" else kept
-
-
-def mlp_working(block: nn.Module) -> int:
-    """Elements of a row that only the MLP's backward holds: its activation, and gradients before that."""
-    return block.mlp.fc1.out_features + block.mlp.fc2.in_features
+def sizes_of(block: nn.Module) -> BlockSizes:
+    """The sizes of a layer as it is now."""
+    d, f, mlp = block.norm1.normalized_shape[0], block.mlp.fc2.in_features, block.mlp
+    norms = hasattr(mlp.norm, "weight"), block.norm1.bias is not None
+    return BlockSizes(d, block.attn.num_heads, f, mlp.fc1.out_features, *norms, block.residual_in_fp32)
 
 
 def choose(
@@ -51,9 +37,10 @@ def choose(
     """
     if device.type not in DEVICES:
         return "least"
-    d = blocks[0].norm1.normalized_shape[0]
-    kept = sum(sum(block_bytes(block, rows, size, "all").values()) for block in blocks) + 2 * rows * d * size
-    working = rows * (d * (4 if blocks[0].residual_in_fp32 else size) + max(map(mlp_working, blocks)) * size)
+    layers = [sizes_of(block) for block in blocks]
+    d, stream = layers[0].width, 4 if layers[0].residual_in_fp32 else size
+    kept = sum(sum(block_bytes(layer, rows, size, "all").values()) for layer in layers) + 2 * rows * d * size
+    working = rows * (d * stream + max(map(mlp_working, layers)) * size)
     gradient = 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 4
     total = kept + working + logits * (2 * size + 12)
     for p in parameters:

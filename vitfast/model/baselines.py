@@ -20,27 +20,12 @@ from .checkpoint.writers import write_safetensors
 from .checks import enforce
 from .config import ARGUMENTS
 from .preprocessing import CROP
-from .presets import pair
+from .presets import RESNETS, TIMM, is_baseline, pair
 from .vit import ViT
 
-# BiT ResNets of the scaling study: units per stage, width factor.
-RESNETS = {
-    "R50x1": ((3, 4, 6, 3), 1),
-    "R50x2": ((3, 4, 6, 3), 2),
-    "R101x1": ((3, 4, 23, 3), 1),
-    "R152x1": ((3, 8, 36, 3), 1),
-    "R152x2": ((3, 8, 36, 3), 2),
-    "R200x3": ((3, 24, 36, 3), 3),
-}
 # A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
 ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
-TIMM = "timm:"
 VITS = ("vision_transformer", "vision_transformer_hybrid", "deit")  # timm's files of models that ViT reads
-
-
-def is_baseline(name: str) -> bool:
-    """Whether a model's name is not one of our ViTs: a BiT ResNet, or timm:NAME."""
-    return name in RESNETS or name.startswith(TIMM)
 
 
 def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:

@@ -1,19 +1,16 @@
-"""The arguments of a ViT, each with meaning and values; checks of images and block numbers."""
+"""The arguments of a ViT, each with meaning and values; checks of image sizes and block numbers. No PyTorch."""
 
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-import torch
-from torch import Tensor
-
 from ..errors import InputError
-from ..ops.reference import LEAST_STD, MOST_PIXEL
-from .activation_memory import KEEPS
+from ..kernels.limits import LEAST_STD, MOST_PIXEL
 from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, optional, some, whole
 from .presets import pair
 
+KEEPS = ("auto", "all", "least")  # see activation_memory.py
 POOLS = ("token", "avg", "map", "")
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")  # timm's names
 POS_EMBEDS = ("learn", "learn2d", "factorized", "sincos2d", "relative", "none", "")  # see positions.py
@@ -294,34 +291,14 @@ def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     return names
 
 
-def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
-    """Returns the images. Raises ValueError unless they are (B, chans, *size); a size of None is any."""
-    if isinstance(images, (list, tuple)):
-        raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
-    if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with
-        got = f"{type(images).__name__}; vitfast.transform(model) makes (C, H, W) of a PIL image, a path or an array"
-        raise TypeError(f"ViT: images must be a tensor (B, C, H, W) or a list of (C, H, W), got {got}")
-    if torch.jit.is_tracing():
-        raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
-    if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):
-        want = "(B, {}, {}, {})".format(chans, *(size or ("H", "W")))
-        raise ValueError(f"ViT: images must be {want}, got {tuple(images.shape)}; {_shape_hint(images, chans)}")
-    return images
-
-
-def _shape_hint(images: Tensor, chans: int) -> str:
-    """Advice where images are not (B, chans, H, W), or of another size."""
-    shape = tuple(images.shape)
-    if len(shape) == 3 and shape[0] == chans:
-        return "one image is a batch as images[None]"
-    if len(shape) != 4:
-        return "a batch has these four axes"
-    if shape[1] == chans:
-        return "set_input_size or dynamic_img_size=True takes other sizes"
-    if shape[3] == chans:
-        return "channels come before height and width: images.permute(0, 3, 1, 2)"
-    have = f"images have {shape[1]} channel{'s' * (shape[1] != 1)}, the model takes {chans}"
-    return f"{have}: {channels_hint(shape[1], chans)}, or make the model with in_chans={shape[1]}"
+def grid_size(img_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """Patches down and across. Raises InputError where the image's size is no multiple of the patch size."""
+    (height, width), (p, q) = img_size, patch_size
+    if height < p or width < q or height % p or width % q:
+        wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
+        near = f"{max(1, round(height / p)) * p} x {max(1, round(width / q)) * q}"
+        raise InputError(f"{wrong}; the nearest that fits is {near}")
+    return height // p, width // q
 
 
 def channels_hint(given: int, chans: int, batched: bool = True) -> str:

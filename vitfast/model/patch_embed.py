@@ -3,14 +3,44 @@
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
 from ..ops import packed, patch_embed
 from ..ops import reference as ref
 from ..ops.fusable import expected_modules
+from .config import channels_hint, grid_size
 from .layers import Entries, Layer, weights_dtype
 from .presets import pair
 
 torch.fx.wrap("patch_embed")  # FX treats it as a leaf, as in layers.py
+
+
+def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
+    """Returns the images. Raises ValueError unless they are (B, chans, *size); a size of None is any."""
+    if isinstance(images, (list, tuple)):
+        raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
+    if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with
+        got = f"{type(images).__name__}; vitfast.transform(model) makes (C, H, W) of a PIL image, a path or an array"
+        raise TypeError(f"ViT: images must be a tensor (B, C, H, W) or a list of (C, H, W), got {got}")
+    if torch.jit.is_tracing():
+        raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
+    if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):
+        want = "(B, {}, {}, {})".format(chans, *(size or ("H", "W")))
+        raise ValueError(f"ViT: images must be {want}, got {tuple(images.shape)}; {_shape_hint(images, chans)}")
+    return images
+
+
+def _shape_hint(images: Tensor, chans: int) -> str:
+    """Advice where images are not (B, chans, H, W), or of another size."""
+    shape = tuple(images.shape)
+    if len(shape) == 3 and shape[0] == chans:
+        return "one image is a batch as images[None]"
+    if len(shape) != 4:
+        return "a batch has these four axes"
+    if shape[1] == chans:
+        return "set_input_size or dynamic_img_size=True takes other sizes"
+    if shape[3] == chans:
+        return "channels come before height and width: images.permute(0, 3, 1, 2)"
+    have = f"images have {shape[1]} channel{'s' * (shape[1] != 1)}, the model takes {chans}"
+    return f"{have}: {channels_hint(shape[1], chans)}, or make the model with in_chans={shape[1]}"
 
 
 class PatchEmbed(Layer):
@@ -30,12 +60,8 @@ class PatchEmbed(Layer):
 
     def set_input_size(self, img_size) -> None:
         """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
-        (height, width), (p, q) = pair(img_size), self.patch_size
-        if height < p or width < q or height % p or width % q:
-            wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
-            near = f"{max(1, round(height / p)) * p} x {max(1, round(width / q)) * q}"
-            raise InputError(f"{wrong}; the nearest that fits is {near}")
-        self.img_size = height, width
+        grid_size(pair(img_size), self.patch_size)
+        self.img_size = pair(img_size)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Patches down and across in an image of this size (timm's name)."""

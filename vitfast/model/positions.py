@@ -17,6 +17,7 @@ that have their own: it is 1 at the stem and if all layers share one, else the d
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -306,3 +307,11 @@ def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
     pairs = (grid[0] - dy.abs())[:, None] * (grid[1] - dx.abs())
     return offsets.flatten(), pairs.flatten().float()
+
+
+def __getattr__(name: str):
+    """What earlier versions pickled here and is in another file now."""
+    homes = {"relative_logits": "relative", "relative_attention": "relative"}
+    if name in homes:
+        return getattr(import_module(f"{__package__}.{homes[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

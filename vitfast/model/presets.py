@@ -59,6 +59,22 @@ PRESETS |= {
     "EVA02-L/14": PRESETS["L/16"] | _EVA02 | dict(patch_size=14, scale_mlp_norm=True),
 }
 
+# BiT ResNets of the scaling study: units per stage, width factor.
+RESNETS = {
+    "R50x1": ((3, 4, 6, 3), 1),
+    "R50x2": ((3, 4, 6, 3), 2),
+    "R101x1": ((3, 4, 23, 3), 1),
+    "R152x1": ((3, 8, 36, 3), 1),
+    "R152x2": ((3, 8, 36, 3), 2),
+    "R200x3": ((3, 24, 36, 3), 3),
+}
+TIMM = "timm:"
+
+
+def is_baseline(name: str) -> bool:
+    """Whether a model's name is not one of our ViTs: a BiT ResNet, or timm:NAME."""
+    return name in RESNETS or name.startswith(TIMM)
+
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:
     """n -> (n, n); a pair stays one."""

@@ -12,16 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..ops.packed import PackedImages
 from . import config as arguments
-from .activation_memory import KEEPS, choose_saved_activations
+from .activation_memory import choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
-from .config import POOLS, ViTConfig, checked_images
+from .config import KEEPS, POOLS, ViTConfig
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import Intermediates
 from .layers import NORMS, weights_dtype
-from .patch_embed import PatchEmbed, with_tokens
+from .patch_embed import PatchEmbed, checked_images, with_tokens
 from .positions import Positions, resize_table
 from .preprocessing import Preprocessed, Preprocessing
 from .presets import pair, preset

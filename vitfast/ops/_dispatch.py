@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..errors import InputError
 from ..kernels import launch
 from ..kernels.launch import INTERPRETED, ThreadMode
 from . import reference as ref
-from .fusable import constant_when_compiled
 
 try:
     import triton  # noqa: F401
@@ -70,6 +69,16 @@ _KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias", "inne
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _warned: set[tuple[str, str]] = set()
+
+
+def constant_when_compiled(function: Callable) -> Callable:
+    """Decorates a function that torch.compile calls while it compiles, taking the result for a constant.
+
+    It does what torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes longer than
+    the rest of vitfast.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 @constant_when_compiled  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot

@@ -14,16 +14,6 @@ Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the l
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
-def constant_when_compiled(function: Callable) -> Callable:
-    """Decorates a function that torch.compile calls while it compiles, taking the result for a constant.
-
-    It does what torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes longer than
-    the rest of vitfast.
-    """
-    function._dynamo_marked_constant = True
-    return function
-
-
 class Replacements(tuple):
     """Entries on parts of a model; `why` says why one was left, None that an operation replaces it."""
 

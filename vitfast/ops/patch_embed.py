@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.limits import LEAST_STD, MOST_PIXEL
 from . import packed
 from . import reference as ref
 from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
@@ -97,9 +98,9 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
     if is_number(value):
         value = [value]
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_number, value)):
-        low = ref.LEAST_STD if name.endswith("std") else -ref.MOST_PIXEL
-        if not all(low <= v <= ref.MOST_PIXEL for v in value):
-            raise ValueError(f"{name} must be from {low:g} to {ref.MOST_PIXEL:g}, got {value}")
+        low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
+        if not all(low <= v <= MOST_PIXEL for v in value):
+            raise ValueError(f"{name} must be from {low:g} to {MOST_PIXEL:g}, got {value}")
         values, shape = [float(v) for v in value], (len(value),)
     else:
         try:

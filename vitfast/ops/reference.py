@@ -64,10 +64,6 @@ def packed_tokens(x, cls_token, pos_embed, rows, starts):
     return out.index_copy(0, rows, x).index_copy(0, first.flatten(), prefix.flatten(0, 1))
 
 
-# The least `std`, and the largest `mean` and `std`, on the 0..1 scale; within them float32 holds the results.
-LEAST_STD, MOST_PIXEL = 1e-6, 1e6
-
-
 def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
     """(images / 255 - mean) / std of uint8 images (B, C, Hi, Wi), in `dtype`.
 

@@ -17,33 +17,10 @@ from ..model.presets import pair, preset
 from ..model.vit import ViT
 from ..run.config import Config
 from ..run.distributed import Ranks
+from .arguments import model_arguments, vit_arguments
 from .masked import MaskedPatches
 
 logger = logging.getLogger("vitfast")
-
-
-def model_arguments(config: Config, loaded: bool = False) -> dict:
-    """ViT arguments that a recipe decides; `loaded`: those that it may change on loaded weights."""
-    arguments = dict(
-        pos_drop_rate=config.dropout,
-        proj_drop_rate=config.dropout,
-        drop_path_rate=config.drop_path,
-        residual_in_fp32=config.residual_in_fp32,
-        drop_path_mode=config.drop_path_mode,
-    )
-    if loaded:  # img_size 0: the weights keep their own
-        return arguments | (dict(img_size=config.img_size) if config.img_size else {})
-    return arguments | dict(
-        img_size=config.img_size,
-        init_values=config.init_values,
-        global_pool=config.global_pool,
-        class_token=config.global_pool == "token",
-        pos_embed=config.pos_embed,
-        **({} if config.pos_embed_at == "stem" else dict(pos_embed_at=config.pos_embed_at)),
-        head_init_bias=config.head_init_bias,
-        weight_init=config.weight_init,
-        act_layer=config.act_layer,
-    )
 
 
 def set_up(
@@ -112,9 +89,7 @@ def new_model(config: Config, classes: int) -> nn.Module:
         for layer in classifiers(model) if config.head_init_bias is not None else ():
             nn.init.constant_(layer.bias, config.head_init_bias)
         return model
-    shape = preset(config.model)
-    hidden = shape["embed_dim"] if config.hidden_head else None
-    return ViT(**{**model_arguments(config), **shape}, num_classes=classes, representation_size=hidden)
+    return ViT(**vit_arguments(config, classes))
 
 
 def _say_what_is_its_own(config: Config) -> None:

@@ -9,6 +9,7 @@ from cost_models import TINY, on_meta
 
 from vitfast import InputError, ViT, ops
 from vitfast.model import activation_memory as keep
+from vitfast.model.config import KEEPS
 from vitfast.tools import cost
 from vitfast.tools.cost import GIB, Rates, estimate, kept_bytes, operations, rates, state_bytes
 
@@ -70,7 +71,7 @@ def test_memory_with_dropout():
     model = on_meta("B/16", proj_drop_rate=0.1)
     least, everything = (operations(model, 2, keep=choice) for choice in ("least", "all"))
     assert least == everything != operations(on_meta("B/16"), 2, keep="all")
-    found = [estimate(model, rates("H200"), keep=choice) for choice in keep.KEEPS]
+    found = [estimate(model, rates("H200"), keep=choice) for choice in KEEPS]
     assert found[0] == found[1] == found[2] and found[0]["keep"]["more_per_image"] == 0
     assert "keep has no effect with dropout" in cost.as_text("B/16", found[0])
 

@@ -4,64 +4,82 @@ It consists of fp32 parameters, gradients and optimiser state, 16-bit copies of 
 vitfast.ops keeps for backward. Everything is in bytes; size: bytes of a number in the products.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
-import torch
+from ...model.config import ViTConfig
+from ...model.presets import pair
+from ...model.sizes import Sizes, block_bytes, mlp_working
+from .steps import arguments_of, dropout, resnet, tokens_of
 
-from ...model.activation_memory import block_bytes, mlp_working
-from ...model.hybrid import HybridEmbed
-from ...model.layers import OF_NORMS
-from ...model.vit import ViT
-from .steps import dropout, resnet, tokens_of
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...model.vit import ViT
 
 
-def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> dict[str, int]:
+def kept_bytes(
+    model: ViT | ViTConfig, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least"
+) -> dict[str, int]:
     """Bytes that vitfast.ops saves in a forward pass for its backward, by kind, without the parameters.
 
     keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
     outputs, the activation, and masks.
     """
-    m, block, depth, d = batch * tokens_of(model), model.blocks[0], len(model.blocks), model.embed_dim
-    f, stem, image = block.mlp.fc1.out_features, model.patch_embed, (model.in_chans, *model.patch_embed.img_size)
-    norm, read = type(model.norm) in OF_NORMS, batch if model.global_pool else m  # read: rows that the head reads
-    dropped, hybrid = dropout(model) > 0, isinstance(stem, HybridEmbed)
+    c, m = arguments_of(model), batch * tokens_of(model)
+    sizes, depth, d, image = Sizes(c), c.depth, c.embed_dim, (c.in_chans, *pair(c.img_size))
+    block, f, norm = sizes.block, sizes.block.before, not sizes.after_pooling
+    read = batch if c.global_pool else m  # rows that the head reads
+    dropped, hybrid = dropout(c) > 0, c.backbone is not None
     kept = {
         "images": 0 if hybrid else batch * math.prod(image) * pixel_size,
-        "ResNet": resnet(stem.backbone, batch, image, size)[1] if hybrid else 0,
+        "ResNet": resnet(model.patch_embed.backbone, batch, image, size)[1] if hybrid else 0,
     }
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropped else keep).items()}
-    each = 4 * (2 - (block.norm1.bias is None))
+    each = 4 * (1 + block.norm_biases)
     kept["statistics"] += each * (m if norm else read)  # of the last norm
-    if type(model.norm_pre) in OF_NORMS:
+    if c.pre_norm:
         kept["norm before the blocks"] = m * (d * size + each)
-    if model.config["rope"] is not None:  # cos and sin, fp32
-        kept["rotary positions"] = stem.num_patches * block.attn.head_dim * 4
-    if model.attn_pool is not None:
-        kept["MAP head"] = _map_head(model, batch, size) + batch * each
+    if c.rope is not None:  # cos and sin, fp32
+        kept["rotary positions"] = sizes.patches * (d // block.heads) * 4
+    if c.global_pool == "map":
+        kept["MAP head"] = _map_head(sizes, batch, size) + batch * each
     if dropped:
         kept["norms and activations (dropout)"] = depth * m * (2 * d + f) * size
-        kept["masks (dropout)"] = depth * m * (2 * d + f) + (m * d if model.pos_drop.p > 0 else 0)  # one byte each
+        kept["masks (dropout)"] = depth * m * (2 * d + f) + (m * d if c.pos_drop_rate > 0 else 0)  # one byte each
     # The last norm's input, and its output, which the head reads; a mean keeps neither.
-    pooled = read * d if model.global_pool == "avg" else m * d
-    hidden = read * model.head_hidden_size if hasattr(model.pre_logits, "fc") else 0
+    pooled = read * d if c.global_pool == "avg" else m * d
+    hidden = read * sizes.head_width if c.representation_size else 0
     kept["head"] = size * ((m * d if norm else pooled) + pooled + hidden)
     return kept
 
 
-def _map_head(model: ViT, batch: int, size: int) -> int:
+def _map_head(sizes: Sizes, batch: int, size: int) -> int:
     """Bytes of keys, values, the query, the inputs of all later layers, and lse."""
-    d, f = model.embed_dim, model.attn_pool.mlp.fc1.out_features
-    numbers = 2 * batch * model.patch_embed.num_patches * d + batch * (5 * d + 2 * f)
-    return numbers * size + batch * model.attn_pool.num_heads * 4
+    d, f = sizes.block.width, sizes.block.hidden
+    numbers = 2 * batch * sizes.patches * d + batch * (5 * d + 2 * f)
+    return numbers * size + batch * sizes.block.heads * 4
+
+
+def weights(model: nn.Module | ViTConfig) -> tuple[int, int]:
+    """How many numbers the parameters of linear layers and convolutions hold, and all others."""
+    if isinstance(model, ViTConfig):
+        return Sizes(model).parameters()
+    from torch import nn
+
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    products = sum(p.numel() for layer in layers for p in layer.parameters())
+    return products, sum(p.numel() for p in model.parameters()) - products
 
 
 def state_bytes(
-    model: torch.nn.Module, size: int = 2, optimizer: str = "adamw", averaged: bool = False
+    model: nn.Module | ViTConfig, size: int = 2, optimizer: str = "adamw", averaged: bool = False
 ) -> dict[str, int]:
     """Bytes that stay from step to step, by kind."""
-    total = sum(p.numel() for p in model.parameters())
-    layers = [layer for layer in model.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]
-    copied = sum(p.numel() for layer in layers for p in layer.parameters())
+    copied, others = weights(model)
+    total = copied + others
     return {
         "parameters": 4 * total,
         "gradients": 4 * total,
@@ -71,11 +89,11 @@ def state_bytes(
     }
 
 
-def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
+def working_bytes(model: ViT | ViTConfig, batch: int, size: int = 2) -> int:
     """Bytes that are allocated only at the peak, the backward of the last MLP; an estimate, not measured.
 
     They are the gradients of its output and pre-activation, the activation, and the logits with their gradients.
     """
-    m, working = batch * tokens_of(model), mlp_working(model.blocks[0])
-    numbers = model.embed_dim * (4 if model.residual_in_fp32 else size) + working * size
-    return m * numbers + batch * model.num_classes * (2 * size + 2 * 4)
+    c, m = arguments_of(model), batch * tokens_of(model)
+    numbers = c.embed_dim * (4 if c.residual_in_fp32 else size) + mlp_working(Sizes(c).block) * size
+    return m * numbers + batch * c.num_classes * (2 * size + 2 * 4)

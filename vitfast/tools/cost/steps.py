@@ -2,23 +2,28 @@
 
 By convention training counts as three times the forward pass. The operations, however, are counted as they run: without
 a gradient of the images, and with attention's backward computing the scores again.
+
+A model is a ViT or its arguments alone, for which PyTorch is not imported: that takes longer than the rest.
 """
+
+from __future__ import annotations
 
 import contextlib
 import copy
 from dataclasses import dataclass
-
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from typing import TYPE_CHECKING
 
 from ...errors import InputError, both_ends
-from ...model.hybrid import HybridEmbed
-from ...model.layers import OF_NORMS, GluMlp
-from ...model.vit import ViT
+from ...model.config import ViTConfig
+from ...model.sizes import Sizes
 from . import work
 from .gpus import Rates
 from .work import Kernels, Work
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...model.vit import ViT
 
 
 @dataclass(frozen=True)
@@ -41,86 +46,96 @@ class Operation:
         return found
 
 
-def tokens_of(model: ViT) -> int:
+def arguments_of(model: ViT | ViTConfig) -> ViTConfig:
+    return model if isinstance(model, ViTConfig) else ViTConfig(**model.config)
+
+
+def tokens_of(model: ViT | ViTConfig) -> int:
     """Tokens of an image. Raises InputError where blocks run on smaller or PyTorch's operations."""
-    if model.config.get("pos_embed") == "relative":
+    c = arguments_of(model)
+    if c.pos_embed == "relative":
         raise InputError(
             "cost: relative positions run on PyTorch's attention, which is not counted; "
             "plain and hybrid ViTs with other positions are"
         )
     for name in ("qk_norm", "scale_mlp_norm"):
-        if model.config.get(name) and not (name == "scale_mlp_norm" and model.config["swiglu_mlp"]):
+        if getattr(c, name) and not (name == "scale_mlp_norm" and c.swiglu_mlp):
             raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; others are")
-    return model.num_prefix_tokens + model.patch_embed.num_patches
+    sizes = Sizes(c)
+    return sizes.prefix + sizes.patches
 
 
-def dropout(model: ViT) -> float:
+def dropout(model: ViT | ViTConfig) -> float:
     """The blocks' dropout; if it is not 0, they run on the smaller operations and `keep` has no effect."""
-    return model.blocks[0].attn.proj_drop.p
+    return arguments_of(model).proj_drop_rate
 
 
-def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> list[Operation]:
+def operations(
+    model: ViT | ViTConfig, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least"
+) -> list[Operation]:
     """The operations of a training step on `batch` images, in order.
 
     size: bytes of a number; pixel_size: bytes of an image's value; keep: "least" or "all", which dropout overrules.
+    Of a hybrid, `model` must be the ViT itself.
     """
-    n, stem, depth = tokens_of(model), model.patch_embed, len(model.blocks)
-    keep = "least" if dropout(model) else keep
-    mlp, d, m = model.blocks[0].mlp, model.embed_dim, batch * n
-    f, norm = mlp.fc2.in_features, work.layer_norm if model.config["norm_layer"] == "layernorm" else work.rms_norm
-    patches, length = batch * stem.num_patches, stem.proj.weight[0].numel()
+    c, n = arguments_of(model), tokens_of(model)
+    sizes, depth, d, m = Sizes(c), c.depth, c.embed_dim, batch * n
+    keep, f, patches = "least" if dropout(c) else keep, sizes.block.hidden, batch * sizes.patches
+    norm = work.layer_norm if sizes.block.norm_biases else work.rms_norm
     found = []
 
     def add(name: str, counted: Work, times: int = 1) -> None:
         found.append(Operation(name, times, counted.training, counted.backward))
 
-    if isinstance(stem, HybridEmbed):  # the patches are those of a feature map, which needs a gradient too
-        found.append(resnet(stem.backbone, batch, (model.in_chans, *stem.img_size), size)[0])
-        (kernel,) = work.patch_embed(patches, length, m, d, n * d, size, size).forward
+    if c.backbone is not None:  # the patches are those of a feature map, which needs a gradient too
+        stem = model.patch_embed
+        found.append(resnet(stem.backbone, batch, (c.in_chans, *stem.img_size), size)[0])
+        (kernel,) = work.patch_embed(patches, stem.proj.weight[0].numel(), m, d, n * d, size, size).forward
         found.append(Operation("patch embedding", 1, (kernel,), (kernel, kernel)))
     else:
-        add("patch embedding", work.patch_embed(patches, length, m, d, n * d, size, pixel_size))
-    if type(model.norm_pre) in OF_NORMS:
+        add("patch embedding", work.patch_embed(patches, sizes.patch_values, m, d, n * d, size, pixel_size))
+    if c.pre_norm:
         add("norm before the blocks", norm(m, d, size))
     add("LayerNorm 1", norm(m, d, size, residual_gradient=True), depth)
     add("QKV", work.linear(m, 3 * d, d, size), depth)
     add("attention", work.attention(m, n, d, size), depth)
     add("projection + residual", work.linear(m, d, d, size, m * d), depth)
     add("LayerNorm 2", norm(m, d, size, residual_gradient=True), depth)
-    gated = isinstance(mlp, GluMlp)
-    first, second = work.mlp_layers(m, d, f, size, gated, residual=True, keep=keep)
-    add("up and gate" if gated else "fc1 + GELU", first, depth)
-    if gated and type(mlp.norm) in OF_NORMS:
+    first, second = work.mlp_layers(m, d, f, size, c.swiglu_mlp, residual=True, keep=keep)
+    add("up and gate" if c.swiglu_mlp else "fc1 + GELU", first, depth)
+    if c.swiglu_mlp and c.scale_mlp_norm:
         add("norm in the MLP", work.layer_norm(m, f, size), depth)
     add("fc2 + residual", second, depth)
-    read = batch if model.global_pool else m  # rows that the head reads
-    if type(model.norm) in OF_NORMS:
+    read = batch if c.global_pool else m  # rows that the head reads
+    if not sizes.after_pooling:
         add("last LayerNorm", norm(m, d, size))
-    if model.attn_pool is not None:
-        hidden = model.attn_pool.mlp.fc1.out_features
+    if c.global_pool == "map":
         add("MAP head: keys, values", work.linear(patches, 2 * d, d, size))
         add("MAP head: query, projection", work.linear(batch, d, d, size), 2)
-        add("MAP head: attention", work.attention(batch, stem.num_patches, d, size, keys=patches))
+        add("MAP head: attention", work.attention(batch, sizes.patches, d, size, keys=patches))
         add("MAP head: LayerNorm", norm(batch, d, size))
-        add("MAP head: MLP", work.mlp(batch, d, hidden, size))
-    if model.global_pool == "avg":
+        add("MAP head: MLP", work.mlp(batch, d, f, size))
+    if c.global_pool == "avg":
         mean = work.moved(m * d + read * d, size)
         add("mean of the patches", Work(mean, mean, mean))
-    if type(model.fc_norm) in OF_NORMS:
+    if sizes.after_pooling:
         add("last LayerNorm", norm(read, d, size))
-    for name, layer in (("hidden layer of the head", getattr(model.pre_logits, "fc", None)), ("head", model.head)):
-        if isinstance(layer, torch.nn.Linear):
-            add(name, work.linear(read, layer.out_features, layer.in_features, size))
+    if c.representation_size:
+        add("hidden layer of the head", work.linear(read, sizes.head_width, d, size))
+    if c.num_classes:
+        add("head", work.linear(read, c.num_classes, sizes.head_width, size))
     return found
 
 
-def resnet(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], size: int) -> tuple[Operation, int]:
+def resnet(backbone: nn.Module, batch: int, image: tuple[int, int, int], size: int) -> tuple[Operation, int]:
     """The ResNet of a hybrid as one operation, and the bytes that it keeps for backward, with its input.
 
     Its kernels are the convolutions, norms and pooling, in the dtype of the products; activations, residual additions
     and the standardisation of weights are taken as folded in. In truth PyTorch runs it, whose autocast computes the
     norms in fp32, so that it moves and keeps more.
     """
+    import torch
+
     forward, backward, kept = [], [], {}
 
     def count(module, inputs, output):
@@ -154,16 +169,22 @@ def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = F
     return Operation("clipping + update", 1, (), work.update(parameters, optimizer, averaged))
 
 
-def flops_per_image(model: ViT) -> float:
+def flops_per_image(model: ViT | ViTConfig) -> float:
     """FLOPs of the forward pass for one image."""
     return sum(op.times * flops for op in operations(model, 1) for flops, _ in op.forward)
 
 
-def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
+def forward_flops(model: nn.Module, image: tuple[int, int, int]) -> float:
     """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
 
     image: (C, H, W). Raises InputError for an image that the model does not take.
     """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from ...model.vit import ViT
+
     if isinstance(model, ViT):
         with contextlib.suppress(InputError):
             return flops_per_image(model)

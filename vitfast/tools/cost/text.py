@@ -1,6 +1,6 @@
 """The results of `estimate` and of `estimate_baseline` in words."""
 
-from ...model.activation_memory import USABLE
+from ...model.sizes import USABLE
 from .gpus import GIB
 
 

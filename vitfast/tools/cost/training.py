@@ -1,16 +1,23 @@
 """Estimates whether a training step of a model fits on a device, and how long step and training take."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import asdict
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ...errors import InputError
-from ...model.activation_memory import KEEPS, USABLE
-from ...model.vit import ViT
+from ...model.config import KEEPS, ViTConfig
+from ...model.presets import pair
+from ...model.sizes import USABLE
 from .gpus import Rates
-from .memory import kept_bytes, state_bytes, working_bytes
-from .steps import dropout, flops_per_image, forward_flops, operations, optimizer_step, tokens_of
+from .memory import kept_bytes, state_bytes, weights, working_bytes
+from .steps import arguments_of, dropout, flops_per_image, forward_flops, operations, optimizer_step, tokens_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...model.vit import ViT
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
@@ -25,7 +32,7 @@ DATASETS = {
 
 
 def estimate(
-    model: ViT,
+    model: ViT | ViTConfig,
     device: Rates,
     *,
     batch_size: int = 256,
@@ -39,11 +46,12 @@ def estimate(
 ) -> dict:
     """The cost of training this model on the device, as JSON holds it: times in seconds, sizes in bytes.
 
-    model: it may be on the meta device. batch_size: the images of an optimiser step over all GPUs; if they do not fit
-    into memory, gradients are accumulated. images: how many are seen in the whole training. efficiency: the assumed
-    share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The time of communication, and
-    of the passes that dropout adds, is left out. keep: the tensors that blocks keep for backward; "auto" is "all" where
-    that fits without smaller micro-batches. Raises InputError for numbers out of range and an unknown keep.
+    model: it may be on the meta device, or its arguments alone. batch_size: the images of an optimiser step over all
+    GPUs; if they do not fit into memory, gradients are accumulated. images: how many are seen in the whole training.
+    efficiency: the assumed share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The
+    time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks keep for
+    backward; "auto" is "all" where that fits without smaller micro-batches. Raises InputError for numbers out of range
+    and an unknown keep.
     """
     for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -52,6 +60,8 @@ def estimate(
         raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
     if keep not in KEEPS:
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    if isinstance(model, ViTConfig) and model.backbone is not None:  # timm knows what a ResNet holds
+        model = _on_meta(model)
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
     working, on_each = working_bytes(model, 1, size), math.ceil(batch_size / gpus)
     kept_per_image, largest = {}, {}
@@ -74,7 +84,7 @@ def estimate(
     both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
     floor = micro_batches * both + update["backward_floor"]
     return dict(
-        img_size=list(model.patch_embed.img_size),
+        img_size=list(pair(arguments_of(model).img_size)),
         tokens=tokens_of(model),
         **flops,
         dtype=dtype,
@@ -118,10 +128,20 @@ def estimate_baseline(
     )
 
 
-def _flops(model: nn.Module, flops: float, images: float | None) -> dict:
+def _on_meta(config: ViTConfig) -> ViT:
+    """The ViT with these arguments, without memory for its weights."""
+    import torch
+
+    from ...model.vit import ViT
+
+    with torch.device("meta"):
+        return ViT(**config.as_dict())
+
+
+def _flops(model: nn.Module | ViTConfig, flops: float, images: float | None) -> dict:
     """The number of parameters, and the FLOPs for an image and for the whole training."""
     return dict(
-        params=sum(p.numel() for p in model.parameters()),
+        params=sum(weights(model)),
         flops_per_image=flops,
         train_flops_per_image=3 * flops,
         train_flops=None if images is None else 3 * flops * images,

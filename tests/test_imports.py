@@ -1,0 +1,110 @@
+"""The start of a process: which modules an import or a command may import, and its processor time beside torch's."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitfast
+from vitfast.cli import COMMANDS
+from vitfast.ops._dispatch import constant_when_compiled
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = "from vitfast import ViT, accelerate, load_checkpoint, ops, pack"
+# Each takes as long as torch or longer to import, or is for a part of the users alone.
+LATE = "torch._dynamo torch._inductor sympy timm transformers torchvision PIL yaml tqdm matplotlib sklearn".split()
+# Exported programs that call our operations load, and torch.nn.attention knows our name.
+REGISTERED = "torch.ops.vitfast.attention.default, torch.nn.attention.list_flash_attention_impls().index('vitfast')"
+COMMAND = """
+import contextlib, io, vitfast.cli
+for arguments in {}:
+    with contextlib.redirect_stdout(io.StringIO()):
+        try: vitfast.cli.main(arguments)
+        except SystemExit as stop: assert not stop.code
+"""
+# The environment of a user: kernels are compiled, and byte code is kept.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "VITFAST", "PYTHONDONT"))}
+ENVIRONMENT["PYTHONPATH"] = str(ROOT)
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules of a process that has run this code."""
+    code += "\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout))
+
+
+def test_importing_vitfast_imports_nothing_late():
+    """Beside what torch imports itself; whichever of the two is imported first."""
+    before = modules_after("import torch")
+    for first in ("torch, vitfast", "vitfast, torch"):
+        more = modules_after(f"import {first}\n{REGISTERED}\n{PUBLIC}") - before
+        assert not more.intersection(LATE), more.intersection(LATE)
+        roots = {name.partition(".")[0] for name in more} - sys.stdlib_module_names
+        assert {name for name in roots if not name.startswith("_")} <= {"vitfast", "triton", "safetensors", "numpy"}
+
+
+def test_commands_that_need_no_torch_import_none():
+    """Nor does the help of any command."""
+    costs = "cost --model L/16 --epochs 14 --images 303e6", "cost --recipe finetune/cifar10"
+    for some in (
+        ["--help", "--version"],
+        ["recipes", "recipes digits --json"],
+        costs,
+        [f"{c} --help" for c in COMMANDS],
+    ):
+        found = modules_after(COMMAND.format([arguments.split() for arguments in some]))
+        assert not found.intersection(["torch", "numpy", "triton", *LATE]) and "vitfast.cli.finetune" in found
+
+
+def seconds(*arguments: str, tries: int = 2) -> float:
+    """The least processor time of a Python process with these arguments, user and system."""
+    found = []
+    for _ in range(tries):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+def test_imports_are_quick():
+    """`import torch` takes 0.9 to 1.3 s on two cores; vitfast adds 0.15 s to it, and a command takes 0.05 s."""
+    torch_alone = seconds("-c", "import torch")
+    assert seconds("-c", f"import torch, vitfast; {PUBLIC}") < 1.4 * torch_alone
+    for arguments in ("--help", "finetune --help", "recipes", "cost --model B/16"):
+        assert seconds("-m", "vitfast", *arguments.split()) < 0.3 * torch_alone, arguments
+
+
+@pytest.mark.slow
+def test_the_batch_invariance_of_the_environment_acts_on_pytorch_at_once():
+    code = "import vitfast, sys; assert sys.modules['vitfast.ops._fixed']._library is not None"
+    for value, told in (("1", ""), ("2", "VITFAST_BATCH_INVARIANT: must be 0 or 1")):
+        environment = ENVIRONMENT | {"VITFAST_BATCH_INVARIANT": value}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert (run.returncode == 0) == (not told) and told in run.stderr, run.stderr
+
+
+def test_public_names_are_all_that_dir_shows():
+    shown = dir(vitfast)
+    assert set(shown) == {*vitfast.__all__, "Embedder"} and all(hasattr(vitfast, name) for name in shown)
+    assert (
+        vitfast.ViT is vitfast.model.ViT is vitfast.model.vit.ViT and vitfast.adapters.accelerate is vitfast.accelerate
+    )
+    assert vitfast.kernels.configs and vitfast.ref is vitfast.ops.reference  # modules, by earlier names too
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        vitfast.nothing  # noqa: B018
+    names = {}
+    exec("from vitfast import *", names)
+    assert set(vitfast.__all__) <= names.keys() and "Embedder" not in names
+
+
+def test_the_mark_of_constant_results_is_pytorchs():
+    ours, theirs = (mark(lambda: None) for mark in (constant_when_compiled, torch.compiler.assume_constant_result))
+    assert vars(ours) == vars(theirs) != {}
