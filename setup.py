@@ -1,7 +1,12 @@
-"""Package metadata. `kernels/` is installed as `vitfast.kernels`: the bare name belongs to another package."""
+"""Package metadata. `kernels/` is installed as `vitfast.kernels`: the bare name belongs to another package.
+
+An editable install puts `.src/` on the path, which holds a link to `vitfast/` alone, and that one to `kernels/`: type
+checkers read it, unlike the finder that setuptools would write for the folders themselves.
+"""
 
 import pathlib
 import re
+import sys
 
 from setuptools import find_packages, setup
 
@@ -58,6 +63,7 @@ TEST = [
     "wheel",
 ]
 
+LINKED = "editable_wheel" in sys.argv and (HERE / ".src").is_dir()  # an unpacked sdist has no links
 KERNELS = ["vitfast.kernels", *(f"vitfast.kernels.{name}" for name in find_packages("kernels"))]
 
 setup(
@@ -69,9 +75,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[*find_packages(include=["vitfast", "vitfast.*"]), *KERNELS],
-    package_data={"vitfast.kernels": ["libraries/*.cpp"]},
-    package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
+    packages=[*find_packages(include=["vitfast", "vitfast.*"], exclude=["vitfast.kernels*"]), *KERNELS],
+    package_data={"vitfast": ["py.typed"], "vitfast.kernels": ["libraries/*.cpp"]},
+    package_dir={"": ".src"} if LINKED else {"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={
         "train": TRAIN,
