@@ -59,6 +59,7 @@ TEST = [
     "datasets",
     "webdataset",
     "litserve",
+    "mypy",
     "ruff",
     "wheel",
 ]

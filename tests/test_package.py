@@ -22,9 +22,11 @@ def dist(tmp_path_factory):
     source = folder / "source"
     source.mkdir()
     files = "setup.py pyproject.toml README.md LICENSE CHANGELOG.md MANIFEST.in Makefile mkdocs.yml"
-    for name in (*files.split(), "vitfast", "kernels", "bench", "tests", "docs", "examples"):
+    for name in (*files.split(), ".src", "vitfast", "kernels", "bench", "tests", "docs", "examples"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     script = "from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True)
+    script = "from setuptools import build_meta as b; b.build_editable('../editable')"
     subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True)
     return folder
 
@@ -38,7 +40,7 @@ def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     packages = {f"vitfast.{name}" if name.startswith("kernels") else name for name in packages}
     for package in packages:
         assert f"{package.replace('.', '/')}/__init__.py" in names, package
-    assert "vitfast/kernels/libraries/cublaslt.cpp" in names
+    assert {"vitfast/kernels/libraries/cublaslt.cpp", "vitfast/py.typed"} <= {*names} and len({*names}) == len(names)
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)],
@@ -64,9 +66,22 @@ assert not optional, f"the core imports {optional}"
 
 
 @pytest.mark.slow
+def test_an_editable_install_is_a_folder_that_type_checkers_read(dist):
+    """It puts a folder on the path, with the package alone: `kernels` is another's name."""
+    archive = zipfile.ZipFile(next((dist / "editable").glob("*.whl")))
+    folder = Path(archive.read(next(name for name in archive.namelist() if name.endswith(".pth"))).decode().strip())
+    assert [path.name for path in folder.iterdir() if path.suffix != ".egg-info"] == ["vitfast"]
+    script = "import vitfast.kernels.launch, vitfast.data.resize; print(vitfast.__file__)"
+    python = [sys.executable, "-S", "-c", f"import sys; sys.path += {[str(folder), *sys.path]!r}; {script}"]
+    run = subprocess.run(python, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}, cwd=dist)
+    assert run.stdout.strip() == str(folder / "vitfast/__init__.py") and (folder / "vitfast/py.typed").exists(), run
+
+
+@pytest.mark.slow
 def test_sdist_holds_the_kernels_and_the_documentation(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    held = "kernels/__init__.py kernels/libraries/cublaslt.cpp vitfast/train/trainer.py docs/images/mlp.svg mkdocs.yml"
+    assert not any("vitfast/kernels" in name or "/.src/" in name for name in names)
+    held = "kernels/__init__.py kernels/libraries/cublaslt.cpp vitfast/py.typed docs/images/mlp.svg mkdocs.yml"
     for path in held.split():
         assert any(name.endswith(f"/{path}") for name in names), path
 

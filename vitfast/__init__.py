@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .errors import InputError
 from .version import __version__
 
-if TYPE_CHECKING:  # `__getattr__` imports them at their first use, so that `vitfast --help` needs no torch
+if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --help` needs no torch
     from . import adapters, backend, ops
     from .adapters import accelerate, acceleration_report, restore
     from .eval.embedder import Embedder as Embedder
@@ -18,6 +18,19 @@ if TYPE_CHECKING:  # `__getattr__` imports them at their first use, so that `vit
     from .model.checkpoint import load_checkpoint
     from .ops import batch_invariant
     from .ops.packed import PackedImages, pack
+else:  # type checkers would take any name that there is a `__getattr__` for
+
+    def __getattr__(name: str):
+        """A public name, or a module by its name or its earlier one, imported at its first use."""
+        if name in _HOMES:
+            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        elif importlib.util.find_spec(f"{__name__}.{name}"):
+            found = importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
 
 __all__ = [
     "InputError",
@@ -61,18 +74,6 @@ MOVED = {
     "positions": "model.positions",
     "kernels.tiles": "kernels.configs.tiles",
 }
-
-
-def __getattr__(name: str):
-    """A public name, or a module by its name or its earlier one, imported at its first use."""
-    if name in _HOMES:
-        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    elif importlib.util.find_spec(f"{__name__}.{name}"):
-        found = importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import numpy as np
 import pytest
@@ -69,7 +70,9 @@ WRONG = {
 def test_every_argument_is_there():
     assert {*WRONG} == {*ARGUMENTS, "class_names", "keep"}
     assert {*WRONG} == {*inspect.signature(ViT).parameters}
-    assert all(f"\n{name} = {p.default!r}: " in ViT.__doc__ for name, p in inspect.signature(ViT).parameters.items())
+    for name, p in inspect.signature(ViT).parameters.items():
+        row = re.search(rf"^{name} +(.*?)  +{re.escape(repr(p.default))}  +(.+)", ViT.__doc__, flags=re.MULTILINE)
+        assert row and row[2] in inspect.getdoc(ViT) and (p.annotation is not int or row[1] == "int"), name
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values], ids=str)

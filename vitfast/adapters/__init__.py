@@ -8,6 +8,7 @@ around the model stay as they are. A library is imported only where the model is
 
 import logging
 import sys
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from .report import Entry, Report, acceleration_report
 
 __all__ = ["Attention", "Entry", "Layer", "Mlp", "Report", "accelerate", "acceleration_report", "register", "restore"]
 
+Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("vitfast")
 
 
@@ -40,7 +42,7 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
         torch.compiler.reset()
 
 
-def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
+def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
     """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
     It knows timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and
@@ -91,7 +93,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     return model
 
 
-def restore(model: nn.Module) -> nn.Module:
+def restore(model: Model) -> Model:
     """Undoes `accelerate`; returns the model.
 
     Every module has the class it came with, and transformers' attention is what it was.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError, both_ends, unknown
 from ..model.checkpoint.hugging_face import PROCESSORS, processor_class, size_field
+from ..model.config import CropMode, Interpolation
 from .resize import FILTERS, resize
 
 
@@ -29,7 +30,7 @@ class EvalTransform:
     size: tuple[int, int]
     edges: tuple[int, int]
     mode: Literal["squash", "shortest", "cover", "fit", "keep"]
-    resample: str = "bicubic"
+    resample: Interpolation = "bicubic"
     fill: tuple[int, ...] = (0,)
     round_half: bool = True
     pillow: Literal["12", "13"] | None = None
@@ -38,9 +39,9 @@ class EvalTransform:
     def timm(
         cls,
         img_size: int | tuple[int, int],
-        crop_mode: str = "center",
+        crop_mode: CropMode = "center",
         crop_pct: float = 1.0,
-        interpolation: str = "bicubic",
+        interpolation: Interpolation = "bicubic",
         mean: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> "EvalTransform":
         """The pixels of `timm.data.create_transform(img_size, is_training=False, ...)` with these arguments.

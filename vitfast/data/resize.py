@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import both_ends
+from ..model.config import Interpolation
 from ..ops._dispatch import NO_TRITON, kernels_wanted
 
 if NO_TRITON is None:
@@ -222,7 +223,7 @@ def _together(images: list[Tensor], plans: list[Plan], columns_first: bool) -> l
 def resize(
     images: Tensor | Sequence[Tensor],
     size: tuple[int, int] | Sequence[tuple[int, int]],
-    resample: str = "bicubic",
+    resample: Interpolation = "bicubic",
     box: Box | Sequence[Box | None] | None = None,
     *,
     crop: tuple[int, int, int, int] | Sequence[tuple[int, int, int, int]] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -134,6 +134,10 @@ class Embedder:
         self.backbone = backbone(*self._made_from)
         self._lock, self._graphs = threading.Lock(), {}
 
+    @overload
+    def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise"] = "raise") -> Tensor: ...
+    @overload
+    def embed(self, images: Iterable[ImageLike], *, errors: Literal["skip"]) -> Embeddings: ...
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise", "skip"] = "raise") -> Tensor | Embeddings:
         """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
 

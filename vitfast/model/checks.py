@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any, get_args
 
 from ..errors import InputError
 
@@ -52,7 +53,9 @@ def number(text: str, holds: Callable[[float], bool]) -> Check:
     return Check(text, finite, float)
 
 
-def one_of(names: Sequence[str]) -> Check:
+def one_of(names: Sequence[str] | Any) -> Check:
+    """A check for names, which a Literal may list."""
+    names = get_args(names) or names
     return Check(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
 
 

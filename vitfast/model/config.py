@@ -1,23 +1,30 @@
-"""The arguments of a ViT, each with meaning and values; checks of image sizes and block numbers. No PyTorch."""
+"""The arguments of a ViT, each with meaning and values; checks of sizes. No PyTorch."""
 
 import math
 import textwrap
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from typing import Any, Literal, Union, get_args, get_origin
 
 from ..errors import InputError
-from ..kernels.limits import LEAST_STD, MOST_PIXEL
+from ..kernels.values import LEAST_STD, MOST_PIXEL, Activation
 from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, optional, some, whole
 from .presets import pair
 
-KEEPS = ("auto", "all", "least")  # see activation_memory.py
-POOLS = ("token", "avg", "map", "")
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")  # timm's names
-POS_EMBEDS = ("learn", "learn2d", "factorized", "sincos2d", "relative", "none", "")  # see positions.py
-ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, and their temperatures
-POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
-CROP_MODES = ("center", "squash", "border")  # timm's
-INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by its numbers
+Keep = Literal["auto", "all", "least"]  # see activation_memory.py
+Pool = Literal["token", "avg", "map", ""]
+PosEmbed = Literal["learn", "learn2d", "factorized", "sincos2d", "relative", "none", ""]  # see positions.py
+PosEmbedPlace = Literal["stem", "layers", "layers_shared"]
+Rope = Literal["dinov3", "cat"]  # timm's
+CropMode = Literal["center", "squash", "border"]  # timm's
+Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]  # Pillow's, by its numbers
+WeightInit = Literal["", "jax", "jax_nlhb", "moco", "reset", "skip"]  # timm's
+NormLayer = Literal["layernorm", "rmsnorm"]  # timm's
+DropPathMode = Literal["mask", "subset"]
+KEEPS, POOLS, ACTIVATIONS, INTERPOLATIONS = map(get_args, (Keep, Pool, Activation, Interpolation))
+ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # the temperatures of rotary positions
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
@@ -55,12 +62,12 @@ _STAGES = Check(
 )
 
 
-def argument(default, check: Check, text: str):
+def argument(default, check: Check, text: str) -> Any:
     """A field of ViTConfig: its default, the values that it may have, and what it means."""
     return field(default=default, metadata=dict(check=check, text=text))
 
 
-def rate(text: str):
+def rate(text: str) -> Any:
     return argument(0.0, RATE, text)
 
 
@@ -72,9 +79,9 @@ class ViTConfig:
     patch_size: int | tuple[int, int] = argument(16, SIZE, "pixels of a patch, or (height, width)")
     in_chans: int = argument(3, whole(1, 2**16), "channels of the images, C")
     num_classes: int = argument(1000, whole(0, 2**24), "outputs of the head; 0 for no head")
-    global_pool: str = argument(
+    global_pool: Pool = argument(
         "token",
-        one_of(POOLS),
+        one_of(Pool),
         'what the head sees: "token", the class token; "avg", the mean of the patches, normalised after pooling unless'
         ' `fc_norm` says otherwise; "map", attention of one learned query and an MLP; "", every token',
     )
@@ -88,9 +95,9 @@ class ViTConfig:
     proj_bias: bool = argument(True, flag, "biases of the other linear layers of a block")
     init_values: float | None = argument(None, optional(NOT_NEGATIVE), "LayerScale's start value; None for none")
     class_token: bool = argument(True, flag, "a learned token before the patches")
-    pos_embed: str = argument(
+    pos_embed: PosEmbed = argument(
         "learn",
-        one_of(POS_EMBEDS),
+        one_of(PosEmbed),
         'positions: "learn" (1-D), "learn2d" (tables of columns and rows, joined; patches only), "factorized" (both'
         ' added, as in NaViT), "relative" (1-D, in each layer\'s attention, which PyTorch computes), "sincos2d" (fixed)'
         ' or "none"',
@@ -103,12 +110,12 @@ class ViTConfig:
     pos_drop_rate: float = rate("dropout of the embedded tokens, one of the two kinds in the paper")
     proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's other kind")
     drop_path_rate: float = rate("stochastic depth in the last block; it rises linearly from 0 in the first")
-    weight_init: str = argument("", one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")), "timm's modes")
+    weight_init: WeightInit = argument("", one_of(WeightInit), "timm's modes")
     head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: by weight_init")
     representation_size: int | None = argument(
         None, optional(whole(1, 2**17)), "width of the tanh layer of the pre-training head; None for none"
     )
-    act_layer: str = argument("gelu", one_of(ACTIVATIONS), 'the MLP\'s activation; "gelu" is the one with erf')
+    act_layer: Activation = argument("gelu", one_of(Activation), 'the MLP\'s activation; "gelu" is the one with erf')
     norm_eps: float = argument(1e-6, NOT_NEGATIVE, "epsilon of the norms")
     mean: float | Sequence[float] = argument(
         0.5,
@@ -123,18 +130,18 @@ class ViTConfig:
     residual_in_fp32: bool = argument(
         False, flag, "keep the residual stream in fp32 when the matrix products run in 16 bits"
     )
-    pos_embed_at: str = argument(
+    pos_embed_at: PosEmbedPlace = argument(
         "stem",
-        one_of(POS_EMBED_PLACES),
+        one_of(PosEmbedPlace),
         'where learned positions are added: "stem", "layers" (before each, with tables of their own) or'
         ' "layers_shared"; dropout follows the first only',
     )
     backbone: str | dict | None = argument(
         None, optional(_STAGES), 'the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says; None for a ViT'
     )
-    crop_mode: str | None = argument(
+    crop_mode: CropMode | None = argument(
         None,
-        optional(one_of(CROP_MODES)),
+        optional(one_of(CropMode)),
         "how evaluations cut images, in timm's words; None if unknown",
     )
     crop_pct: float | None = argument(
@@ -142,17 +149,17 @@ class ViTConfig:
         optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
         "the share of a side that evaluations cut out; None if unknown",
     )
-    interpolation: str | None = argument(
-        None, optional(one_of(INTERPOLATIONS)), "Pillow's filter by which evaluations resize; None if unknown"
+    interpolation: Interpolation | None = argument(
+        None, optional(one_of(Interpolation)), "Pillow's filter by which evaluations resize; None if unknown"
     )
-    keep: str = argument("auto", one_of(KEEPS), "what blocks keep for backward, see `set_keep`; not in `config`")
+    keep: Keep = argument("auto", one_of(Keep), "what blocks keep for backward, see `set_keep`; not in `config`")
     class_names: Sequence[str] | None = argument(
         None, CLASS_NAMES, "names of the classes, in the order of the logits; None if unknown"
     )
-    norm_layer: str = argument("layernorm", one_of(("layernorm", "rmsnorm")), "the class of the norms")
-    drop_path_mode: str = argument(
+    norm_layer: NormLayer = argument("layernorm", one_of(NormLayer), "the class of the norms")
+    drop_path_mode: DropPathMode = argument(
         "mask",
-        one_of(("mask", "subset")),
+        one_of(DropPathMode),
         'stochastic depth computes all images and drops some ("mask"), or computes only those that are kept, a fixed'
         ' share ("subset", DINOv2\'s)',
     )
@@ -164,9 +171,9 @@ class ViTConfig:
         "MLPs are gated by SiLU; gate and up are mlp_ratio * D wide each; act_layer is then for a MAP head alone",
     )
     scale_mlp_norm: bool = argument(False, flag, "a norm before the MLP's last layer (EVA-02)")
-    rope: str | None = argument(
+    rope: Rope | None = argument(
         None,
-        optional(one_of(tuple(ROPES))),
+        optional(one_of(Rope)),
         'rotary positions of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and'
         ' across, at any size; halves of a head in pairs) or "cat" (EVA\'s: patches are counted; neighbours in pairs)',
     )
@@ -185,7 +192,7 @@ class ViTConfig:
     def __post_init__(self):
         for name, check in ARGUMENTS.items():
             object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
-        enforce(one_of(KEEPS), self.keep, "ViT: keep")
+        enforce(one_of(Keep), self.keep, "ViT: keep")
         for name in ("mean", "std"):
             object.__setattr__(self, name, _per_channel(name, getattr(self, name), self.in_chans))
         self._check_together()
@@ -250,12 +257,32 @@ class ViTConfig:
 
     @staticmethod
     def documentation() -> str:
-        """A paragraph for each argument: name, default, meaning and values."""
-        lines = []
+        """A table of the arguments: name, type, default, and meaning with the range of values."""
+        lines = [_row("argument", "type", "default", "meaning"), ""]
         for f in fields(ViTConfig):
-            check, text = f.metadata["check"].text, f.metadata["text"]
-            lines += textwrap.wrap(f"{f.name} = {f.default!r}: {text}. It is {check}.", 116, subsequent_indent="    ")
+            named, check = type_name(f.type), f.metadata["check"].text
+            told = "True or False" in check or "one of" in check or check.startswith(("two", "a list"))
+            meaning = f.metadata["text"] if told else f"{f.metadata['text']} ({check.removeprefix('None or ')})"
+            lines.append(_row(f.name, named, repr(f.default), meaning))
         return "\n".join(lines)
+
+
+def type_name(annotation) -> str:
+    """An annotation as code has it; the choices of a Literal."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return "None" if annotation is type(None) else annotation.__name__
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(repr, get_args(annotation)))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(map(type_name, get_args(annotation)))
+    return f"{get_origin(annotation).__name__}[{', '.join(map(type_name, get_args(annotation)))}]"
+
+
+def _row(*cells: str) -> str:
+    """A row of a table whose cells are as many lines high as they need."""
+    columns = [textwrap.wrap(cell, width, break_long_words=False) for cell, width in zip(cells, (19, 26, 12, 56))]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join("{:<20}{:<27}{:<13}{}".format(*row).rstrip() for row in rows)
 
 
 ViTConfig.__init__.__qualname__ = "ViT.__init__"  # the name in Python's error for a wrong call

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from .vit import ViT
 Runner = Callable[[Tensor], Tensor]
 
 
-def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, force: bool = False) -> float | None:
+def export(
+    model: ViT, path: str | Path, form: Literal["onnx", "torch", "aoti"], *, uint8: bool = False, force: bool = False
+) -> float | None:
     """Writes `model` for inference: images (B, C, H, W) of the model's size, for any B -> logits.
 
     form: "onnx" (the exporter's default opset; weights beyond 2 GB lie beside the file in `path.data`), "torch"

@@ -1,6 +1,7 @@
 """The outputs and the attention matrices of a ViT's blocks, in the forms in which timm returns them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class Intermediates:
         return_prefix_tokens: bool = False,
         norm: bool = False,
         stop_early: bool = False,
-        output_fmt: str = "NCHW",
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
         output_dict: bool = False,
     ):

@@ -221,7 +221,7 @@ def weights_dtype(module: nn.Module) -> torch.dtype:
 
 
 def __getattr__(name: str):
-    """What earlier versions pickled here and is in another file now."""
+    """Names that earlier versions pickled here and that are in another file now."""
     homes = {"PatchEmbed": "patch_embed", "PreLogits": "heads", "AttentionPoolLatent": "heads"}
     if name in homes:
         return getattr(import_module(f"{__package__}.{homes[name]}"), name)

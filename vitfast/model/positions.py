@@ -310,7 +310,7 @@ def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def __getattr__(name: str):
-    """What earlier versions pickled here and is in another file now."""
+    """Names that earlier versions pickled here and that are in another file now."""
     homes = {"relative_logits": "relative", "relative_attention": "relative"}
     if name in homes:
         return getattr(import_module(f"{__package__}.{homes[name]}"), name)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from . import config as arguments
 from .activation_memory import choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
-from .config import KEEPS, POOLS, ViTConfig
+from .config import KEEPS, POOLS, Keep, Pool, ViTConfig, WeightInit
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
@@ -27,8 +28,23 @@ from .preprocessing import Preprocessed, Preprocessing
 from .presets import pair, preset
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+P = ParamSpec("P")
 for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
     torch.fx.wrap(_leaf)
+
+
+def _with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
+    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
+
+    def decorate(constructor):
+        constructor.__signature__ = inspect.signature(config.__init__)
+        constructor.__annotations__ = config.__init__.__annotations__
+        return constructor
+
+    return decorate
 
 
 class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
@@ -42,7 +58,8 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
 
     keep = "auto"  # for models that were pickled before `keep` existed
 
-    def __init__(self, *args, **kwargs):  # the arguments of ViTConfig
+    @_with_arguments_of(ViTConfig)
+    def __init__(self, *args, **kwargs):
         c = ViTConfig(*args, **kwargs)
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
@@ -85,18 +102,15 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         if c.weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    __init__.__signature__ = inspect.signature(ViTConfig.__init__)
-    __init__.__annotations__ = ViTConfig.__init__.__annotations__
-
     # ---- making one
 
     @classmethod
-    def from_preset(cls, name: str, **overrides) -> "ViT":
+    def from_preset(cls, name: str, **overrides) -> "Self":
         """`ViT.from_preset("B/16", num_classes=10)`: the names of presets.PRESETS; arguments override."""
         return cls(**{**preset(name), **overrides})
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, **overrides) -> "ViT":
+    def from_pretrained(cls, source: str | Path, **overrides) -> "Self":
         """A model with the weights of a file, a folder or `hf-hub:owner/name`.
 
         They may be in any format that load_checkpoint reads. Constructor arguments override the checkpoint's: another
@@ -115,7 +129,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         changed = dict(global_pool=self.global_pool, dynamic_img_size=self.dynamic_img_size)
         return self._config | changed | self.preprocessing.as_dict()
 
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+    def init_weights(self, mode: WeightInit = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
 
         "" is the mode of the constructor. `needs_reset=False` skips modules that have just initialised themselves.
@@ -179,7 +193,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             return self._encode_many(images).x.unflatten(0, (len(images), -1))
         return self._encode(images, change_patches)[0]
 
-    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+    def pool(self, x: Tensor, pool_type: Pool | None = None) -> Tensor:
         """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); pool type "" returns the tokens unchanged."""
         pool_type = self.global_pool if pool_type is None else pool_type
         if pool_type and (of_many_sizes(x) or self.packs(x)):
@@ -211,7 +225,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
 
     # ---- changing it
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: Pool | None = None) -> None:
         """Replaces the whole head, its hidden layer included, by one zero linear layer (the paper, 3.2)."""
         num_classes = arguments.read("num_classes", num_classes, "reset_classifier: num_classes")
         if global_pool is not None:
@@ -246,7 +260,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         if isinstance(self.patch_embed, HybridEmbed):
             self.patch_embed.backbone.set_grad_checkpointing(enable)
 
-    def set_keep(self, keep: str) -> None:
+    def set_keep(self, keep: Keep) -> None:
         """Sets what blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
         "auto" is "least" until `decide_keep` is called, as the trainer does; on CPUs and while blocks are checkpointed
@@ -279,4 +293,5 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
 
 
-ViT.__doc__ = f"{ViT.__doc__}\n{ViTConfig.documentation()}\n"
+_summary, _text = ViT.__doc__.split("\n", 1)
+ViT.__doc__ = f"{_summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(_text)}\n"

@@ -10,7 +10,7 @@ same: x, norm_weight, norm_bias, in_weight, out_weight, out_bias, layer_scale, d
 and h. "in" is the layer qkv, fc1 or gate, "out" is proj, fc2 or down.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from .linear_residual import branch_gradient, needs_column_sum
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+
+Keep = Literal["least", "all"]
+Norm = Literal["layer", "rms"]
 
 
 def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ else:
 
     NO_TRITON = None
 
-MODES = ("auto", "on", "off")
+Function = TypeVar("Function", bound=Callable)
+Mode = Literal["auto", "on", "off"]
+MODES = get_args(Mode)
 _MODE = ThreadMode("vitfast.use_kernels", os.environ.get("VITFAST_KERNELS") or "auto")
 
 
@@ -50,7 +53,7 @@ class use_kernels:
     calls backward(). Raises ValueError for another mode.
     """
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: Mode):
         if mode not in MODES:
             raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self._before = mode, _MODE.own()
@@ -71,7 +74,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _warned: set[tuple[str, str]] = set()
 
 
-def constant_when_compiled(function: Callable) -> Callable:
+def constant_when_compiled(function: Function) -> Function:
     """Decorates a function that torch.compile calls while it compiles, taking the result for a constant.
 
     It does what torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes longer than
@@ -166,10 +169,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-# Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`.
+# Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are
+# in the operations' signatures for type checkers; `autocasts` hands them on under the names that they stand for.
 ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "keep"}
 
 
+@overload
+def autocasts(function: Function) -> Function: ...
+@overload
+def autocasts(*, keep: tuple[str, ...] = ()) -> Callable[[Function], Function]: ...
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
     """Decorates an operation: autocast casts its arguments but _KEPT and `keep`; it takes ALIASES too."""
     if function is None:

@@ -1,7 +1,7 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
 from numbers import Integral
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
 
 
-ROPE_LAYOUTS = ("half", "interleaved")
+RopeLayout = Literal["half", "interleaved"]
+ROPE_LAYOUTS = get_args(RopeLayout)
 
 
 def checked(
@@ -227,12 +228,14 @@ def attention(
     *,
     scale: float | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
-    rope_layout: str = "half",
+    rope_layout: RopeLayout = "half",
     num_prefix: int = 0,
     bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
     offsets: Tensor | None = None,
     longest: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v over the tokens, for every head.
 

@@ -12,10 +12,20 @@ from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
 from . import reference as ref
-from ._blocks import apply_norm, check_block, choose_keep, needs_norm, norm_gradients, output_gradient, saved_outputs
+from ._blocks import (
+    Keep,
+    Norm,
+    apply_norm,
+    check_block,
+    choose_keep,
+    needs_norm,
+    norm_gradients,
+    output_gradient,
+    saved_outputs,
+)
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
-from .attention import checked, is_whole, needs_rope, option_gradients, whole
+from .attention import RopeLayout, checked, is_whole, needs_rope, option_gradients, whole
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -130,18 +140,21 @@ def attention_block(
     *,
     num_heads: int,
     eps: float = 1e-6,
-    norm: str = "layer",
+    norm: Norm = "layer",
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
     residual_in_fp32: bool = False,
-    keep: str = "least",
+    keep: Keep = "least",
+    save_policy: Keep | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
-    rope_layout: str = "half",
+    rope_layout: RopeLayout = "half",
     num_prefix: int = 0,
     bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
     offsets: Tensor | None = None,
     longest: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))).
 

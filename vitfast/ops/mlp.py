@@ -18,10 +18,11 @@ backward    One product reads dout, up and pre, and writes dup, dpre, the last l
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from ..kernels.values import Activation
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from ._operation import (
@@ -48,6 +49,8 @@ if NO_TRITON is None:
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
     from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
+
+Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 
 
 class Hidden(NamedTuple):
@@ -261,8 +264,8 @@ def linear_gelu(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    activation: str | None = None,
-    approximate: str | None = None,
+    activation: Activation | None = None,
+    approximate: Approximate | None = None,
 ) -> Tensor:
     """activation(x W^T + b), GELU unless another is named.
 
@@ -285,8 +288,8 @@ def mlp(
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     *,
-    activation: str | None = None,
-    approximate: str | None = None,
+    activation: Activation | None = None,
+    approximate: Approximate | None = None,
 ) -> Tensor:
     """activation(x W1^T + b1) W2^T + b2, activation and approximate as in linear_gelu.
 
@@ -311,7 +314,7 @@ def gated_mlp(
     down_weight: Tensor,
     down_bias: Tensor | None,
     *,
-    activation: str = "silu",
+    activation: Activation = "silu",
     inner_norm_weight: Tensor | None = None,
     inner_norm_bias: Tensor | None = None,
     inner_eps: float = 1e-6,

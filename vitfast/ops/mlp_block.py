@@ -11,14 +11,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..kernels.values import Activation
 from . import reference as ref
-from ._blocks import apply_norm, check_block, choose_keep, needs_norm, norm_gradients, output_gradient, saved_outputs
+from ._blocks import (
+    Keep,
+    Norm,
+    apply_norm,
+    check_block,
+    choose_keep,
+    needs_norm,
+    norm_gradients,
+    output_gradient,
+    saved_outputs,
+)
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import Constant, as_matrix, check_weight, custom_op, one_activation, resized, sample_rows
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 from .mlp import (
+    Approximate,
     Hidden,
     HiddenSaved,
     check_inner,
@@ -127,13 +139,14 @@ def mlp_block(
     fc2_bias: Tensor | None,
     *,
     eps: float = 1e-6,
-    activation: str | None = None,
-    approximate: str | None = None,
-    norm: str = "layer",
+    activation: Activation | None = None,
+    approximate: Approximate | None = None,
+    norm: Norm = "layer",
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
     residual_in_fp32: bool = False,
-    keep: str = "least",
+    keep: Keep = "least",
+    save_policy: Keep | None = None,
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x)))).
 
@@ -165,15 +178,16 @@ def gated_mlp_block(
     down_bias: Tensor | None,
     *,
     eps: float = 1e-6,
-    activation: str = "silu",
-    norm: str = "layer",
+    activation: Activation = "silu",
+    norm: Norm = "layer",
     inner_norm_weight: Tensor | None = None,
     inner_norm_bias: Tensor | None = None,
     inner_eps: float = 1e-6,
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
     residual_in_fp32: bool = False,
-    keep: str = "least",
+    keep: Keep = "least",
+    save_policy: Keep | None = None,
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * gated_mlp(norm(x)).
 
