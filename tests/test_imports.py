@@ -50,6 +50,15 @@ def test_importing_vitfast_imports_nothing_late():
         assert {name for name in roots if not name.startswith("_")} <= {"vitfast", "triton", "safetensors", "numpy"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["kernels.launch", "kernels.rows", "ops.reference", "model.layers", "adapters.timm", "run.device"]
+)
+def test_every_room_can_be_imported_first(name):
+    """Torch is imported in the middle of it, and then the operations."""
+    assert {f"vitfast.{name}", "vitfast.ops.sdpa"} <= modules_after(f"import vitfast.{name}")
+
+
 def test_commands_that_need_no_torch_import_none():
     """Nor does the help of any command."""
     costs = "cost --model L/16 --epochs 14 --images 303e6", "cost --recipe finetune/cifar10"

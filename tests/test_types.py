@@ -10,9 +10,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 import torch
 
-from vitfast import ViT, ops
+from vitfast import ViT, ops, values
 from vitfast.data.resize import resize
-from vitfast.kernels import values
 from vitfast.model import config
 from vitfast.ops import _blocks, _dispatch
 from vitfast.ops.attention import RopeLayout

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ..errors import InputError
-from ..kernels.values import LEAST_STD, MOST_PIXEL, Activation
+from ..values import LEAST_STD, MOST_PIXEL, Activation
 from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, optional, some, whole
 from .presets import pair
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.values import Activation
+from ..values import Activation
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from ._operation import (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.values import Activation
+from ..values import Activation
 from . import reference as ref
 from ._blocks import (
     Keep,

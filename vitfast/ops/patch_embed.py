@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.values import LEAST_STD, MOST_PIXEL
+from ..values import LEAST_STD, MOST_PIXEL
 from . import packed
 from . import reference as ref
 from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
