@@ -1,4 +1,4 @@
-"""The values that arguments may have, for those who check or annotate them without PyTorch."""
+"""The values that arguments of several rooms may have; it needs no PyTorch."""
 
 from typing import Literal
 
