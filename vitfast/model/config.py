@@ -1,6 +1,7 @@
 """The arguments of a ViT, each with meaning and values; checks of sizes. No PyTorch."""
 
 import math
+import re
 import textwrap
 import types
 from collections.abc import Sequence
@@ -262,7 +263,8 @@ class ViTConfig:
         for f in fields(ViTConfig):
             named, check = type_name(f.type), f.metadata["check"].text
             told = "True or False" in check or "one of" in check or check.startswith(("two", "a list"))
-            meaning = f.metadata["text"] if told else f"{f.metadata['text']} ({check.removeprefix('None or ')})"
+            limits = re.sub("^(None or )?(a (whole )?number from )?", "", check)
+            meaning = f.metadata["text"] if told else f"{f.metadata['text']} ({limits})"
             lines.append(_row(f.name, named, repr(f.default), meaning))
         return "\n".join(lines)
 

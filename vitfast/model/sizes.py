@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ..errors import InputError
 from .config import ViTConfig, grid_size
 from .presets import pair
 
@@ -41,10 +42,7 @@ def mlp_working(block: BlockSizes) -> int:
 
 
 class Sizes:
-    """The sizes of a ViT with these arguments.
-
-    Raises InputError for a hybrid, whose ResNet only timm knows, and for images that the patch does not divide.
-    """
+    """The sizes of a ViT with these arguments. Raises InputError for images that the patch does not divide."""
 
     def __init__(self, config: ViTConfig):
         c = self.config = config
@@ -64,7 +62,12 @@ class Sizes:
         return self.config.in_chans * height * width
 
     def parameters(self) -> tuple[int, int]:
-        """How many numbers the parameters hold: those of linear layers and convolutions, and all others."""
+        """How many numbers the parameters hold: those of linear layers and convolutions, and all others.
+
+        Raises InputError for a hybrid, whose ResNet only timm knows.
+        """
+        if self.config.backbone is not None:
+            raise InputError("the parameters of a hybrid's ResNet are counted on the model, not on its arguments")
         c, b, d = self.config, self.block, self.block.width
         norm = lambda width: width * (1 + b.norm_biases)  # noqa: E731
         layers = [(d, self.patch_values, not c.pre_norm)]

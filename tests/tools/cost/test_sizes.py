@@ -4,7 +4,7 @@ import pytest
 import torch
 from cost_models import TINY, on_meta
 
-from vitfast import ViT
+from vitfast import InputError, ViT
 from vitfast.model.activation_memory import sizes_of
 from vitfast.model.config import ViTConfig
 from vitfast.model.presets import PRESETS
@@ -51,6 +51,8 @@ def test_arguments_cost_what_the_model_does():
         assert estimate(told, rates(), batch_size=64, keep="auto") == estimate(
             model, rates(), batch_size=64, keep="auto"
         )
+    with pytest.raises(InputError, match="ResNet"):
+        state_bytes(ViTConfig(**PRESETS["R50+B/16"]))
     plain = on_meta("Ti/16"), ViTConfig(**PRESETS["Ti/16"])
     for function in (kept_bytes, operations, working_bytes):
         assert function(plain[0], 3) == function(plain[1], 3)
