@@ -42,7 +42,7 @@ def mlp_working(block: BlockSizes) -> int:
 
 
 class Sizes:
-    """The sizes of a ViT with these arguments. Raises InputError for images that the patch does not divide."""
+    """The sizes of a ViT with these arguments; raises InputError where the patch does not divide images."""
 
     def __init__(self, config: ViTConfig):
         c = self.config = config
