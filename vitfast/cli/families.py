@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 
 from .options import add_shared
 
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser, "--device", default=None)
     add_shared(parser, "--json", help="as a list of objects")
-    parser.add_argument("--markdown", action="store_true", default=False, help="as the table of the documentation")
+    parser.add_argument("--markdown", action="store_true", default=False, help="as the tables of the documentation")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,29 +79,35 @@ def _bound(error: float) -> str:
     return next((f"< {bound:.0e}" for bound in (1e-5, 1e-4) if error < bound), "wrong")
 
 
-def _table(columns: str, rows: list[list[str]]) -> str:
-    lines = [columns, *(" | ".join(cells) for cells in rows)]
-    head, *body = [f"| {line} |" for line in lines]
-    return "\n".join([head, "|" + "---|" * (columns.count("|") + 1), *body])
+def _sections(columns: str, rows: list, cells: Callable[[object], list[str]]) -> str:
+    """A section of Markdown for each library, with a table that has a row for each of its families.
+
+    cells: the cells of a row after the family's name; where it failed, its failure is in each.
+    """
+    count, lines = columns.count("|"), []
+    for library in dict.fromkeys(row.library for row in rows):
+        lines += [f"### {library}", "", f"| {columns} |", "|" + "---|" * (count + 1)]
+        of = [row for row in rows if row.library == library]
+        lines += [f"| {' | '.join([row.family, *([row.failure] * count if row.failure else cells(row))])} |" for row in of]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def coverage_markdown(rows) -> str:
-    """The second table of docs/reference/families.md."""
-    cells = []
-    for row in rows:
+    """The second part of docs/reference/families.md."""
+
+    def cells(row) -> list[str]:
         halves = [f"{done} of {of}" if of else "" for done, of in (row.attention, row.mlp)]
-        numbers = [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
-        cells.append([row.library, row.family, *([row.failure] * 5 if row.failure else numbers)])
-    columns = (
-        "library | encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
-    )
-    return f"{_table(columns, cells)}\n\n{_total(rows)}"
+        return [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
+
+    columns = "encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
+    return f"{_sections(columns, rows, cells)}\n\n{_total(rows)}"
 
 
 def markdown(rows) -> str:
-    """The first table of docs/reference/families.md."""
-    cells = []
-    for row in rows:
-        numbers = [_counts(row.operations), _bound(max(row.logits, row.gradients)), _counts(row.left)]
-        cells.append([row.library, row.family, *([row.failure] * 3 if row.failure else numbers)])
-    return _table("library | family | operations of a forward | error | the library's own code, and why", cells)
+    """The first part of docs/reference/families.md."""
+
+    def cells(row) -> list[str]:
+        return [_counts(row.operations), _bound(max(row.logits, row.gradients)), _counts(row.left)]
+
+    return _sections("family | operations of a forward | error | the library's own code, and why", rows, cells)
