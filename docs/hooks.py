@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import sys
@@ -12,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # this checkout's vitfast
 
 from vitfast.cli import main  # noqa: E402
 from vitfast.model.config import ViTConfig  # noqa: E402
+from vitfast.version import __version__  # noqa: E402
 
 
 def help_of(*argv: str) -> str:
-    """What `vitfast ARGV --help` prints, at most 100 columns wide and without colours."""
+    """What `vitfast ARGV --help` prints, without colours, each usage, option and meaning in one line."""
     saved, text = dict(os.environ), io.StringIO()
-    os.environ.update(COLUMNS="100", NO_COLOR="1")
+    os.environ.update(COLUMNS="10000", NO_COLOR="1")
     try:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             main([*argv, "--help"])
@@ -32,9 +34,25 @@ def commands() -> list[str]:
     return re.findall(r"^ {4}([a-z]+)", help_of(), flags=re.MULTILINE)
 
 
+OPTION = re.compile(r"^  (\S.*?)(?:\n {9,}| {2,})(\S.*)$", re.MULTILINE)  # the meaning may begin in the next line
+
+
+def cell(text: str) -> str:
+    """Text as a cell of a table takes it."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def command_as_markdown(name: str) -> str:
+    """A section for a command: usage, description and a table of its arguments."""
+    usage, about, options = help_of(name).split("\n\n", 2)
+    rows = [f"| `{option}` | {cell(meaning)} |" for option, meaning in OPTION.findall(options)]
+    table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
+    return f"## vitfast {name}\n\n{about}\n\n```text\n{usage}\n```\n\n{table}\n"
+
+
 def commands_as_markdown() -> str:
     """A section for every command."""
-    return "\n".join(f"## vitfast {name}\n\n```text\n{help_of(name)}```\n" for name in commands())
+    return "\n".join(map(command_as_markdown, commands()))
 
 
 def arguments_as_markdown() -> str:
@@ -50,6 +68,29 @@ PLACES = {
     "reference/command-line.md": ("<!-- the commands -->", commands_as_markdown),
     "reference/vit.md": ("<!-- the arguments -->", arguments_as_markdown),
 }
+
+
+WIDE = 4  # columns of a table that becomes a list on a phone
+
+
+def titled(table: re.Match) -> str:
+    """A table whose cells have the titles of their columns, as stylesheets/site.css shows them on a phone."""
+    titles = [re.sub(r"<.*?>", "", title) for title in re.findall(r"<th.*?>(.*?)</th>", table[0])]
+    if len(titles) < WIDE:
+        return table[0]
+    columns = itertools.cycle(titles)
+    return re.sub("<td", lambda _: f'<td data-title="{next(columns)}"', table[0])
+
+
+def on_config(config):
+    """mkdocs calls this once: the version stands beside the name, on every page."""
+    config.site_name += f" {__version__}"
+    return config
+
+
+def on_page_content(html: str, **_) -> str:
+    """mkdocs calls this with every page after it is rendered."""
+    return re.sub(r"<table>.*?</table>", titled, html, flags=re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="IN", help="file, folder or hf-hub:owner/name")
     add("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
     formats = ("vitfast", "timm", "huggingface", "npz", "torchvision")
-    add("--format", dest="form", required=True, choices=formats)
+    add("--format", dest="form", required=True, choices=formats, help="the format to write")
     add_shared(parser, "--num-heads", "--img-size", "--force")
     activations = ("gelu", "gelu_tanh", "quick_gelu", "silu")
     add("--act-layer", choices=activations, help="this and what follows: where the weights do not say it")

@@ -76,7 +76,7 @@ def _total(rows) -> str:
 
 def _bound(error: float) -> str:
     """An error as a bound, so that it is the same on every machine."""
-    return next((f"< {bound:.0e}" for bound in (1e-5, 1e-4) if error < bound), "wrong")
+    return next((f"below {bound}" for bound in ("0.00001", "0.0001") if error < float(bound)), "wrong")
 
 
 def _sections(columns: str, rows: list, cells: Callable[[object], list[str]]) -> str:
@@ -87,8 +87,9 @@ def _sections(columns: str, rows: list, cells: Callable[[object], list[str]]) ->
     count, lines = columns.count("|"), []
     for library in dict.fromkeys(row.library for row in rows):
         lines += [f"### {library}", "", f"| {columns} |", "|" + "---|" * (count + 1)]
-        of = [row for row in rows if row.library == library]
-        lines += [f"| {' | '.join([row.family, *([row.failure] * count if row.failure else cells(row))])} |" for row in of]
+        for row in (row for row in rows if row.library == library):
+            rest = [row.failure] * count if row.failure else cells(row)
+            lines.append(f"| {' | '.join([row.family, *rest])} |")
         lines.append("")
     return "\n".join(lines[:-1])
 
