@@ -1,4 +1,4 @@
-"""Pages that `mkdocs build` completes: the help of every command, and the arguments of a ViT."""
+"""Pages that `mkdocs build` completes: the help of every command, settings, arguments."""
 
 import contextlib
 import dataclasses
@@ -7,12 +7,14 @@ import itertools
 import os
 import re
 import sys
+import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # this checkout's vitfast, wherever mkdocs is run from
 
 from vitfast.cli import main  # noqa: E402
 from vitfast.model.config import ViTConfig  # noqa: E402
+from vitfast.run.config import FIELDS, GROUPS, RUN_ONLY, Config, values  # noqa: E402
 from vitfast.version import __version__  # noqa: E402
 
 
@@ -55,6 +57,42 @@ def commands_as_markdown() -> str:
     return "\n".join(map(command_as_markdown, commands()))
 
 
+TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "none"}
+
+
+def type_of(hint) -> str:
+    """The type of a setting, in words."""
+    if typing.get_origin(hint) is tuple:
+        return "numbers" if ... in typing.get_args(hint) else "two numbers"
+    options = typing.get_args(hint) or (hint,)
+    return ", or ".join(TYPES[option] for option in options)
+
+
+def shown(default) -> str:
+    """A default as --set takes it."""
+    if isinstance(default, tuple):
+        return ",".join(f"{number:.4g}" for number in default)
+    return default if isinstance(default, str) else str(default).lower()
+
+
+def settings_as_markdown() -> str:
+    """A section for each group of a run's settings, with a table."""
+    lines, hints = [], typing.get_type_hints(Config)
+    for each in dataclasses.fields(Config):
+        if each.name in GROUPS:
+            lines += ["", f"## {GROUPS[each.name]}", "", "| setting | type | default | values | meaning |"]
+            lines.append("|---|---|---|---|---|")
+        default = f"`{shown(each.default)}`" if each.default not in ("", ()) else ""
+        meaning = cell(each.metadata["meaning"])
+        lines.append(f"| `{each.name}` | {type_of(hints[each.name])} | {default} | {cell(values(each))} | {meaning} |")
+    return "\n".join(lines)
+
+
+def free_settings() -> str:
+    """The names of the settings that may change when a run continues."""
+    return ", ".join(f"`{name}`" for name in FIELDS if name in RUN_ONLY)
+
+
 def arguments_as_markdown() -> str:
     """A table of a ViT's arguments."""
     rows = ["| argument | default | values | meaning |", "|---|---|---|---|"]
@@ -65,8 +103,10 @@ def arguments_as_markdown() -> str:
 
 
 PLACES = {
-    "reference/command-line.md": ("<!-- the commands -->", commands_as_markdown),
-    "reference/vit.md": ("<!-- the arguments -->", arguments_as_markdown),
+    "<!-- the commands -->": commands_as_markdown,
+    "<!-- the arguments -->": arguments_as_markdown,
+    "<!-- the settings -->": settings_as_markdown,
+    "<!-- the free settings -->": free_settings,
 }
 
 
@@ -93,7 +133,6 @@ def on_page_content(html: str, **_) -> str:
     return re.sub(r"<table>.*?</table>", titled, html, flags=re.DOTALL)
 
 
-def on_page_markdown(markdown: str, page, **_) -> str:
+def on_page_markdown(markdown: str, **_) -> str:
     """mkdocs calls this with every page before it is rendered."""
-    place, written = PLACES.get(page.file.src_uri, ("", None))
-    return markdown.replace(place, written()) if written else markdown
+    return re.sub("|".join(PLACES), lambda place: PLACES[place[0]](), markdown)

@@ -1,5 +1,6 @@
 """The site builds without a warning, and its reference says what the code says."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from test_package import FLOORS
 
 import vitfast
 from vitfast import cli, ops
+from vitfast.run.config import FIELDS, GROUPS, RUN_ONLY, Config
 
 LONGEST_FILE, WIDEST_LINE = 400, 120
 
@@ -50,6 +52,25 @@ def test_every_command_has_its_help_and_every_argument_its_row(site, capsys):
     text = (site / "reference" / "vit.html").read_text()
     for name in inspect.signature(vitfast.ViT).parameters:
         assert re.search(rf"<td[^>]*><code>{name}</code></td>", text), name
+
+
+@pytest.mark.long
+def test_every_setting_has_its_row_below_the_heading_of_its_group(site):
+    text = (site / "reference" / "settings.html").read_text()
+    page = re.findall(r"<h2[^>]*>([^<]+)<|<td data-title=\"setting\"><code>(\w+)</code></td>", text)
+    expected = []
+    for name in FIELDS:
+        expected += [(GROUPS[name], "")] if name in GROUPS else []
+        expected.append(("", name))
+    assert page[: len(expected)] == expected and {*GROUPS} <= {*FIELDS}
+    free = text.rpartition("What may change")[2]
+    assert {*re.findall(r"<code>(\w+)</code>", free)} == RUN_ONLY | {"epochs", "steps"}
+
+
+def test_every_setting_says_what_it_means():
+    meanings = [each.metadata["meaning"] for each in dataclasses.fields(Config)]
+    assert len({*meanings}) == len(meanings) and all(len(meaning) > 10 for meaning in meanings)
+    assert not [meaning for meaning in meanings if meaning.endswith(".") or "  " in meaning]
 
 
 def test_pictures_have_a_title_both_palettes_and_are_shown():
