@@ -110,7 +110,7 @@ PLACES = {
 }
 
 
-WIDE = 4  # columns of a table that becomes a list on a phone
+WIDE = 3  # columns of a table that becomes a list on a phone
 
 
 def titled(table: re.Match) -> str:
