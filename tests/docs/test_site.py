@@ -73,6 +73,22 @@ def test_every_setting_says_what_it_means():
     assert not [meaning for meaning in meanings if meaning.endswith(".") or "  " in meaning]
 
 
+@pytest.mark.parametrize(
+    "remote, address",
+    [
+        ("git@example.org:people/vitfast.git\n", "https://example.org/people/vitfast"),
+        ("https://name:secret@example.org/people/vitfast.git", "https://example.org/people/vitfast"),
+        ("http://example.org/vitfast/", "https://example.org/vitfast"),
+        ("/home/people/vitfast", None),
+        ("", None),
+    ],
+)
+def test_the_repository_is_linked_where_it_has_an_address(remote, address):
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    spec.loader.exec_module(hooks := importlib.util.module_from_spec(spec))
+    assert hooks.web_address(remote) == address
+
+
 def test_pictures_have_a_title_both_palettes_and_are_shown():
     pages = "".join((ROOT / page).read_text() for page in PAGES)
     for picture in (ROOT / "docs" / "images").glob("*.svg"):
