@@ -1,6 +1,7 @@
 """What the tables of the pages name is there, and their numbers are the code's."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 from commands import run_cli
 from doc_blocks import ROOT
 
-from vitfast import ops
+from vitfast import ViT, ops
 from vitfast.kernels.attention.launchers import HEAD_SIZES
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm.forward import MAX_WIDTH
@@ -115,3 +116,10 @@ def test_the_messages_of_the_troubleshooting_page_are_the_codes():
         if len(part.strip(" ;:()")) > 3 and re.sub(r"\s+", " ", part.strip(" ;:()")) not in source
     ]
     assert len(messages) > 30 and not missing
+
+
+def test_the_arguments_that_timm_lacks_are_named():
+    timm = pytest.importorskip("timm.models.vision_transformer")
+    ours, theirs = (inspect.signature(each).parameters for each in (ViT, timm.VisionTransformer))
+    told = (DOCS / "reference/vit.md").read_text().partition("it lacks:")[2].partition("(")[0]
+    assert re.findall(r"`(\w+)`", told) == [name for name in ours if name not in theirs]
