@@ -9,15 +9,14 @@ from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    libraries = "timm, transformers, torchvision, torch or open_clip (default: all)"
+    parser.add_argument("--library", metavar="NAME", default=None, help=libraries)
     parser.add_argument(
-        "--library", metavar="NAME", default=None, help="timm, transformers, torchvision, torch or open_clip (all)"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", default=False, help="by the backend of torch.compile, and for more encoders"
+        "--compile", action="store_true", default=False, help="judge the backend of torch.compile, on more encoders"
     )
     add_shared(parser, "--device", default=None)
-    add_shared(parser, "--json", help="as a list of objects")
-    parser.add_argument("--markdown", action="store_true", default=False, help="as the tables of the documentation")
+    add_shared(parser, "--json", help="print a list of objects")
+    parser.add_argument("--markdown", action="store_true", default=False, help="print the tables of the documentation")
 
 
 def run(args: argparse.Namespace) -> int:
