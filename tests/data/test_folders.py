@@ -9,6 +9,7 @@ import pytest
 import torch
 from runs import digits
 from timm.data.readers.reader_image_folder import find_images_and_targets
+from torchvision.datasets import ImageFolder
 
 from vitfast import InputError
 from vitfast.data.datasets import open_sources
@@ -75,7 +76,7 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
 
 
 def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_hidden(tmp_path):
-    names = "c10/2.png c10/10.JPG c9/deep/b.jpeg c9/a.webp c9/z.tiff x/deep/9.bmp n01.440/1.png x.jpg/a.b.png"
+    names = "c10/2.png c10/10.JPG c9/b.jpeg c9/a.webp c9/z.tiff x/9.bmp n01.440/1.png x.jpg/a.b.png"
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures.smooth(1, 16, 16).save(tmp_path / name)
@@ -85,7 +86,26 @@ def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_
         pictures.smooth(1, 16, 16).save(tmp_path / name)
     source = _class_folder(tmp_path, (8, 8))
     assert list(zip(source.files, source.labels)) == theirs
-    assert source.classes == list(numbers) == ["c9", "c10", "deep", "n01.440", "x.jpg"]
+    assert source.classes == list(numbers) == ["c9", "c10", "n01.440", "x", "x.jpg"]
+
+
+def test_the_outermost_folder_is_the_class_as_in_torchvision(tmp_path, caplog):
+    names = "circle/s1/1.png circle/s2/deep/2.png circle/3.png square/s1/4.png square/s3/5.png"
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures.smooth(1, 16, 16).save(tmp_path / name)
+    with caplog.at_level("INFO"):
+        source = _class_folder(tmp_path, (8, 8))
+    theirs = ImageFolder(str(tmp_path))
+    assert source.classes == theirs.classes == ["circle", "square"]
+    assert sorted(zip(source.files, source.labels)) == sorted(theirs.samples)
+    said = "images in circle/s1 are of the class 'circle', the outermost folder, as in torchvision"
+    assert f"{tmp_path}: {said} (timm takes the innermost)" in caplog.text
+    (tmp_path / "above").mkdir()
+    for name in ("circle", "square"):
+        (tmp_path / name).rename(tmp_path / "above" / name)
+    with pytest.raises(InputError, match="has one class only .'above'.*the folders in it are the classes.*above$"):
+        open_folder(tmp_path, (8, 8))
 
 
 def test_a_class_with_one_image_keeps_it_for_training(tmp_path):

@@ -129,7 +129,7 @@ def test_a_run_that_diverges_is_named_after_the_others(tmp_path, monkeypatch):
 def test_a_sweep_chooses_by_the_best_accuracy_of_early_stopping(tmp_path, monkeypatch):
     told = {0.001: dict(accuracy=0.1, best_accuracy=0.8), 0.01: dict(accuracy=0.5, best_accuracy=0.6)}
     monkeypatch.setattr(experiments, "train", lambda config, _: dict(finished=True, **told[config.lr]))
-    fine_tune(finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, sweep_lr="0.001,0.01"), sweep=True)
+    fine_tune(finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, sweep_lr="0.001,0.01", early_stop=9), sweep=True)
     found = json.loads((tmp_path / "fine" / "sweep.json").read_text())
     assert found["lr"] == 0.001 and [row["held_out_accuracy"] for row in found["tried"]] == [0.8, 0.6]
 

@@ -144,8 +144,14 @@ gradients that are not clipped | train/step.py | train/test_train.py -k clip
 - nn.utils.clip_grads_with_norm_(self.model
 + nn.utils.get_total_norm(self.model
 the warm-up a step too long | train/optim.py | train/test_optim.py
-- top * (step + 1) / config.warmup_steps
-+ top * step / config.warmup_steps
+- top * (step + 1) / warmup
++ top * step / warmup
+a confusion matrix on its side | eval/answers.py | train/test_report_answers.py -k scikit_learn
+- (self.labels * classes + self.found)
++ (self.found * classes + self.labels)
+the least confident wrong image first | eval/answers.py | train/test_report_answers.py -k confident
+- .argsort(descending=True, stable=True)]
++ .argsort(stable=True)]
 sigmoid loss averaged over the classes | train/losses.py | train/test_optim.py -k objectives
 - reduction="sum") / logits.shape[0]
 + reduction="mean")

@@ -41,8 +41,9 @@ def test_the_best_is_the_best_on_held_out_images_and_starts_again_with_the_run(t
     assert summary["val_images"] == len(data.val) == 1437 - 1150
     with pytest.raises(InputError, match="in its own folder only: give --output .*run"):
         train(stopping(tmp_path / "other", steps=10, lr=0.01, early_stop=9), resume=str(tmp_path / "run"))
-    train(stopping(tmp_path / "run", steps=2, early_stop=None), resume="never")
-    assert not (tmp_path / "run" / "best").exists()
+    summary = train(stopping(tmp_path / "run", steps=2, early_stop=None), resume="never")
+    assert summary["best_step"] == 2 and "stopped_early" not in summary
+    assert same(best(tmp_path / "run"), weights(tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,10 @@ def test_a_run_ends_after_the_evaluations_it_may_wait_and_keeps_the_best(whole, 
     assert records(whole, "val", "step") == [str(step) for step in range(2, 17, 2)]
     train(stopping(tmp_path / "ten", early_stop=None, steps=10))
     assert same(best(whole), weights(tmp_path / "ten")) and not same(best(whole), weights(whole))
-    assert "best_step" not in json.loads((tmp_path / "ten" / "summary.json").read_text())
+    ten = json.loads((tmp_path / "ten" / "summary.json").read_text())
+    assert (ten["best_step"], ten["best_accuracy"]) == (10, 0.6) and same(
+        best(tmp_path / "ten"), weights(tmp_path / "ten")
+    )
     assert kept_weights(whole) == whole / "best" and ViT.from_pretrained(whole / "best").num_classes == 10
     assert kept_weights(tmp_path / "ten") == tmp_path / "ten" / "checkpoints" / "last"
     assert train(stopping(whole)) == summary  # it is finished: nothing is trained again
@@ -116,8 +120,16 @@ def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tm
     if not alone:
         train(stopping(run))  # finished: nothing is written
         assert content(run) == before
-        train(stopping(run, steps=2, early_stop=None), resume="never")  # keeps no best
-        assert content(run / "best") == {name[5:]: data for name, data in before.items() if name.startswith("best/")}
+
+
+def test_the_best_of_a_run_whose_best_is_gone_is_one_that_is_kept(scripted, tmp_path):
+    """An earlier vitfast kept a best/ only with early_stop."""
+    run = tmp_path / "run"
+    assert train(stopping(run, steps=12, early_stop=None))["best_step"] == 10
+    shutil.rmtree(run / "best")
+    summary = train(stopping(run, steps=16, early_stop=None))
+    assert (summary["best_step"], summary["best_accuracy"]) == (16, 0.2)
+    assert same(best(run), weights(run))
 
 
 def test_a_run_with_its_best_can_be_copied_goes_on_and_begins_again(whole, tmp_path):

@@ -138,6 +138,8 @@ def test_settings_layer_over_each_other():
     assert resolve("pretrain", dict(recipe="finetune/cifar10", epochs=2)).steps is None
     assert resolve("finetune", dict(data="digits")).name == "finetune/digits"
     assert resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"
+    assert resolve("finetune", dict(data="photos")).name == "finetune/small"
+    assert resolve("finetune", dict(data="torch/cifar10")).name == "finetune/imagenet"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -120,6 +121,30 @@ def test_a_run_is_one_processs_and_survives_sigkill_and_sigterm(tmp_path, capsys
     for folder in (run, whole):
         assert train(digits(folder, **fields | dict(steps=steps)))["steps"] == steps
     assert same_runs(run, whole)
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_at_once_what_follows_saves_and_exits_130(tmp_path):
+    run = tmp_path / "run"
+    command = pretraining_command(run, **QUICK | dict(steps=400, lr_decay="constant", warmup_steps=0))
+    once = Child(command_line, command)
+    wait_for(run / "checkpoints" / "last", once)
+    once.send_signal(signal.SIGINT)
+    _, said = once.communicate()
+    assert once.returncode == 130
+    told = "vitfast: stopping after this step; Ctrl-C again to stop now"
+    stopped = re.search(r"stopped at step (\d+) of 400, saved; the same command goes on from there", said)
+    assert said.index(told) < stopped.start() and said.endswith("vitfast: interrupted\n") and "Traceback" not in said
+    assert read_training_state(run / "checkpoints" / "last")["step"] == int(stopped[1])
+    twice = Child(command_line, command)
+    metrics = (run / "metrics.csv").stat().st_mtime_ns
+    while (run / "metrics.csv").stat().st_mtime_ns == metrics and twice.poll() is None:
+        time.sleep(0.01)
+    for _ in range(2):
+        twice.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    _, said = twice.communicate()
+    assert twice.returncode == 130 and told in said and "Traceback" not in said
 
 
 @pytest.mark.long

@@ -8,7 +8,8 @@ from .pretrain import train_as_told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_training_options(parser, "file, folder or hf-hub:owner/name (required)")
+    recipe = "finetune/small for a folder, finetune/digits for --data digits, else finetune/imagenet"
+    add_training_options(parser, "file, folder or hf-hub:owner/name (required)", recipe)
     sweep = "try the recipe's learning rates on a held-out part of the training set first"
     parser.add_argument("--sweep", action="store_true", default=False, help=sweep)
     runs = "this many, with seeds from --seed on, in OUTPUT/seed-N; their mean and deviation in runs.json (default 1)"

@@ -30,11 +30,12 @@ def add_shared(parser: argparse.ArgumentParser, *names: str, **changes) -> None:
         parser.add_argument(name, **_SHARED[name] | changes)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The settings of a training run."""
+def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
+    """The settings of a training run. recipe: what the help says of a run that names no recipe."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
-    add("--recipe", metavar="NAME", help="recipe that the settings start from; `vitfast recipes` lists all recipes")
+    recipes = "recipe that the settings start from; `vitfast recipes` lists all recipes"
+    add("--recipe", metavar="NAME", help=f"{recipes} (default: {recipe})" if recipe else recipes)
     add(
         "--model",
         metavar="NAME",
@@ -60,13 +61,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_set(parser, "any other setting; pretrain --print-config shows all of them")
 
 
-def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
+def add_training_options(parser: argparse.ArgumentParser, weights_help: str, recipe: str) -> None:
     """The settings of one run that can be resumed."""
-    add_run_options(parser)
+    add_run_options(parser, recipe)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
-    resume = "auto: continue the run of the run folder (default); never: start again; PATH: continue that run"
-    add("--resume", metavar="auto|never|PATH", default="auto", help=resume)
+    resume = "auto: continue the run of the run folder (default), or a finished run to another length; "
+    resume += "never: start again; PATH: continue that run"
+    add("--resume", metavar="auto|never|PATH", default=None, help=resume)
     told = "print the settings of this run as YAML, with their meanings, and stop"
     add("--print-config", action="store_true", default=False, help=told)
 

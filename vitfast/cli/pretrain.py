@@ -7,7 +7,8 @@ from .options import add_training_options, commented, setting_layers, unless_sto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_training_options(parser, "start from these weights instead of from scratch")
+    recipe = "digits for --data digits, else vit-b16/imagenet"
+    add_training_options(parser, "start from these weights instead of from scratch", recipe)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -25,8 +26,11 @@ def train_as_told(args: argparse.Namespace, train: Callable) -> None:
         print(commented(config))
         return
     from ..run.distributed import is_first_rank
+    from ..train.resume import check_unfinished
 
-    summary = unless_stopped(train, config, args.resume)
+    if args.resume is None:
+        check_unfinished(config)
+    summary = unless_stopped(train, config, args.resume or "auto")
     if summary and summary["finished"] and is_first_rank():
         print(f"{_told(summary)}, in {config.output}")
 
@@ -37,6 +41,8 @@ def _told(summary: dict) -> str:
         return f"accuracy {summary['accuracy']:.4f} ± {summary['stdev']:.4f} ({each}), {summary['seconds']:.0f} s"
     best = ""
     if "best_step" in summary:
-        best = f" (best {summary['best_accuracy']:.4f} at step {summary['best_step']}, in best/)"
+        last = summary["best_step"] == summary["steps"]
+        best = " (the best" if last else f" (best {summary['best_accuracy']:.4f} at step {summary['best_step']}"
+        best += ", in best/)"
     speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
     return f"accuracy {summary['accuracy']:.4f}{best}, {speed}"

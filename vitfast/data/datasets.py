@@ -12,16 +12,14 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ..errors import InputError
-from ..run.config import Config
+from ..run.config import NAMED_DATA, Config
 from .folders import open_folder
 from .images import Unreadable, as_rgb, read_rgb
 from .samples import mix_seed
 from .shards import SUFFIXES, Shards, local_shards, stream_files
 from .sources import Source, Subset, split
 
-EXAMPLES = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
-EXAMPLES |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
-NAMED = tuple(EXAMPLES)
+NAMED = tuple(NAMED_DATA)
 ITERABLE = NAMED[2:]
 
 
@@ -197,7 +195,7 @@ def open_sources(
         return Synthetic(True, img_size), Synthetic(False, img_size)
     if spec in NAMED and not (spec == "wds/" and data_dir):
         raise InputError(
-            f"--data {spec} names no data set; write its name or folder after it, such as {EXAMPLES[spec]}"
+            f"--data {spec} names no data set; write its name or folder after it, such as {NAMED_DATA[spec]}"
         )
     if spec.startswith(ITERABLE):
         return _shards(spec, data_dir, batch_size, seed)

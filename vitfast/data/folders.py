@@ -19,6 +19,7 @@ from .sources import Source, split
 HELD_OUT = 0.1  # share of a folder without val/, class by class, that validates: at least one image of two
 LABELS = ("labels.csv", "labels.json")
 HEADER = ("file", "classes")
+NESTED = "images in {} are of the class {!r}, the outermost folder, as in torchvision (timm takes the innermost)"
 UNLISTED = frozenset(".avif .heic .jp2 .jxl".split())  # images that not every Pillow reads
 logger = logging.getLogger("vitfast")
 
@@ -74,6 +75,7 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     listed = any((train_root / name).exists() for name in LABELS)
     train, *val = _labels_files(roots, min_size) if listed else _class_folders(roots, min_size)
     if not val:
+        logger.info("%s has no val/: %g %% of its images, drawn by class, validate", root, 100 * HELD_OUT)
         *val, train = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
     return train, *val
 
@@ -91,7 +93,9 @@ def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFi
     sources = [_class_folder(root, min_size) for root in roots]
     classes = sources[0].classes
     if len(classes) < 2:
-        raise InputError(f"{roots[0]} has one class only ({classes[0]!r}); expected a folder for each class")
+        deeper = sorted({os.path.dirname(os.path.relpath(file, roots[0])) for file in sources[0].files} - {classes[0]})
+        hint = f"; if the folders in it are the classes, give --data {roots[0] / classes[0]}" if deeper else ""
+        raise InputError(f"{roots[0]} has one class only ({classes[0]!r}); expected a folder for each class{hint}")
     for root, source in zip(roots, sources):
         kinds = {
             "missing in validation": [c for c in classes if c not in source.classes],
@@ -104,7 +108,9 @@ def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFi
 
 
 def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
-    """The images, whose classes are the names of their folders, in timm's order (ReaderImageFolder).
+    """The images below a class folder each, in timm's order (ReaderImageFolder).
+
+    A class is named by the folder in `folder`, as in torchvision; timm takes the innermost folder of an image.
 
     Raises InputError, among others for a link back to a folder around it, which timm's reader would follow forty
     times, and for a folder that may not be read, which it would pass over. Warns of image files of unknown kinds.
@@ -126,8 +132,11 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
         stray = printable(files[folders.index(str(folder))])
         listing = f"list the images and their classes in {folder / LABELS[0]}"
         raise InputError(f"{stray} lies in no class folder: move it into one, or {listing}")
-    names = [os.path.basename(each) for each in folders]
+    inside = [os.path.relpath(each, folder).split(os.sep) for each in folders]
+    names = [path[0] for path in inside]
     classes = sorted(set(names), key=natural_key)
+    if nested := next((os.sep.join(path) for path in inside if len(path) > 1), ""):
+        logger.info("%s: %s", folder, NESTED.format(printable(nested), printable(nested.partition(os.sep)[0])))
     numbers = {name: number for number, name in enumerate(classes)}
     return ImageFiles(files, [numbers[name] for name in names], classes, min_size)
 

@@ -1,17 +1,20 @@
 """The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
+import html
 import json
 from pathlib import Path
 
 import torch
 
 from ..eval.accuracy import open_weights
+from ..eval.inspect.page import columns
 from ..run.config import Config
 from ..run.files import as_csv
 from ..run.results import Results
 from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
-from ..train.report import curves, encoded_page, optional, origin, validation_sections, with_error
+from ..train.report import curves, encoded_page, model_sections, optional, origin, with_error
+from ..train.run_folder import kept_weights
 from .runs import finish
 
 
@@ -64,13 +67,30 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict:
     return summary
 
 
+def showed(summary: dict) -> str:
+    """The sentences on the test images that are answered rightly before and after fine-tuning."""
+    images, shares = summary["test_images"], (summary["pretrain_accuracy"], summary["finetune_accuracy"])
+    before, after = (round(share * images) for share in shares)
+    change = f"{abs(after - before)} {'more' if after > before else 'fewer'}" if after != before else "as many"
+    chance = sum(share * (1 - share) * images for share in shares) ** 0.5
+    verdict = "more than chance" if abs(after - before) > 2 * chance else "no more than chance would give"
+    return (
+        f"Of {images} test images, {before} are answered rightly after pre-training and {after} after fine-tuning at "
+        f"48 pixels: {change}. The standard error of the difference is {chance:.1f} images, so this is {verdict}."
+    )
+
+
 @optional()
 def write_report(output: Path, summary: dict, results: Results) -> None:
     """Writes report.html into the results from the demo's run folders, or says in one line why not."""
-    weights, images = str(output / "finetune" / "checkpoints" / "last"), summary["test_images"]
+    weights, images = str(kept_weights(output / "finetune")), summary["test_images"]
     model, data, cpu, _ = open_weights(resolve("eval", dict(data="digits", weights=weights, device="cpu")))
-    sections = curves({task: output / task for task in ("pretrain", "finetune")})
-    sections |= validation_sections(model, data, cpu, None, examined=images)
+    names = dict(pretrain="Pre-training at 32 pixels", finetune="Fine-tuning at 48 pixels")
+    links = (f'<li><a href="{task}/report.html">{html.escape(name)}</a></li>' for task, name in names.items())
+    runs = "The report of each run has its settings, its evaluations and the commands that go on from it."
+    sections = {"What fine-tuning showed": (showed(summary), ""), "The runs": (runs, f"<ul>{''.join(links)}</ul>")}
+    sections |= curves({task: output / task for task in names})
+    sections |= model_sections(model, data, cpu, None)
     numbers = {
         "test accuracy after pre-training": with_error(summary["pretrain_accuracy"], images),
         "test accuracy after fine-tuning at 48 px": with_error(summary["finetune_accuracy"], images),
@@ -85,4 +105,5 @@ def write_report(output: Path, summary: dict, results: Results) -> None:
         "scans of handwritten digits, then fine-tuned at a higher resolution: its position embeddings interpolated in "
         "2-D, its head replaced by one zero linear layer. ± is the standard error."
     )
-    results.write("report.html", encoded_page("vitfast demo", numbers | origin(), sections, introduction))
+    sections["Origin"] = ("", columns(("", ""), origin().items(), left=2))
+    results.write("report.html", encoded_page("vitfast demo", numbers, sections, introduction))

@@ -23,7 +23,7 @@ class Stopped(Exception):
 def finish(config: Config, resume: str = "auto") -> dict:
     """The summary of a run, trained to its end; `accuracy` is the best of early stopping. Raises Stopped."""
     summary = ended(train(config, resume))
-    return summary | dict(accuracy=summary.get("best_accuracy", summary["accuracy"]))
+    return summary | (dict(accuracy=summary["best_accuracy"]) if config.early_stop else {})
 
 
 def ended(summary: dict) -> dict:

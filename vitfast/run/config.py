@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from ..errors import InputError, both_ends
 
+# What the names of timm's data sets start with, and an example of each.
+NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
+NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
 MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
 
 
@@ -95,7 +98,12 @@ class Recipe:
     name: str = plain("", "the recipe's name")
     about: str = plain("", "the recipe's command, and what was published for it")
     model: str = plain("B/16", "a preset of vitfast's ViT, such as B/16; R50x1 and the like; or timm:NAME")
-    img_size: int = count(224, 16384, "the side of the images in pixels")
+    img_size: int = rule(
+        224,
+        lambda value: 0 <= value <= 16384,
+        "be at most 16384, and positive, or 0 for the weights' own",
+        "the side of the images in pixels; 0: that of the weights from which the run starts",
+    )
     epochs: float | None = rule(
         None, lambda value: 0 < value <= 1e6, "be positive, and at most a million", "passes over the training images"
     )
@@ -120,6 +128,7 @@ class Recipe:
     lr_decay: str = choice(("cosine", "linear", "constant"), "how the learning rate falls after the warm-up")
     lr_end: float = at_least(0.0, 0, "the learning rate at the end")
     warmup_steps: int = within(0, "[0, 1e12]", "steps in which the learning rate rises linearly from 0")
+    warmup_ratio: float = within(0.0, "[0, 1)", "the share of the run that warms up, if longer than warmup_steps")
     weight_decay: float = at_least(0.0, 0, "decoupled decay, times the learning rate, of weight matrices only")
     momentum: float = within(0.9, "[0, 1)", "the momentum of sgd")
     betas: tuple[float, float] = rule(

@@ -1,8 +1,8 @@
-"""Early stopping: the best evaluation of a run, and when to wait no longer for a better one.
+"""The best evaluation of a run, and when to wait no longer for a better one.
 
-The paper's 4.3: models pre-trained on small sets use early stopping, and the best validation accuracy counts. With
-`early_stop` N a run ends after N evaluations in a row without a better accuracy than the best before them. RUN/best/
-is the checkpoint of the best evaluation, as `checkpoints/last/` is that of the last. A resumed run reads its earlier
+RUN/best/ is the checkpoint of the best evaluation, as `checkpoints/last/` is that of the last. The paper's 4.3: models
+pre-trained on small sets use early stopping, and the best validation accuracy counts. With `early_stop` N a run ends
+after N evaluations in a row without a better accuracy than the best before them. A resumed run reads its earlier
 evaluations from metrics.csv, up to the step that it goes on from.
 """
 
@@ -12,24 +12,26 @@ from pathlib import Path
 from ..errors import InputError
 from ..run.config import Config
 from .log import read_metrics
+from .run_folder import BEST
 
 logger = logging.getLogger("vitfast")
 
 
 class EarlyStop:
-    """Follows the evaluations of a run and says when to stop it; without `early_stop` it never stops one."""
+    """Follows the evaluations of a run: which is the best, and with `early_stop` when the run ends."""
 
     def __init__(self, config: Config, checkpoint: Path | None, step: int):
         self.patience, run = config.early_stop, Path(config.output)
         self.step, self.accuracy, self.since = None, -1.0, 0  # step and accuracy of the best; evaluations since
-        if not self.patience or not checkpoint:
-            return
-        whose = checkpoint.resolve().parents[1]
-        if whose != run.resolve():
+        own = checkpoint is not None and checkpoint.resolve().is_relative_to(run.resolve())
+        if checkpoint and not own and self.patience:
+            whose = checkpoint.resolve().parents[1]
             raise InputError(f"a run with early_stop goes on in its own folder only: give --output {whose}")
-        for record in read_metrics(run):
+        for record in read_metrics(run) if own else ():
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])
+        if self.step != step and not (run / BEST).is_dir():  # an earlier vitfast did not keep it: the next is the best
+            self.step, self.accuracy = None, -1.0
 
     def add(self, step: int, accuracy: float) -> None:
         """Counts the evaluation after `step`."""
@@ -41,7 +43,7 @@ class EarlyStop:
 
     def is_best(self, step: int) -> bool:
         """Whether the evaluation after this step is the best so far; its weights are to be kept."""
-        return self.patience is not None and self.step == step
+        return self.step == step
 
     @property
     def over(self) -> bool:
@@ -49,7 +51,6 @@ class EarlyStop:
         return self.patience is not None and self.since >= self.patience
 
     def summary(self) -> dict:
-        """The entries of summary.json; none without `early_stop`."""
-        if not self.patience:
-            return {}
-        return dict(best_accuracy=self.accuracy, best_step=self.step, stopped_early=self.over)
+        """The entries of summary.json."""
+        best = {} if self.step is None else dict(best_accuracy=self.accuracy, best_step=self.step)
+        return best | (dict(stopped_early=self.over) if self.patience else {})

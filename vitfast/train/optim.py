@@ -16,11 +16,12 @@ def learning_rate(config: Config, step: int, total: int) -> float:
     Linear warm-up, then cosine or linear decay to lr_end, or none.
     """
     top = config.lr * (config.batch_size / config.scale_lr if config.scale_lr else 1)
-    if step < config.warmup_steps:
-        return top * (step + 1) / config.warmup_steps
+    warmup = max(config.warmup_steps, round(config.warmup_ratio * total))
+    if step < warmup:
+        return top * (step + 1) / warmup
     if config.lr_decay == "constant":
         return top
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_decay == "cosine" else 1 - progress
     return config.lr_end + (top - config.lr_end) * remaining
 

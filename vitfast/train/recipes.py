@@ -1,7 +1,7 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
 from ..errors import InputError, unknown
-from ..run.config import FIELDS, Config, Recipe, as_plain, check_run, is_none
+from ..run.config import FIELDS, NAMED_DATA, Config, Recipe, as_plain, check_run, is_none
 from .paper import PAPER
 
 # Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
@@ -45,9 +45,31 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
         label_smoothing=0.1,
     ),
 )
-RECIPES = {recipe.name: recipe for recipe in (*DIGITS, *PAPER)}
-# The recipe of a run that names none: on digits, and on other data.
-DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", "finetune/imagenet"))
+SMALL = Recipe(
+    name="finetune/small",
+    about="vitfast finetune --weights hf-hub:timm/vit_base_patch16_224.augreg2_in21k_ft_in1k --data photos "
+    "--output runs/photos\n"
+    "A folder of tens to some ten thousand images, at the size and the normalisation of the weights.",
+    img_size=0,
+    epochs=100,
+    batch_size=64,
+    lr=5e-4,
+    sweep_lr=(2e-4, 5e-4, 1e-3),
+    warmup_ratio=0.1,
+    weight_decay=0.05,
+    layer_decay=0.75,
+    clip_norm=1.0,
+    crop_scale=(0.5, 1.0),
+    color_jitter=0.2,
+    label_smoothing=0.1,
+    drop_path=0.1,
+)
+RECIPES = {recipe.name: recipe for recipe in (*DIGITS, SMALL, *PAPER)}
+# The recipe of a run that names none: on digits, on a folder, and on other data.
+DEFAULTS = dict(
+    pretrain=("digits", "vit-b16/imagenet", "vit-b16/imagenet"),
+    finetune=("finetune/digits", "finetune/small", "finetune/imagenet"),
+)
 
 
 def get(name: str) -> Recipe:
@@ -55,6 +77,13 @@ def get(name: str) -> Recipe:
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
     return RECIPES[name]
+
+
+def default(task: str, data: str) -> Recipe:
+    """The recipe of a run on this data that names none."""
+    data = str(data)
+    other = data == "synthetic" or data.startswith(tuple(NAMED_DATA))
+    return get(DEFAULTS[task][0 if data == "digits" else 2 if other else 1])
 
 
 def resolve(task: str, *layers: dict) -> Config:
@@ -65,7 +94,7 @@ def resolve(task: str, *layers: dict) -> Config:
     does not exist, a value that a field does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
-    fields = as_plain(Recipe(steps=1) if task == "eval" else get(DEFAULTS[task][data != "digits"]))
+    fields = as_plain(Recipe(steps=1) if task == "eval" else default(task, data))
     for layer in layers:
         name = layer.get("recipe", layer.get("name"))
         if name not in (None, ""):

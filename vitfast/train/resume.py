@@ -235,6 +235,21 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
     return None, {}
 
 
+def check_unfinished(config: Config) -> None:
+    """Raises InputError where a finished run would go on to another length, which replaces what it has."""
+    run = Path(config.output)
+    summary = read_summary(run) if config.output else None
+    if summary is None or summary.get("stopped_early"):
+        return
+    whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
+    if summary["steps"] < whole:
+        raise InputError(
+            f"{run} holds a finished run of {summary['steps']} steps (accuracy {summary['accuracy']:.4f}), and this "
+            f"one takes {whole}: going on replaces its checkpoint, summary.json and report.html; add --resume auto to "
+            "go on from it, or take another --output"
+        )
+
+
 def finished_summary(config: Config, resume: str) -> dict | None:
     """The summary of a run that is complete already, None otherwise."""
     run = Path(config.output)

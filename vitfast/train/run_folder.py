@@ -5,7 +5,7 @@
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
                 .writing  .removing    one that is not whole yet, or no longer
-    best/                              of a run with early stopping: its best checkpoint, hard-linked from last/
+    best/                              the checkpoint of the best evaluation, hard-linked from last/
                 state/best.json            its step and accuracy; by this file the run recognises its own best/
 
 Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.
@@ -53,11 +53,16 @@ def _is_own_best(best: Path) -> bool:
     """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
     default = as_plain(Config())  # for fields that are newer than the run
     try:
-        settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
-        own = read_settings(best.parent)
+        settings = _saved_settings(best)
+        own = read_settings(best.parent) or _saved_settings(find_checkpoint(best.parent))
         return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | own)
     except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
         return False
+
+
+def _saved_settings(checkpoint: Path) -> dict:
+    """The settings of the run in a checkpoint's record, whatever else is damaged."""
+    return json.loads((checkpoint / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -91,7 +96,7 @@ def _read(path: Path, parse: Callable, names: set[str]) -> dict | None:
     raise not_ours(path)
 
 
-def check_output(run: Path, early_stop: int | None = None) -> None:
+def check_output(run: Path) -> None:
     """Raises InputError where a run cannot be written, or would replace what vitfast did not write."""
     there = next(path for path in (run, *run.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -99,7 +104,7 @@ def check_output(run: Path, early_stop: int | None = None) -> None:
     ours = {"checkpoints": Path.is_dir, "tensorboard": Path.is_dir, LOCK: Path.is_file}
     ours |= {f"checkpoints/{name}": is_checkpoint for name in (LAST, PREVIOUS)}
     ours |= {f"checkpoints/{name}": _is_part for name in (WRITING, REMOVING)}
-    ours |= {f".{BEST}": _is_part, BEST: _is_own_best} if early_stop else {}
+    ours |= {f".{BEST}": _is_part, BEST: _is_own_best}
     ours |= {"metrics.csv": lambda path: _holds(path, FIRST_COLUMNS)}
     ours |= {"report.html": lambda path: _holds(path, GENERATOR)}
     for name, is_ours in ours.items():
@@ -178,7 +183,7 @@ def _link(source: str, target: str) -> None:
 
 def kept_weights(run: Path) -> Path:
     """The weights of a finished run that count: the best of a run with early stopping, else the last."""
-    early = (read_summary(run) or {}).get("best_step") is not None
+    early = "stopped_early" in (read_summary(run) or {})
     return run / BEST if early else run / "checkpoints" / LAST
 
 

@@ -11,6 +11,7 @@ from ..data.samples import ONE, seed_everything
 from ..errors import InputError
 from ..eval.accuracy import cut_as_told
 from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
+from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
 from ..model.presets import pair, preset
 from ..model.vit import ViT
@@ -24,16 +25,16 @@ logger = logging.getLogger("vitfast")
 def model_arguments(config: Config, loaded: bool = False) -> dict:
     """ViT arguments that a recipe decides; `loaded`: those that it may change on loaded weights."""
     arguments = dict(
-        img_size=config.img_size,
         pos_drop_rate=config.dropout,
         proj_drop_rate=config.dropout,
         drop_path_rate=config.drop_path,
         residual_in_fp32=config.residual_in_fp32,
         drop_path_mode=config.drop_path_mode,
     )
-    if loaded:
-        return arguments
+    if loaded:  # img_size 0: the weights keep their own
+        return arguments | (dict(img_size=config.img_size) if config.img_size else {})
     return arguments | dict(
+        img_size=config.img_size,
         init_values=config.init_values,
         global_pool=config.global_pool,
         class_token=config.global_pool == "token",
@@ -61,7 +62,7 @@ def set_up(
     if source := checkpoint or config.weights:
         if name := baseline_of(config.model, source):
             arguments = _baseline_arguments(config, name)
-            model = load_baseline(name, source, pair(config.img_size), **arguments)
+            model = load_baseline(name, source, pair(config.img_size) if config.img_size else None, **arguments)
         else:
             model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
         config = cut_as_told(config, model)
@@ -69,7 +70,9 @@ def set_up(
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
             replace_head(model, len(data.classes))
     elif config.task == "finetune":
-        raise InputError("finetune starts from weights: add --weights FILE_OR_FOLDER")
+        raise InputError(f"finetune starts from weights: add --weights FILE_OR_FOLDER, or --weights {EXAMPLE}")
+    elif not config.img_size:
+        raise InputError("img_size 0 stands for the size of the weights, and this run has none: give --img-size")
     else:
         with torch.device("meta"):
             _say_what_is_its_own(config)

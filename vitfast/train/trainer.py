@@ -5,7 +5,6 @@ import dataclasses
 import json
 import logging
 import math
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from torch import Tensor
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
+from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from ..run.files import write_text
 from ..run.lock import locked
 from .early import EarlyStop
+from .introduction import introduce
 from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
@@ -29,27 +30,10 @@ from .resume import data_index, find_start, finished_summary, load_checkpoint, r
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
+from .stopper import Stopper
 
 logger = logging.getLogger("vitfast")
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
-
-
-class Stopper:
-    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once.
-
-    This lasts until `stack` closes.
-    """
-
-    def __init__(self, stack: contextlib.ExitStack):
-        self.wanted = False
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
-            for number in (signal.SIGTERM, signal.SIGINT):
-                stack.callback(signal.signal, number, signal.signal(number, self._stop))
-
-    def _stop(self, number, frame):
-        if self.wanted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.wanted = True
 
 
 class Trainer:
@@ -62,16 +46,18 @@ class Trainer:
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
         self.config, self.run, self.resume = config, Path(config.output), resume
-        check_output(self.run, config.early_stop)
+        check_output(self.run)
         self.ranks, self.device = join(choose_device(config.device))
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
+        introduce(config, model, self.data, self.device, self.dtype)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
+        self.answers = None  # those of the last evaluation, for the report
         self.saved = None  # the step of the run's last checkpoint
         self.index = {}  # the `data_index`, on the first rank alone
         self.ranks.on_first(lambda: self.index.update(data_index(self.data, record.get("data"), self.checkpoint)))
@@ -91,10 +77,13 @@ class Trainer:
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
-        """Runs to the end and returns summary.json's content, or {finished: False, ...} if asked to stop."""
+        """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
+
+        Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved.
+        """
         self.meter, self.metrics = Meter(), None  # metrics: on the first rank alone
         with contextlib.ExitStack() as stack:
-            stopper = Stopper(stack)
+            stopper = Stopper(stack, self.ranks.first)
             self._write(".", self.ranks.on_first, self._open_folder, stack)
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.progress):
@@ -102,6 +91,8 @@ class Trainer:
             if self.done:
                 return self._finish(result)
         logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+        if stopper.interrupted:
+            raise KeyboardInterrupt
         return dict(finished=False, step=self.step, steps=self.total)
 
     @property
@@ -178,8 +169,11 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """Loss and accuracy of the model that is kept, on the validation set."""
-        function = evaluate_masked if self.train_step.masked else evaluate
-        return function(self.train_step.averaged, self.data, self.device, self.dtype)
+        what = self.train_step.averaged, self.data, self.device, self.dtype
+        if self.train_step.masked:
+            return evaluate_masked(*what)
+        self.answers = Collector(self.config.objective)
+        return evaluate(*what, self.answers.add)
 
     @property
     def epoch(self) -> float:
@@ -336,6 +330,7 @@ class Trainer:
         if record:
             self._record(split="val", loss=loss, accuracy=accuracy)
             self.early.add(self.step, accuracy)
+        self.answers = self.answers if self.done else None  # those of many classes take memory
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 
@@ -355,6 +350,7 @@ class Trainer:
             seconds=round(self.seconds, 2),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
+            threads=torch.get_num_threads(),
             precision=str(self.dtype or torch.float32).removeprefix("torch."),
             parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
@@ -370,8 +366,9 @@ class Trainer:
         summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
+        answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, self.dtype)
+            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
         return summary
 
 

@@ -1,8 +1,10 @@
 """Our own folders, runs, shards and the hub; and what from_pretrained changes of a checkpoint."""
 
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import checkpoints as c
 import pytest
@@ -236,6 +238,7 @@ def test_runs_without_a_checkpoint(tmp_path):
     assert last_checkpoint(last.parent) is None
     c.refused(tmp_path / "p1", "no weights in this folder")
     c.refused(last, "no such file or folder")
+
     for text in (b"step-3", b"", b"../../secret", b"\xff\x00", b"/etc", b"."):
         last.write_bytes(text)
         with pytest.raises(InputError, match=f"^{last}: names no checkpoint beside it; give the path of one of "):
@@ -243,3 +246,26 @@ def test_runs_without_a_checkpoint(tmp_path):
     last.unlink()
     last.symlink_to("step-3")
     assert last_checkpoint(last.parent) is None
+
+
+@pytest.mark.parametrize(
+    "source, hint",
+    [
+        (
+            "vit_base_patch16_224",
+            "of a timm model write hf-hub:timm/vit_base_patch16_224 .and .TAG, as in hf-hub:timm/",
+        ),
+        ("timm/vit_base_patch16_224.mae", "of a timm model write hf-hub:timm/vit_base_patch16_224.mae$"),
+        ("hf_hub:timm/vit_tiny", "did you mean hf-hub:timm/vit_tiny.$"),
+        ("hf-hub/owner/name", "did you mean hf-hub:owner/name.$"),
+        ("https://huggingface.co/owner/name", "did you mean hf-hub:owner/name.$"),
+        ("B/16", "B/16 is the name of a model, not weights: give a file, a folder or hf-hub:owner/name$"),
+        ("google/vit-base", "for a repository of the Hugging Face hub write hf-hub:google/vit-base$"),
+        ("b16.npy", "did you mean b16.npz.$"),
+        ("my_weights", "$"),
+    ],
+)
+def test_weights_that_are_not_there_get_a_hint(tmp_path, monkeypatch, source, hint):
+    monkeypatch.chdir(tmp_path)
+    Path("b16.npz").touch()
+    c.refused(source, f"{re.escape(source)}: no such file or folder(; .*)?{hint}")

@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 DPI = 110
 
 
-def as_png(figure: Figure) -> bytes:
+def as_png(figure: Figure, transparent: bool = False) -> bytes:
+    """The figure as a PNG file. transparent: where nothing is drawn, in place of white."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight")
+    figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", transparent=transparent)
     return buffer.getvalue()
 
 
@@ -104,12 +105,13 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
     return figure
 
 
-def draw_curves(runs: dict[str, list[dict]]) -> Figure:
+def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = None) -> Figure:
     """Loss, accuracy and learning rate of each run against its epochs, by the records of its metrics.csv.
 
-    Numbers that are missing or not finite leave a gap.
+    Numbers that are missing or not finite leave a gap. best: the epochs of the runs' best evaluations, which a line
+    marks.
     """
-    figure = Figure(figsize=(max(6, 5 * len(runs)), 7))
+    figure = Figure(figsize=(max(6, 5 * len(runs)), 7), layout="constrained")
     axes = figure.subplots(3, len(runs), squeeze=False, sharex="col")
     for column, (name, metrics) in enumerate(runs.items()):
         for axis, key in zip(axes[:, column], ("loss", "accuracy", "lr")):
@@ -118,6 +120,8 @@ def draw_curves(runs: dict[str, list[dict]]) -> Figure:
                 axis.plot(*np.where(np.isfinite(points), points, np.nan).T, color=color, label=label, linewidth=1.4)
             axis.set_ylabel("learning rate" if key == "lr" else key)
             axis.grid(alpha=0.3)
+            if name in (best or {}):
+                axis.axvline(best[name], color="#444444", linestyle=":", linewidth=1.2)
         axes[0][column].set_title(name)
         axes[0][column].legend(frameon=False)
         axes[2][column].set_xlabel("epoch")

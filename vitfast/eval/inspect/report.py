@@ -135,7 +135,7 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
         not_drawn=[name for name in SECTIONS if name not in pngs],
     )
     sections = {
-        heading: (note, picture(pngs[name], heading)) if name in pngs else (absent, "")
+        heading: (note, picture(pngs[name], heading, chart=name == "distance")) if name in pngs else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()
     }
     np.savez_compressed(archive := io.BytesIO(), **arrays)

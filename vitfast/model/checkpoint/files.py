@@ -4,7 +4,9 @@ No pickle is ever run.
 """
 
 import argparse
+import difflib
 import errno
+import itertools
 import json
 import os
 import re
@@ -22,8 +24,11 @@ from torch import Tensor
 
 from ...errors import InputError, both_ends
 from ...run import files
+from ..presets import PRESETS
 
 HUB = "hf-hub:"
+EXAMPLE = f"{HUB}timm/vit_base_patch16_224.augreg2_in21k_ft_in1k"
+_REPOSITORY = r"[\w-][\w.-]*/[\w.-]+(@.+)?"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
@@ -72,9 +77,35 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
         if SHARD.fullmatch(path.name):
             raise InputError(f"{path}: one shard of several; give the folder, or the index.json that lists them")
         return _with_json(path) if path.name in _IN_ORDER else CheckpointFiles(path)
-    like_a_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
-    hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if like_a_repository else ""
-    raise InputError(f"{source}: no such file or folder{hint}")
+    raise InputError(f"{source}: no such file or folder{_meant(str(source), path)}")
+
+
+def _meant(source: str, path: Path) -> str:
+    """A hint at weights that a user may have meant, as the end of a message."""
+    hub = re.fullmatch(
+        r"(?:https?://huggingface\.co/|(?:(?:hf|hugging_?face)[-_]?(?:hub)?|hub)[:/]+)(.+)", source, re.IGNORECASE
+    )
+    if hub and re.fullmatch(_REPOSITORY, hub[1]):
+        return f"; did you mean {HUB}{hub[1]}?"
+    near = difflib.get_close_matches(path.name, _names(path.parent), n=1, cutoff=0.7)
+    if near:
+        return f"; did you mean {path.with_name(near[0])}?"
+    if source in PRESETS:
+        return f"; {source} is the name of a model, not weights: give a file, a folder or {HUB}owner/name"
+    if re.fullmatch(r"(timm[:/])?(?=\w*(vit|patch))[a-z0-9]+(_[a-z0-9]+)+(\.[a-z0-9_]+)?", source):
+        tag = "" if "." in source else f" (and .TAG, as in {EXAMPLE})"
+        return f"; for the pretrained weights of a timm model write {HUB}timm/{re.sub('^timm[:/]', '', source)}{tag}"
+    if re.fullmatch(_REPOSITORY, source):
+        return f"; for a repository of the Hugging Face hub write {HUB}{source}"
+    return ""
+
+
+def _names(folder: Path) -> list[str]:
+    """The first thousand names in a folder; none where it cannot be read."""
+    try:
+        return [entry.name for entry in itertools.islice(os.scandir(folder), 1000)]
+    except OSError:
+        return []
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
