@@ -1,4 +1,4 @@
-"""The package as users get it, a core that needs the core dependencies only, and the order of the house."""
+"""The package as users get it, a core that needs the core dependencies only, and the order of its parts."""
 
 import ast
 import graphlib

@@ -35,6 +35,7 @@ def test_flags_win_over_the_config_file(capsys, tmp_path):
     assert code == 0 and {name: config[name] for name in wanted} == wanted
     path.write_text(out)
     assert run_cli(capsys, "pretrain", "--config", path, "--print-config")[1] == out
+    assert "\nlr: 0.25" in out and "# the learning rate after the warm-up (positive, and at most 1e9)" in out
 
 
 def test_a_length_of_the_user_takes_the_place_of_a_recipes_or_a_files(tmp_path, capsys):

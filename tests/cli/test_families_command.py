@@ -29,17 +29,34 @@ def test_a_family_has_the_row_of_the_page(name):
     pytest.importorskip(family.library)
     row = judge(family)
     assert row.right and max(row.logits, row.gradients) < 1e-5 and row.seconds < 1, row
-    assert markdown([row]).splitlines()[-1] in PAGE.read_text().splitlines()
+    assert rows_of(markdown([row]))[0] in rows_of_the_page(0)
 
 
-def rows_of_the_page(table: int) -> list[list[str]]:
-    text = PAGE.read_text().split("## With torch.compile")[table]
-    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of the tables below each heading of a library, which is the first cell of each."""
+    rows = []
+    for section in text.split("### ")[1:]:
+        library, *lines = section.splitlines()
+        rows += [[library, *line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")][1:]
+    return rows
 
 
-def test_the_page_has_no_other_rows():
-    assert [tuple(row[:2]) for row in rows_of_the_page(0)] == [(f.library, f.name) for f in FAMILIES]
+def rows_of_the_page(part: int) -> list[list[str]]:
+    return rows_of(PAGE.read_text().split("## With torch.compile")[part])
+
+
+def by_library(families) -> list[tuple[str, str]]:
+    """Library and name of each, libraries together, in the order in which each comes first."""
+    libraries = list(dict.fromkeys(library for library, _ in families))
+    return sorted(families, key=lambda family: libraries.index(family[0]))
+
+
+def test_the_page_has_no_other_rows_and_one_section_for_each_library():
+    named = [(f.library, f.name) for f in FAMILIES]
+    assert [tuple(row[:2]) for row in rows_of_the_page(0)] == by_library(named)
     assert len(NAMES) == len(FAMILIES) >= 40
+    headings = [line for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    assert len(headings) == 2 * len({library for library, _ in named})
 
 
 ENCODER_NAMES = {f"{encoder.library} {encoder.family.name}": encoder for encoder in ENCODERS}
@@ -54,12 +71,12 @@ def test_a_compiled_encoder_has_the_row_of_the_page(name):
     pytest.importorskip(encoder.library)
     row = cover(encoder)
     assert row.right and row.attention[0] <= row.attention[1] and row.mlp[0] <= row.mlp[1], row
-    assert coverage_markdown([row]).splitlines()[2] in PAGE.read_text().splitlines()
+    assert rows_of(coverage_markdown([row]))[0] in rows_of_the_page(1)
 
 
 def test_nine_of_ten_halves_are_replaced_whole_on_the_page():
     rows = rows_of_the_page(1)
-    assert [f"{row[0]} {row[1]}" for row in rows] == list(ENCODER_NAMES)
+    assert [tuple(row[:2]) for row in rows] == by_library([(e.library, e.family.name) for e in ENCODERS])
     halves = [cell.split(" of ") for row in rows for cell in row[2:4] if cell]
     done, of = (sum(int(half[i]) for half in halves) for i in range(2))
     assert len(ENCODER_NAMES) == len(ENCODERS) >= len(FAMILIES) + 60 and done >= 0.9 * of

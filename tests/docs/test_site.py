@@ -1,10 +1,10 @@
 """The site builds without a warning, and its reference says what the code says."""
 
+import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as xml
 
 import pytest
@@ -13,19 +13,9 @@ from test_package import FLOORS
 
 import vitfast
 from vitfast import cli, ops
+from vitfast.run.config import FIELDS, GROUPS, RUN_ONLY, Config
 
 LONGEST_FILE, WIDEST_LINE = 400, 120
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """The folder of the built site; every warning is an error."""
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder
 
 
 @pytest.mark.long
@@ -54,10 +44,49 @@ def test_every_command_has_its_help_and_every_argument_its_row(site, capsys):
     names = re.findall(r"\w+", capsys.readouterr().err.partition("choose from")[2])
     text = (site / "reference" / "command-line.html").read_text()
     assert len(names) > 12 and re.findall(r"usage: vitfast (\w+) ", text) == names
-    for option in ("--recipe NAME", "--weights PATH", "--interpreted", "--deterministic"):
-        assert option in text
+    for section in text.split("<h2")[1:]:
+        usage = re.search(r"usage: [^<]*", section)[0]
+        told = re.findall(r"<td><code>[^<]*?(--[\w-]+)[^<]*</code></td>\s*<td>\S", section)
+        options = {option for option in re.findall(r"--[\w-]+", usage) if not option.startswith("--no-")}
+        assert {*told} == options | {"--help"} and len(told) == len(options) + 1, usage
     text = (site / "reference" / "vit.html").read_text()
-    assert all(f"<td><code>{name}</code></td>" in text for name in inspect.signature(vitfast.ViT).parameters)
+    for name in inspect.signature(vitfast.ViT).parameters:
+        assert re.search(rf"<td[^>]*><code>{name}</code></td>", text), name
+
+
+@pytest.mark.long
+def test_every_setting_has_its_row_below_the_heading_of_its_group(site):
+    text = (site / "reference" / "settings.html").read_text()
+    page = re.findall(r"<h2[^>]*>([^<]+)<|<td data-title=\"setting\"><code>(\w+)</code></td>", text)
+    expected = []
+    for name in FIELDS:
+        expected += [(GROUPS[name], "")] if name in GROUPS else []
+        expected.append(("", name))
+    assert page[: len(expected)] == expected and {*GROUPS} <= {*FIELDS}
+    free = text.rpartition("What may change")[2]
+    assert {*re.findall(r"<code>(\w+)</code>", free)} == RUN_ONLY | {"epochs", "steps"}
+
+
+def test_every_setting_says_what_it_means():
+    meanings = [each.metadata["meaning"] for each in dataclasses.fields(Config)]
+    assert len({*meanings}) == len(meanings) and all(len(meaning) > 10 for meaning in meanings)
+    assert not [meaning for meaning in meanings if meaning.endswith(".") or "  " in meaning]
+
+
+@pytest.mark.parametrize(
+    "remote, address",
+    [
+        ("git@example.org:people/vitfast.git\n", "https://example.org/people/vitfast"),
+        ("https://name:secret@example.org/people/vitfast.git", "https://example.org/people/vitfast"),
+        ("http://example.org/vitfast/", "https://example.org/vitfast"),
+        ("/home/people/vitfast", None),
+        ("", None),
+    ],
+)
+def test_the_repository_is_linked_where_it_has_an_address(remote, address):
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    spec.loader.exec_module(hooks := importlib.util.module_from_spec(spec))
+    assert hooks.web_address(remote) == address
 
 
 def test_pictures_have_a_title_both_palettes_and_are_shown():
@@ -101,8 +130,8 @@ def test_pages_are_short_and_narrow_and_name_files_that_are_there(page):
     assert len(plain.splitlines()) <= LONGEST_FILE and not wide, wide
 
 
-def test_every_place_of_the_house_stands_on_its_floor():
-    text = (ROOT / "docs" / "house.md").read_text()
+def test_every_place_of_the_architecture_stands_on_its_floor():
+    text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d) \| `(?:vitfast/)?(\w+)(?:/|\.py)` \| .+ \|$", text, re.MULTILINE)
     floors = [int(floor) for floor, _ in rows]
     assert sorted(rows) == sorted((str(i), place) for i, floor in enumerate(FLOORS, 1) for place in floor)

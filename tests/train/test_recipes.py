@@ -162,7 +162,7 @@ def test_settings_layer_over_each_other():
         (dict(ema_decay=2), "ema_decay must lie in"),
         (dict(weight_decay=-1), "weight_decay must be at least 0"),
         (dict(workers=-1), "workers must be at least 0"),
-        (dict(batch_size=10**10), "batch_size must be positive, and at most 1000000000"),
+        (dict(batch_size=10**10), "batch_size must be positive, and at most 1,000,000,000"),
         (dict(steps=10**400), "steps must be positive, and at most"),
         (dict(model=["B/16"]), "model must be text"),
         (dict(data="a\0b"), "data must be text"),

@@ -12,20 +12,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="IN", help="file, folder or hf-hub:owner/name")
     add("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
     formats = ("vitfast", "timm", "huggingface", "npz", "torchvision")
-    add("--format", dest="form", required=True, choices=formats)
+    add("--format", dest="form", required=True, choices=formats, help="the format to write")
     add_shared(parser, "--num-heads", "--img-size", "--force")
     activations = ("gelu", "gelu_tanh", "quick_gelu", "silu")
-    add("--act-layer", choices=activations, help="this and what follows: where the weights do not say it")
+    unsaid = "activation of the MLPs; this option and those below are for what the weights do not say"
+    add("--act-layer", choices=activations, help=unsaid)
     add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions, unless --rope says so")
     add("--rope", choices=("dinov3", "cat", "none"), help="rotary positions: DINOv3's, EVA-02's or none")
-    shape = "of --rope cat: patches down and across, 16 16 of EVA-02"
+    shape = "patches down and across, for --rope cat (16 16 in EVA-02)"
     add("--ref-feat-shape", metavar="N", type=int, nargs=2, help=shape)
     add("--global-pool", choices=("token", "avg", "map"), help="what the head reads")
-    add("--norm-eps", metavar="X", type=float, help="of every norm")
-    mean = "of raw images on the 0..1 scale, one or one for each channel"
+    add("--norm-eps", metavar="X", type=float, help="epsilon of every norm")
+    mean = "mean of raw images on the 0..1 scale: one number, or one for each channel"
     add("--mean", metavar="X", type=float, nargs="+", help=mean)
-    add("--std", metavar="X", type=float, nargs="+", help="as --mean")
-    classes = "other than the weights' own: a new head of zeros, 0 for none"
+    add("--std", metavar="X", type=float, nargs="+", help="standard deviation of raw images, given as --mean is")
+    classes = "give the model a new head of zeros for this many classes; 0: no head"
     add("--num-classes", metavar="N", type=int, help=classes)
 
 

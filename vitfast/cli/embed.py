@@ -22,9 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--img-size", help="default: the model's own")
     native = "native: each image at its own size, to the nearest patch, packed without padding"
     add("--sizes", metavar="native", choices=("native",), default=None, help=native)
-    add("--pool", choices=("token", "avg", "map"), default=None, help="default: as the model does")
+    add(
+        "--pool",
+        choices=("token", "avg", "map"),
+        default=None,
+        help="what becomes the vector (default: as in the model)",
+    )
     add("--normalize", action="store_true", default=False, help="divide each vector by its L2 norm")
-    dtype = "of the matrix products (default: bf16 on cuda, else as the weights are)"
+    dtype = "dtype of the matrix products (default: bf16 on cuda, else as the weights are)"
     add("--dtype", choices=("fp32", "fp16", "bf16"), default=None, help=dtype)
     at_once = "images at once (default: as many as have 65,536 tokens on cuda, 8,192 on cpu)"
     add("--batch-size", metavar="N", type=int, default=None, help=at_once)
@@ -34,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     turn = "--no-exif-orientation: leave images as they are stored (default: turn them upright)"
     add("--exif-orientation", action=argparse.BooleanOptionalAction, default=True, help=turn)
     add("--workers", metavar="N", type=int, default=None, help="threads that read images (default: one a core, to 16)")
-    add("--shard-size", metavar="N", type=int, default=10_000, help="images of a shard (default 10,000)")
-    add("--column", metavar="NAME", default=None, help="of a Parquet file, with the images' bytes or paths")
+    add("--shard-size", metavar="N", type=int, default=10_000, help="images in a shard (default 10,000)")
+    add("--column", metavar="NAME", default=None, help="column of a Parquet file that holds the images' bytes or paths")
     resume = "auto: keep the shards that are there (default); never: start again"
     add("--resume", choices=("auto", "never"), default="auto", help=resume)
     add_shared(parser, "--json")

@@ -3,20 +3,20 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 
 from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    libraries = "timm, transformers, torchvision, torch or open_clip (default: all)"
+    parser.add_argument("--library", metavar="NAME", default=None, help=libraries)
     parser.add_argument(
-        "--library", metavar="NAME", default=None, help="timm, transformers, torchvision, torch or open_clip (all)"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", default=False, help="by the backend of torch.compile, and for more encoders"
+        "--compile", action="store_true", default=False, help="judge the backend of torch.compile, on more encoders"
     )
     add_shared(parser, "--device", default=None)
-    add_shared(parser, "--json", help="as a list of objects")
-    parser.add_argument("--markdown", action="store_true", default=False, help="as the table of the documentation")
+    add_shared(parser, "--json", help="print a list of objects")
+    parser.add_argument("--markdown", action="store_true", default=False, help="print the tables of the documentation")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,32 +75,39 @@ def _total(rows) -> str:
 
 def _bound(error: float) -> str:
     """An error as a bound, so that it is the same on every machine."""
-    return next((f"< {bound:.0e}" for bound in (1e-5, 1e-4) if error < bound), "wrong")
+    return next((f"below {bound}" for bound in ("0.00001", "0.0001") if error < float(bound)), "wrong")
 
 
-def _table(columns: str, rows: list[list[str]]) -> str:
-    lines = [columns, *(" | ".join(cells) for cells in rows)]
-    head, *body = [f"| {line} |" for line in lines]
-    return "\n".join([head, "|" + "---|" * (columns.count("|") + 1), *body])
+def _sections(columns: str, rows: list, cells: Callable[[object], list[str]]) -> str:
+    """A section of Markdown for each library, with a table that has a row for each of its families.
+
+    cells: the cells of a row after the family's name; where it failed, its failure is in each.
+    """
+    count, lines = columns.count("|"), []
+    for library in dict.fromkeys(row.library for row in rows):
+        lines += [f"### {library}", "", f"| {columns} |", "|" + "---|" * (count + 1)]
+        for row in (row for row in rows if row.library == library):
+            rest = [row.failure] * count if row.failure else cells(row)
+            lines.append(f"| {' | '.join([row.family, *rest])} |")
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def coverage_markdown(rows) -> str:
-    """The second table of docs/reference/families.md."""
-    cells = []
-    for row in rows:
+    """The second part of docs/reference/families.md."""
+
+    def cells(row) -> list[str]:
         halves = [f"{done} of {of}" if of else "" for done, of in (row.attention, row.mlp)]
-        numbers = [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
-        cells.append([row.library, row.family, *([row.failure] * 5 if row.failure else numbers)])
-    columns = (
-        "library | encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
-    )
-    return f"{_table(columns, cells)}\n\n{_total(rows)}"
+        return [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
+
+    columns = "encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
+    return f"{_sections(columns, rows, cells)}\n\n{_total(rows)}"
 
 
 def markdown(rows) -> str:
-    """The first table of docs/reference/families.md."""
-    cells = []
-    for row in rows:
-        numbers = [_counts(row.operations), _bound(max(row.logits, row.gradients)), _counts(row.left)]
-        cells.append([row.library, row.family, *([row.failure] * 3 if row.failure else numbers)])
-    return _table("library | family | operations of a forward | error | the library's own code, and why", cells)
+    """The first part of docs/reference/families.md."""
+
+    def cells(row) -> list[str]:
+        return [_counts(row.operations), _bound(max(row.logits, row.gradients)), _counts(row.left)]
+
+    return _sections("family | operations of a forward | error | the library's own code, and why", rows, cells)

@@ -1,6 +1,8 @@
 """Options of several commands, and the settings and arguments that are made of them."""
 
 import argparse
+import dataclasses
+import math
 from pathlib import Path
 
 from ..errors import InputError
@@ -14,7 +16,9 @@ _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
     "--json": dict(action="store_true", default=False, help="print the result as JSON"),
-    "--num-heads": dict(metavar="N", type=int, help="where neither the weights nor a preset of their size tell"),
+    "--num-heads": dict(
+        metavar="N", type=int, help="heads, where neither the weights nor a preset of their size say it"
+    ),
     "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),
     "--force": dict(action="store_true", default=False, help="replace what is there"),
 }
@@ -30,13 +34,13 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     """The settings of a training run. recipe: what the help says of a run that names no recipe."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
-    recipes = "where the settings start from; `vitfast recipes` lists them"
+    recipes = "recipe that the settings start from; `vitfast recipes` lists all recipes"
     add("--recipe", metavar="NAME", help=f"{recipes} (default: {recipe})" if recipe else recipes)
     add(
         "--model",
         metavar="NAME",
-        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16, DINOv3-S/16 S+ B L H+ 7B, SigLIP2-B/16 L "
-        "So400m/14, CLIP-B/32, EVA02-Ti/14 S B L and the like; R50x1 and the like; timm:NAME",
+        help="a preset, such as Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16; DINOv3-S/16 S+ B L H+ 7B; "
+        "SigLIP2-B/16 L So400m/14; CLIP-B/32; EVA02-Ti/14 S B L; a ResNet such as R50x1; or timm:NAME",
     )
     add(
         "--data",
@@ -50,11 +54,11 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
     add("--steps", metavar="N", type=int, help="length of the run in optimiser steps")
     add("--lr", metavar="X", type=float, help="learning rate after the warm-up")
-    add("--seed", metavar="N", type=int, help="of initialisation, order and augmentation (default 0)")
+    add("--seed", metavar="N", type=int, help="seed of initialisation, order and augmentation (default 0)")
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
     add_shared(parser, "--device")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
-    add_set(parser, "any other setting; pretrain --print-config shows them")
+    add_set(parser, "any other setting; pretrain --print-config shows all of them")
 
 
 def add_training_options(parser: argparse.ArgumentParser, weights_help: str, recipe: str) -> None:
@@ -62,9 +66,27 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
     add_run_options(parser, recipe)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
-    resume = "auto: go on where the run folder stopped (default), or go on from a finished run to another length"
+    resume = "auto: continue the run of the run folder (default), or a finished run to another length; "
+    resume += "never: start again; PATH: continue that run"
     add("--resume", metavar="auto|never|PATH", default=None, help=resume)
-    add("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
+    told = "print the settings of this run as YAML, with their meanings, and stop"
+    add("--print-config", action="store_true", default=False, help=told)
+
+
+def commented(config) -> str:
+    """The settings of a Config as YAML, which --config takes, with the meaning of each beside it."""
+    import yaml
+
+    from ..run.config import as_plain, values
+
+    lines, plain = [], as_plain(config)
+    for each in dataclasses.fields(config):
+        # A list of one value in the flow style is the value in one line, between brackets.
+        line = yaml.safe_dump([plain[each.name]], default_flow_style=True, width=math.inf).strip()[1:-1]
+        line = f"{each.name}: {line}"
+        meaning = each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
+        lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
+    return "\n".join(lines)
 
 
 def add_evaluation_options(
@@ -84,10 +106,10 @@ def add_evaluation_options(
     add("--img-size", metavar="N", type=int, help="default: the model's own")
     add("--batch-size", metavar="N", type=int, help=at_once)
     if sizes:
-        native = "native: each image at its own size, whole, to the nearest patch, and none of them padded"
+        native = "native: each image is seen whole, at its own size to the nearest patch, without padding"
         add("--sizes", metavar="native", choices=("native",), help=native)
     add_shared(parser, "--device")
-    add_set(parser, "such as amp=none or data_dir=/data")
+    add_set(parser, "other settings, such as amp=none or data_dir=/data")
     add_shared(parser, "--json")
 
 

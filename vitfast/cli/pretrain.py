@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from .options import add_training_options, setting_layers, unless_stopped
+from .options import add_training_options, commented, setting_layers, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,14 +19,11 @@ def run(args: argparse.Namespace) -> None:
 
 def train_as_told(args: argparse.Namespace, train: Callable) -> None:
     """Calls train(config, resume) and prints its result; with --print-config it only prints the settings."""
-    from ..run.config import as_plain
     from ..train.recipes import resolve
 
     config = resolve(args.command, *setting_layers(args))
     if args.print_config:
-        import yaml
-
-        print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
+        print(commented(config))
         return
     from ..run.distributed import is_first_rank
     from ..train.resume import check_unfinished

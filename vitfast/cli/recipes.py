@@ -9,7 +9,7 @@ from .options import add_shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="NAME", nargs="?", default=None)
-    add_shared(parser, "--json", help="as a list of objects with every field")
+    add_shared(parser, "--json", help="print a list of objects with every field")
 
 
 def run(args: argparse.Namespace) -> None:

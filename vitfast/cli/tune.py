@@ -10,9 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
     only = "operations whose name contains this, such as attention or gelu"
     add("--only", metavar="NAME", default="", help=only)
-    seconds = "in all (default 400 a model); what is found by then is kept"
+    seconds = "seconds in all (default 400 a model); what is found by then is kept"
     add("--seconds", metavar="N", type=float, default=None, help=seconds)
-    batch_size = "of the shapes that are timed (default: 48 to 240 by model)"
+    batch_size = "images in the shapes that are timed (default: 48 to 240 by model)"
     add("--batch-size", metavar="N", type=int, default=None, help=batch_size)
     deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
     add("--deterministic", action="store_true", default=False, help=deterministic)

@@ -8,7 +8,7 @@ from .options import add_evaluation_options, evaluation_layers, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_evaluation_options(parser, at_once="images at once; of finetune, per optimiser step")
+    add_evaluation_options(parser, at_once="images at once; with --method finetune, images per optimiser step")
     given = parser.add_mutually_exclusive_group(required=True)
     root = "folder that holds VTAB's data sets, such as wds_vtab-pets/"
     given.add_argument("--root", metavar="DIR", type=Path, default=None, help=root)

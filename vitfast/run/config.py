@@ -20,41 +20,47 @@ NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
 MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
 
 
-def rule(default, holds: Callable[[object], bool], text: str):
+def plain(default, meaning: str):
+    """A field of any value of its type."""
+    return field(default=default, metadata=dict(meaning=meaning))
+
+
+def rule(default, holds: Callable[[object], bool], text: str, meaning: str):
     """A field whose values other than None must fulfil `holds`; `text` completes "FIELD must ..."."""
-    return field(default=default, metadata=dict(holds=holds, text=text))
+    return field(default=default, metadata=dict(meaning=meaning, holds=holds, text=text))
 
 
-def choice(*names: str):
+def choice(names: tuple[str, ...], meaning: str):
     """A field with one of these values, the first by default."""
-    return rule(names[0], lambda value: value in names, f"be one of {', '.join(name or repr(name) for name in names)}")
+    text = f"be one of {', '.join(name or repr(name) for name in names)}"
+    return rule(names[0], lambda value: value in names, text, meaning)
 
 
-def positive(default):
-    return rule(default, lambda value: value > 0, "be positive")
+def positive(default, meaning: str):
+    return rule(default, lambda value: value > 0, "be positive", meaning)
 
 
-def count(default: int | None, most: int):
+def count(default: int | None, most: int, meaning: str):
     """A field of a whole number from 1 to `most`, so that no slip of the finger takes the machine down."""
-    return rule(default, lambda value: 1 <= value <= most, f"be positive, and at most {most}")
+    return rule(default, lambda value: 1 <= value <= most, f"be positive, and at most {most:,}", meaning)
 
 
-def within(default: float | None, interval: str):
+def within(default: float | None, interval: str, meaning: str):
     """A field of a number in an interval such as "[0, 1)", which includes the end at a square bracket."""
     low, high = map(float, interval[1:-1].split(","))
     ends = {low} if interval[0] == "[" else set()
     ends |= {high} if interval[-1] == "]" else set()
-    return rule(default, lambda value: low < value < high or value in ends, f"lie in {interval}")
+    return rule(default, lambda value: low < value < high or value in ends, f"lie in {interval}", meaning)
 
 
-def at_least(default, low):
-    return rule(default, lambda value: value >= low, f"be at least {low:g}")
+def at_least(default, low, meaning: str):
+    return rule(default, lambda value: value >= low, f"be at least {low:g}", meaning)
 
 
-def span(default: tuple[float, float], low: float, high: float):
+def span(default: tuple[float, float], low: float, high: float, meaning: str):
     """A field of two numbers, the smaller first, above `low` and up to `high`."""
     text = f"be two numbers, the smaller first, above {low:g} and at most {high:g}"
-    return rule(default, lambda value: low < value[0] <= value[1] <= high, text)
+    return rule(default, lambda value: low < value[0] <= value[1] <= high, text, meaning)
 
 
 def _sizes(value: str) -> bool:
@@ -71,82 +77,148 @@ _AUGMIX = rf"augmix(-(m\d{{1,2}}|w[1-9]|d[1-9]|a[1-9]\d*|b[01]|mstd{_NUMBER}))*"
 AUTO_AUGMENT = re.compile(rf"|{_POLICIES}|{_RANDOM}|{_AUGMIX}")
 
 
+# The headings of the settings' page, each above the field that begins its group.
+GROUPS = {
+    "name": "Model and length",
+    "optimizer": "Optimiser",
+    "objective": "Loss",
+    "sizes": "Images of many sizes",
+    "train_crop_mode": "Augmentation",
+    "crop_mode": "How evaluations cut images",
+    "dropout": "The model's parts",
+    "task": "Data",
+    "output": "Files, device and speed",
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The computation of a run. `batch_size` is the global batch of one optimiser step."""
 
-    name: str = ""
-    about: str = ""  # the command, and what was published for it
-    model: str = "B/16"
-    # 0: the size of the weights that the run starts from.
+    name: str = plain("", "the recipe's name")
+    about: str = plain("", "the recipe's command, and what was published for it")
+    model: str = plain("B/16", "a preset of vitfast's ViT, such as B/16; R50x1 and the like; or timm:NAME")
     img_size: int = rule(
-        224, lambda value: 0 <= value <= 16384, "be at most 16384, and positive, or 0 for the weights' own"
+        224,
+        lambda value: 0 <= value <= 16384,
+        "be at most 16384, and positive, or 0 for the weights' own",
+        "the side of the images in pixels; 0: that of the weights from which the run starts",
     )
-    epochs: float | None = rule(None, lambda value: 0 < value <= 1e6, "be positive, and at most a million")
-    steps: int | None = count(None, 10**12)  # in place of epochs
-    batch_size: int = count(1024, 10**9)
-    # Micro-batches per step and device: the same step in less memory, but for random numbers. Dropout, drop path,
-    # mixup, cutmix and the masks of patch prediction are drawn anew for each micro-batch.
-    accumulate: int = count(1, 10**9)
-    scale_lr: int | None = positive(None)  # multiply lr by batch_size / this
+    epochs: float | None = rule(
+        None, lambda value: 0 < value <= 1e6, "be positive, and at most a million", "passes over the training images"
+    )
+    steps: int | None = count(None, 10**12, "optimiser steps, in place of epochs")
+    batch_size: int = count(1024, 10**9, "images of an optimiser step, over all devices and micro-batches")
+    accumulate: int = count(
+        1,
+        10**9,
+        "micro-batches of a step on each device: the same step in less memory, but dropout, drop path, mixup, cutmix "
+        "and the masks of patch prediction are drawn anew for each micro-batch",
+    )
+    scale_lr: int | None = positive(None, "multiplies lr by batch_size / this")
 
-    optimizer: str = choice("adamw", "sgd", "lamb")
-    lr: float = rule(1e-3, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")
-    # The candidates the paper tried; finetune --sweep tries them on sweep_hold_out of the training set.
-    sweep_lr: tuple[float, ...] = rule((), lambda value: min(value, default=1) > 0, "be positive numbers")
-    sweep_hold_out: float = within(0.1, "[0, 1)")
-    lr_decay: str = choice("cosine", "linear", "constant")
-    lr_end: float = at_least(0.0, 0)
-    warmup_steps: int = within(0, "[0, 1e12]")
-    warmup_ratio: float = within(0.0, "[0, 1)")  # share of the run, where that is longer than warmup_steps
-    weight_decay: float = at_least(0.0, 0)  # decoupled, times the learning rate, on kernels only
-    momentum: float = within(0.9, "[0, 1)")  # of sgd
-    # Of adamw and lamb.
-    betas: tuple[float, float] = rule((0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)")
-    layer_decay: float | None = within(None, "(0, 1]")  # each layer's rate is this times the next one's
-    clip_norm: float | None = positive(None)
-    non_finite: str = choice("stop", "skip")  # what happens at a step whose gradients are not finite
-    ema_decay: float | None = within(None, "[0, 1)")
+    optimizer: str = choice(("adamw", "sgd", "lamb"), "the optimiser")
+    lr: float = rule(
+        1e-3, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9", "the learning rate after the warm-up"
+    )
+    sweep_lr: tuple[float, ...] = rule(
+        (), lambda value: min(value, default=1) > 0, "be positive numbers", "the learning rates that --sweep tries"
+    )
+    sweep_hold_out: float = within(0.1, "[0, 1)", "the share of the training images that judges them in --sweep")
+    lr_decay: str = choice(("cosine", "linear", "constant"), "how the learning rate falls after the warm-up")
+    lr_end: float = at_least(0.0, 0, "the learning rate at the end")
+    warmup_steps: int = within(0, "[0, 1e12]", "steps in which the learning rate rises linearly from 0")
+    warmup_ratio: float = within(0.0, "[0, 1)", "the share of the run that warms up, if longer than warmup_steps")
+    weight_decay: float = at_least(0.0, 0, "decoupled decay, times the learning rate, of weight matrices only")
+    momentum: float = within(0.9, "[0, 1)", "the momentum of sgd")
+    betas: tuple[float, float] = rule(
+        (0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)", "the betas of adamw and lamb"
+    )
+    layer_decay: float | None = within(None, "(0, 1]", "each layer's learning rate is this times the next layer's")
+    clip_norm: float | None = positive(None, "the norm to which the gradient is clipped")
+    non_finite: str = choice(("stop", "skip"), "at a step whose gradients are not finite the run stops, or skips it")
+    ema_decay: float | None = within(None, "[0, 1)", "the decay of a moving average of the weights, which is evaluated")
 
-    objective: str = choice("softmax", "sigmoid", "masked")  # masked: patch prediction
-    mask_target: str = choice("mean", "downsized", "pixels")
-    mask_share: float = within(0.5, "(0, 1]")
-    label_smoothing: float = within(0.0, "[0, 1)")
-    mixup: float = within(0.0, "[0, 100]")
-    cutmix: float = within(0.0, "[0, 100]")
-    # Images of many sizes, packed without padding (NaViT): each is given the area of a square of a side drawn from
-    # LOW:HIGH pixels, in its own aspect; a step takes as many as fit into tokens_per_step (unset: batch_size images);
-    # drop_tokens: the share of an image's patches that is dropped. Evaluations are at img_size; those of `vitfast eval`
-    # and `predict` with sizes=native at each image's own size.
-    sizes: str = rule("", _sizes, "be LOW:HIGH in pixels, the smaller first, such as 128:256, or native, or empty")
-    tokens_per_step: int | None = count(None, 10**9)
-    drop_tokens: float = within(0.0, "[0, 1)")
-    train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
-    crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1) with squash only resizes
-    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
-    hflip: float = within(0.5, "[0, 1]")
-    color_jitter: float = within(0.0, "[0, 10]")
-    auto_augment: str = rule("", AUTO_AUGMENT.fullmatch, "be a policy of timm, such as rand-m10-n2, or empty")
-    random_erasing: float = within(0.0, "[0, 1]")  # share of the images that lose a rectangle to noise
-    # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
-    # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
-    # over, squash does not keep it, border keeps it and fills up. interpolation: Pillow's filter, else bicubic.
-    crop_mode: str = choice("", "center", "squash", "border")
-    crop_pct: float | None = within(None, "[0.1, 1]")
-    interpolation: str = choice("", "nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+    objective: str = choice(
+        ("softmax", "sigmoid", "masked"), "cross-entropy by softmax or sigmoid; or masked patch prediction"
+    )
+    mask_target: str = choice(
+        ("mean", "downsized", "pixels"), "what is predicted of a masked patch: its mean colour, 4 x 4 colours, pixels"
+    )
+    mask_share: float = within(0.5, "(0, 1]", "the share of an image's patches that is masked")
+    label_smoothing: float = within(0.0, "[0, 1)", "the share of the target that is spread over all classes")
+    mixup: float = within(0.0, "[0, 100]", "alpha of mixup; 0 for none")
+    cutmix: float = within(0.0, "[0, 100]", "alpha of cutmix; 0 for none")
 
-    dropout: float = within(0.0, "[0, 1)")  # the paper's, after dense layers and positions
-    drop_path: float = within(0.0, "[0, 1)")
-    drop_path_mode: str = choice("mask", "subset")  # subset (DINOv2): branches run on a fixed share of the images
-    init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
-    global_pool: str = choice("token", "avg")
-    pos_embed: str = choice("learn", "learn2d", "factorized", "sincos2d", "relative", "none")
-    pos_embed_at: str = choice("stem", "layers", "layers_shared")
-    act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
-    hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last
-    head_init_bias: float | None = within(None, "[-1e9, 1e9]")
-    weight_init: str = choice("", "jax", "jax_nlhb", "moco", "reset", "skip")
-    residual_in_fp32: bool = False
+    sizes: str = rule(
+        "",
+        _sizes,
+        "be LOW:HIGH in pixels, the smaller first, such as 128:256, or native, or empty",
+        "each training image gets the area of a square with a side drawn from LOW:HIGH, in its own aspect, and batches "
+        "are packed without padding (NaViT); native: vitfast eval and predict take each image at its own size",
+    )
+    tokens_per_step: int | None = count(
+        None, 10**9, "with sizes, a step takes as many images as fit into these tokens; unset: batch_size images"
+    )
+    drop_tokens: float = within(0.0, "[0, 1)", "the share of an image's patches that training drops")
+
+    train_crop_mode: str = choice(
+        ("rrc", "squash"), "random resized crop; or a crop in the image's own aspect, resized to a square"
+    )
+    crop_scale: tuple[float, float] = span(
+        (0.08, 1.0), 0, 1, "the share of the area that a crop keeps; 1,1 with squash only resizes"
+    )
+    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100, "the aspect of rrc's crops, width over height")
+    hflip: float = within(0.5, "[0, 1]", "the share of the images that are mirrored")
+    color_jitter: float = within(0.0, "[0, 10]", "the strength of changes in brightness, contrast and saturation")
+    auto_augment: str = rule(
+        "",
+        AUTO_AUGMENT.fullmatch,
+        "be a policy of timm, such as rand-m10-n2, or empty",
+        "AutoAugment, RandAugment or AugMix, by timm's name",
+    )
+    random_erasing: float = within(0.0, "[0, 1]", "the share of the images that lose a rectangle to noise")
+
+    crop_mode: str = choice(
+        ("", "center", "squash", "border"),
+        "images are resized to img_size / crop_pct; then center cuts off what is over, squash gives up the aspect and "
+        "border fills up with grey; empty: as the weights say, else center",
+    )
+    crop_pct: float | None = within(
+        None, "[0.1, 1]", "the share of a side that the central crop keeps; unset: as the weights say, else 1"
+    )
+    interpolation: str = choice(
+        ("", "nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"),
+        "Pillow's filter; empty: as the weights say, else bicubic",
+    )
+
+    dropout: float = within(0.0, "[0, 1)", "the paper's dropout, after dense layers and positions")
+    drop_path: float = within(0.0, "[0, 1)", "stochastic depth in the last layer, rising linearly from 0 in the first")
+    drop_path_mode: str = choice(
+        ("mask", "subset"), "drop path computes all images and drops some; or computes a fixed share of them (DINOv2)"
+    )
+    init_values: float | None = rule(
+        None,
+        lambda value: 0 < value <= 1e9,
+        "be positive, and at most 1e9",
+        "LayerScale's start value; unset: no LayerScale",
+    )
+    global_pool: str = choice(("token", "avg"), "what the head reads: the class token or the mean of the patches")
+    pos_embed: str = choice(
+        ("learn", "learn2d", "factorized", "sincos2d", "relative", "none"),
+        "position embeddings: one table; tables of columns and rows, joined (learn2d) or added (factorized); fixed "
+        "sines; relative in each layer's attention; or none",
+    )
+    pos_embed_at: str = choice(
+        ("stem", "layers", "layers_shared"), "where positions are added: once, or before each layer, shared or not"
+    )
+    act_layer: str = choice(("gelu", "gelu_tanh"), "the activation of a new model; weights have their own")
+    hidden_head: bool = plain(False, "the paper's pre-training head: a tanh layer before the last")
+    head_init_bias: float | None = within(None, "[-1e9, 1e9]", "the head's bias at the start; unset: by weight_init")
+    weight_init: str = choice(
+        ("", "jax", "jax_nlhb", "moco", "reset", "skip"), "timm's mode of initialisation; empty: timm's default"
+    )
+    residual_in_fp32: bool = plain(False, "keep the residual stream in fp32 where the matrix products run in 16 bits")
 
     def __post_init__(self):
         for each in dataclasses.fields(self):
@@ -157,33 +229,52 @@ class Recipe:
 class Config(Recipe):
     """A recipe, and where and how it runs: the content of `config.yaml` in the run folder."""
 
-    task: str = choice("pretrain", "finetune", "eval")
-    data: str = ""
-    data_dir: str = ""  # root of timm's dataset names
-    num_classes: int | None = count(None, MOST_CLASSES)  # only where the data does not say
-    # Turn the images of folders, and those of `vitfast predict`, upright as their EXIF orientation says. timm's and
-    # torchvision's readers ignore it, so the images of their names (torch/, hfds/, wds/) stay as they are stored. A run
-    # that began before there was this setting goes on without it.
-    exif_orientation: bool = True
-    shots: int | None = positive(None)  # train on this many images a class alone
-    train_images: int | None = positive(None)  # train on this many images alone
-    hold_out: float = within(0.0, "[0, 1)")  # validate on this share of the training images, and do not train on it
-    early_stop: int | None = positive(None)  # evaluations without a better accuracy before the end; keeps the best too
-    output: str = ""
-    weights: str = ""
-    seed: int = rule(0, lambda value: 0 <= value < 2**63, "lie in [0, 2^63)")
-    # "": cuda where there is one, else cpu.
-    device: str = rule("", re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch, "be cpu, cuda or cuda:N")
-    amp: str = choice("auto", "bf16", "fp16", "none")  # auto: bf16 on cuda, none on cpu
-    compile: bool | None = None  # default: on cuda
-    workers: int | None = at_least(None, 0)  # loader processes; default by data and cores
-    decode: str = choice("host", "device")  # where JPEG files are decoded, cropped and resized for training
-    eval_batch_size: int = count(256, 10**9)
-    eval_every: int | None = positive(None)  # steps; default: at most 20 times, at the ends of epochs
-    log_every: int = positive(10)
-    save_every: int | None = positive(None)  # steps; default: at each evaluation
-    parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
-    max_unreadable: int = at_least(100, 0)  # images that may be unreadable: training replaces, evaluation skips them
+    task: str = choice(("pretrain", "finetune", "eval"), "what the run does; the command says it")
+    data: str = plain("", "a folder with train/ and val/, digits, synthetic, torch/NAME, hfds/NAME or wds/FOLDER")
+    data_dir: str = plain("", "the root folder of timm's data sets")
+    num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, where the data does not say it")
+    exif_orientation: bool = plain(
+        True,
+        "turn images of folders upright as their EXIF orientation says; torch/, hfds/ and wds/ images stay as they are "
+        "stored, and a run that began before there was this setting goes on without it",
+    )
+    shots: int | None = positive(None, "train on this many images of each class alone")
+    train_images: int | None = positive(None, "train on this many images alone")
+    hold_out: float = within(0.0, "[0, 1)", "validate on this share of the training images, which are not trained on")
+    early_stop: int | None = positive(None, "the run ends after this many evaluations without a better accuracy")
+    weights: str = plain("", "the weights to start from: file, folder or hf-hub:owner/name")
+    seed: int = rule(
+        0,
+        lambda value: 0 <= value < 2**63,
+        "lie in [0, 2^63)",
+        "decides initialisation, the order of images, augmentation and dropout",
+    )
+
+    output: str = plain("", "the run folder: settings, log, checkpoints, results")
+    device: str = rule(
+        "",
+        re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch,
+        "be cpu, cuda or cuda:N",
+        "where the run computes; empty: cuda where there is one, else cpu",
+    )
+    amp: str = choice(("auto", "bf16", "fp16", "none"), "autocast's dtype; auto is bf16 on cuda and none on cpu")
+    compile: bool | None = plain(None, "torch.compile; unset: on cuda")
+    workers: int | None = at_least(
+        None, 0, "processes that load images; unset: none for digits and synthetic, else one a core, at most 8"
+    )
+    decode: str = choice(
+        ("host", "device"), "what decodes, crops and resizes JPEG files for training: the CPU or the GPU"
+    )
+    eval_batch_size: int = count(256, 10**9, "images at once in evaluations, on each device")
+    eval_every: int | None = positive(None, "steps between evaluations; unset: after each epoch, but at most 20 times")
+    log_every: int = positive(10, "steps between lines of the log")
+    save_every: int | None = positive(None, "steps between checkpoints; unset: at each evaluation")
+    parallel: str = choice(
+        ("ddp", "fsdp"), "under torchrun; fsdp shards parameters, gradients and the optimiser's state by block"
+    )
+    max_unreadable: int = at_least(
+        100, 0, "images that may be unreadable: training replaces them, evaluations leave them out"
+    )
 
 
 # Fields that do not change the course of a run: it may be continued with other values of them.
@@ -198,6 +289,11 @@ BEFORE = dict(exif_orientation=False)
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))
 _TYPES = typing.get_type_hints(Config)
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def values(each: dataclasses.Field) -> str:
+    """The range or the choices of a field, "" where its type says them."""
+    return each.metadata.get("text", "").removeprefix("be ").removeprefix("lie ")
 
 
 def is_none(value) -> bool:
@@ -218,7 +314,7 @@ def allowed(each: dataclasses.Field, value):
         expected = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
         text = expected.get(kind, "numbers, such as 0.9,0.999")
         raise InputError(f"{each.name} must be {text}, got {shown}") from None
-    if each.metadata and not each.metadata["holds"](parsed):
+    if "holds" in each.metadata and not each.metadata["holds"](parsed):
         raise InputError(f"{each.name} must {each.metadata['text']}, got {shown}")
     return parsed
 
