@@ -102,7 +102,7 @@ def test_the_batch_invariance_of_the_environment_acts_on_pytorch_at_once():
 
 def test_public_names_are_all_that_dir_shows():
     shown = dir(vitfast)
-    assert set(shown) == {*vitfast.__all__, "Embedder"} and all(hasattr(vitfast, name) for name in shown)
+    assert set(shown) == {*vitfast.__all__, "Embedder", "transform"} and all(hasattr(vitfast, name) for name in shown)
     assert (
         vitfast.ViT is vitfast.model.ViT is vitfast.model.vit.ViT and vitfast.adapters.accelerate is vitfast.accelerate
     )
@@ -111,7 +111,7 @@ def test_public_names_are_all_that_dir_shows():
         vitfast.nothing  # noqa: B018
     names = {}
     exec("from vitfast import *", names)
-    assert set(vitfast.__all__) <= names.keys() and "Embedder" not in names
+    assert set(vitfast.__all__) <= names.keys() and not names.keys() & {"Embedder", "transform"}
 
 
 def test_the_mark_of_constant_results_is_pytorchs():
