@@ -74,19 +74,19 @@ def test_a_compiled_encoder_has_the_row_of_the_page(name):
     assert rows_of(coverage_markdown([row]))[0] in rows_of_the_page(1)
 
 
-def test_nine_of_ten_halves_are_replaced_whole_on_the_page():
+def test_nine_of_ten_blocks_are_replaced_whole_on_the_page():
     rows = rows_of_the_page(1)
     assert [tuple(row[:2]) for row in rows] == by_library([(e.library, e.family.name) for e in ENCODERS])
     halves = [cell.split(" of ") for row in rows for cell in row[2:4] if cell]
     done, of = (sum(int(half[i]) for half in halves) for i in range(2))
     assert len(ENCODER_NAMES) == len(ENCODERS) >= len(FAMILIES) + 60 and done >= 0.9 * of
-    assert f"{done} of {of} halves" in PAGE.read_text()
+    assert f"{done} of {of} blocks" in PAGE.read_text()
 
 
 def test_the_command_compiles(capsys):
     code, out, _ = run_cli(capsys, "families", "--compile", "--library", "torchvision", "--device", "cpu")
-    assert code == 0 and "torchvision ViT: 2 of 2 attention halves, 2 of 2 MLP halves, patch embedding" in out
-    assert "4 of 4 halves with the operations' mathematics are replaced whole (100.0%)." in out
+    assert code == 0 and "torchvision ViT: 2 of 2 attention blocks, 2 of 2 MLP blocks, patch embedding" in out
+    assert "4 of 4 blocks that an operation could compute are replaced whole (100.0%)." in out
 
 
 def test_a_compiled_model_of_other_numbers_is_wrong():

@@ -61,7 +61,7 @@ def _coverage(row) -> str:
     head = f"{row.library} {row.family}"
     if row.failure:
         return f"{head}: {row.failure}"
-    done = [f"{a} of {b} {name} halves" for (a, b), name in ((row.attention, "attention"), (row.mlp, "MLP")) if b]
+    done = [f"{a} of {b} {name} blocks" for (a, b), name in ((row.attention, "attention"), (row.mlp, "MLP")) if b]
     left = f"\n    left: {_counts(row.left)}" if row.left else ""
     return f"{head}: {', '.join([*done, _counts(row.besides)])}; error {row.error:.0e}{left}"
 
@@ -70,7 +70,7 @@ def _total(rows) -> str:
     from ..tools.coverage import whole
 
     done, of = whole(rows)
-    return f"{done} of {of} halves with the operations' mathematics are replaced whole ({done / max(1, of):.1%})."
+    return f"{done} of {of} blocks that an operation could compute are replaced whole ({done / max(1, of):.1%})."
 
 
 def _bound(error: float) -> str:
@@ -97,10 +97,10 @@ def coverage_markdown(rows) -> str:
     """The second part of docs/reference/families.md."""
 
     def cells(row) -> list[str]:
-        halves = [f"{done} of {of}" if of else "" for done, of in (row.attention, row.mlp)]
-        return [*halves, _counts(row.besides), _bound(row.error), _counts(row.left)]
+        blocks = [f"{done} of {of}" if of else "" for done, of in (row.attention, row.mlp)]
+        return [*blocks, _counts(row.besides), _bound(row.error), _counts(row.left)]
 
-    columns = "encoder | attention halves | MLP halves | also replaced | error | the library's own code, and why"
+    columns = "encoder | attention blocks | MLP blocks | also replaced | error | the library's own code, and why"
     return f"{_sections(columns, rows, cells)}\n\n{_total(rows)}"
 
 
