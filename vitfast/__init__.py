@@ -1,4 +1,4 @@
-"""vitfast: faster Vision Transformers, a drop-in for timm, Hugging Face and torchvision."""
+"""Vision Transformers on Triton kernels: a ViT, and a drop-in for timm, Hugging Face and torchvision."""
 
 import importlib.machinery
 import importlib.util

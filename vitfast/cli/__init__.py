@@ -20,20 +20,22 @@ COMMANDS = """
 """.split()
 
 EPILOG = """examples:
-  vitfast demo                                                     the whole way on handwritten digits, \
+  vitfast doctor                                                   check the kernels on this machine first
+  vitfast demo                                                     pre-train and fine-tune on handwritten digits, \
 in a minute or two on a CPU
   vitfast pretrain --recipe plain-s16/imagenet-90ep --data /data/imagenet --output runs/s16
   vitfast finetune --weights runs/s16/checkpoints/last --data torch/cifar10 --output runs/cifar10
   vitfast eval --weights runs/cifar10/checkpoints/last --data torch/cifar10
   vitfast predict photos --weights runs/cifar10/checkpoints/last --output photos.csv
 
-The same pretrain or finetune command again continues a run that was cut off."""
+If a run was cut off, the same pretrain or finetune command continues it.
+VITFAST_KERNELS=off runs PyTorch in place of the kernels."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vitfast",
-        description="Vision Transformers, trained and run fast.",
+        description="Train, fine-tune, evaluate and use Vision Transformers on Triton kernels.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""Print a shell's code that completes commands, flags and names."""
+"""Print the shell code that completes commands, flags and names with TAB."""
 
 import argparse
 import os

@@ -1,5 +1,5 @@
-"""Write weights of any format in another one: vitfast, timm, huggingface, npz (Google's)
-or torchvision.
+"""Convert weights of any format to another: vitfast, timm, huggingface, npz (Google's) or
+torchvision.
 """
 
 import argparse
@@ -15,9 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", dest="form", required=True, choices=formats, help="the format to write")
     add_shared(parser, "--num-heads", "--img-size", "--force")
     activations = ("gelu", "gelu_tanh", "quick_gelu", "silu")
-    unsaid = "activation of the MLPs; this option and those below are for what the weights do not say"
+    unsaid = "activation of the MLPs; give this option and those below only if the weights do not say it"
     add("--act-layer", choices=activations, help=unsaid)
-    add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions, unless --rope says so")
+    add(
+        "--pos-embed",
+        choices=("learn", "none"),
+        help="learn or none: there are no rotary positions, unless --rope says so",
+    )
     add("--rope", choices=("dinov3", "cat", "none"), help="rotary positions: DINOv3's, EVA-02's or none")
     shape = "patches down and across, for --rope cat (16 16 in EVA-02)"
     add("--ref-feat-shape", metavar="N", type=int, nargs=2, help=shape)
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--norm-eps", metavar="X", type=float, help="epsilon of every norm")
     mean = "mean of raw images on the 0..1 scale: one number, or one for each channel"
     add("--mean", metavar="X", type=float, nargs="+", help=mean)
-    add("--std", metavar="X", type=float, nargs="+", help="standard deviation of raw images, given as --mean is")
+    add("--std", metavar="X", type=float, nargs="+", help="standard deviation of raw images, in the form of --mean")
     classes = "give the model a new head of zeros for this many classes; 0: no head"
     add("--num-classes", metavar="N", type=int, help=classes)
 

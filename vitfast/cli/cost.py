@@ -1,5 +1,5 @@
-"""Tell what training a model costs: parameters, FLOPs, memory, floor times, and time on a
-named GPU.
+"""Estimate what training a model costs: parameters, FLOPs, memory, lower bounds of the time, and
+the time on a GPU that you name.
 """
 
 import argparse
@@ -12,24 +12,24 @@ from .options import add_shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "preset: Ti/16 ... H/14, R50+B/16, DINOv3-B/16 and such; R50x1 and such, timm:NAME (or --recipe)"
+    model = "a preset such as B/16, R50+B/16 or DINOv3-B/16, a ResNet such as R50x1, or timm:NAME (or give --recipe)"
     add("--model", metavar="NAME", help=model)
-    add("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
+    add("--recipe", metavar="NAME", help="take model, image size, batch and length from this recipe; other flags win")
     add("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)")
     add("--epochs", metavar="N", type=float, help="passes over the data, for the cost of the whole training")
     add("--images", metavar="N", type=float, help="images in an epoch, such as 303e6")
     gpu = "A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 B200 3090 4090 5090 (default H200)"
     add("--gpu", metavar="NAME", default="H200", help=gpu)
-    gpus = "that share the batch; what their communication takes is not counted (default 1)"
+    gpus = "number of GPUs that share the batch; their communication is not counted (default 1)"
     add("--gpus", metavar="N", type=int, default=1, help=gpus)
-    ceilings = "JSON of measured flops_per_second and bytes_per_second, or what bench/ writes, for the data sheet's"
+    ceilings = "JSON of measured flops_per_second and bytes_per_second, or a file of bench/ (default: the data sheet's)"
     add("--ceilings", metavar="FILE", help=ceilings)
-    dtype = "of the matrix products (default bf16; fp32 as TF32)"
+    dtype = "dtype of the matrix products (default bf16; fp32 counts as TF32)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=dtype)
-    keep = "what blocks keep for backward; auto: all where it fits (default)"
+    keep = "what blocks keep for backward; auto (default): all, if it fits into memory"
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
-    efficiency = "share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)"
+    efficiency = "share of the highest possible speed that is reached (default: 0.7; with --ceilings 0.85)"
     add("--efficiency", metavar="X", type=float, help=efficiency)
     add_shared(parser, "--json", help="print all numbers as JSON")
 

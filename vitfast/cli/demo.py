@@ -7,8 +7,10 @@ from .options import add_shared, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="default 0")
+    parser.add_argument(
+        "--output", metavar="DIR", default="runs/demo", help="folder of the results (default runs/demo)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of both runs (default 0)")
     add_shared(parser, "--device", default="")
 
 

@@ -1,4 +1,4 @@
-"""Check every kernel on this machine against float64, and time it on a GPU."""
+"""Compare every kernel on this machine with float64, and time it on a GPU."""
 
 import argparse
 import os
@@ -11,16 +11,21 @@ from .options import add_shared
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_shared(parser, "--json", help="print the results as JSON")
-    only = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
+    only = "check only operations whose name contains this, such as attention; can be repeated (default: all)"
     add("--only", metavar="NAME", action="append", default=[], help=only)
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
-    jobs = "processes at once, at most one a CPU and one for every 4 GiB free on the GPU; "
-    jobs += "more than one is quicker and shows no times "
-    jobs += "(default 1, interpreted one a CPU)"
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="",
+        help="dtype of the checks (default: all that run here)",
+    )
+    jobs = "number of processes, at most one for each CPU and for every 4 GiB free on the GPU; "
+    jobs += "more than one is quicker but shows no times "
+    jobs += "(default 1; with --interpreted one for each CPU)"
     add("--jobs", metavar="N", type=int, default=None, help=jobs)
     add("--untimed", action="store_true", default=False, help="check only, without times")
-    interpreted = "without any GPU: in Triton's interpreter, at the edges of tiles too, "
-    interpreted += "watching for races and wrong accesses"
+    interpreted = "check in Triton's interpreter, without a GPU, also at the edges of tiles, "
+    interpreted += "and find races and wrong memory accesses"
     add("--interpreted", action="store_true", default=False, help=interpreted)
 
 

@@ -1,4 +1,4 @@
-"""Write the embeddings of many images: .npy shards and a Parquet index, resumed if stopped."""
+"""Write the embeddings of many images to .npy shards with a Parquet index; a stopped job continues."""
 
 import argparse
 import logging
@@ -14,31 +14,37 @@ logger = logging.getLogger("vitfast")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    spec = "a folder of images at any depth; a list of paths, one a line (.txt); WebDataset shards (.tar) or Parquet "
+    spec = "a folder of images at any depth; a .txt file with a path in each line; WebDataset shards (.tar) or Parquet "
     spec += "files: a file, a folder of them or a quoted pattern"
     add("spec", metavar="SPEC", help=spec)
     add_shared(parser, "--weights")
-    add("--output", metavar="DIR", required=True, help="embeddings-*.npy, index-*.parquet and manifest.json")
+    add("--output", metavar="DIR", required=True, help="folder for embeddings-*.npy, index-*.parquet and manifest.json")
     add_shared(parser, "--img-size", help="default: the model's own")
-    native = "native: each image at its own size, to the nearest patch, packed without padding"
+    native = "native: each image keeps its own size, rounded to whole patches, without padding"
     add("--sizes", metavar="native", choices=("native",), default=None, help=native)
     add(
         "--pool",
         choices=("token", "avg", "map"),
         default=None,
-        help="what becomes the vector (default: as in the model)",
+        help="how tokens become one vector (default: as in the model)",
     )
     add("--normalize", action="store_true", default=False, help="divide each vector by its L2 norm")
     dtype = "dtype of the matrix products (default: bf16 on cuda, else as the weights are)"
     add("--dtype", choices=("fp32", "fp16", "bf16"), default=None, help=dtype)
-    at_once = "images at once (default: as many as have 65,536 tokens on cuda, 8,192 on cpu)"
+    at_once = "images at once (default: as many as fit into 65,536 tokens on cuda, 8,192 on cpu)"
     add("--batch-size", metavar="N", type=int, default=None, help=at_once)
     add_shared(parser, "--device", default="")
-    decode = "host: by Pillow (default); device: JPEGs by nvJPEG, with other rounding"
+    decode = "host: Pillow decodes images (default); device: nvJPEG decodes JPEGs, with other rounding"
     add("--decode", choices=("host", "device"), default="host", help=decode)
     turn = "--no-exif-orientation: leave images as they are stored (default: turn them upright)"
     add("--exif-orientation", action=argparse.BooleanOptionalAction, default=True, help=turn)
-    add("--workers", metavar="N", type=int, default=None, help="threads that read images (default: one a core, to 16)")
+    add(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=None,
+        help="threads that read images (default: one for each core, up to 16)",
+    )
     add("--shard-size", metavar="N", type=int, default=10_000, help="images in a shard (default 10,000)")
     add("--column", metavar="NAME", default=None, help="column of a Parquet file that holds the images' bytes or paths")
     resume = "auto: keep the shards that are there (default); never: start again"

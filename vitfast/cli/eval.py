@@ -8,7 +8,7 @@ from .options import add_evaluation_options, evaluation_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_evaluation_options(parser, data="as for pretrain; its validation split is used", sizes=True)
-    real = "count ImageNet's reassessed labels too: their real.json, or timm's copy of it"
+    real = "also measure by ImageNet's reassessed labels: FILE is their real.json (default: timm's copy of it)"
     parser.add_argument("--real", metavar="FILE", nargs="?", const="", help=real)
 
 

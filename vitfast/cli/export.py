@@ -1,4 +1,4 @@
-"""Write a model as a file that runs without vitfast, or for NVIDIA's Triton Inference Server."""
+"""Write a model to a file that runs without vitfast, or for NVIDIA's Triton Inference Server."""
 
 import argparse
 from pathlib import Path
@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = f"aoti: compiled for this machine; {REPOSITORY}: embeddings in NVIDIA's Triton Inference Server"
     add("--format", dest="form", required=True, choices=("onnx", "torch", "aoti", REPOSITORY), help=what)
     add_shared(parser, "--num-heads", "--img-size", "--force")
-    raw = "take raw pixels in place of normalised floats, or of image files"
+    raw = "the model takes raw pixels in place of normalised floats or of image files"
     add("--uint8", action="store_true", default=False, help=raw)
-    add("--device", choices=("cpu", "cuda"), help=f"where it will run (default cpu; {REPOSITORY}: cuda)")
+    add("--device", choices=("cpu", "cuda"), help=f"where the file will run (default cpu; {REPOSITORY}: cuda)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Show what accelerate, or the compile backend, does to each family of models: parts and errors."""
+"""Show what accelerate or the compile backend replaces in each family of models, and the errors."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     libraries = "timm, transformers, torchvision, torch or open_clip (default: all)"
     parser.add_argument("--library", metavar="NAME", default=None, help=libraries)
     parser.add_argument(
-        "--compile", action="store_true", default=False, help="judge the backend of torch.compile, on more encoders"
+        "--compile", action="store_true", default=False, help="check the backend of torch.compile, on more encoders"
     )
     add_shared(parser, "--device", default=None)
     add_shared(parser, "--json", help="print a list of objects")

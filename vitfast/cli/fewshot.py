@@ -1,5 +1,5 @@
-"""Measure a model's frozen features: a closed-form classifier from few images, k-NN or
-a linear probe.
+"""Measure a model's frozen features: fit a classifier on a few images of each class, or on all,
+and print its accuracy.
 """
 
 import argparse
@@ -11,16 +11,16 @@ from .options import add_evaluation_options, add_shared, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    data = "as for pretrain; learned on its training split, measured on its validation split"
+    data = "as for pretrain; the training split fits the classifier, the validation split measures it"
     add_evaluation_options(parser, data=data)
     add = parser.add_argument
-    ridge = "ridge: regularised least squares (default)"
+    ridge = "ridge: regularised least squares in closed form (default); knn: nearest neighbours; linear: a linear probe"
     add("--method", choices=("ridge", "knn", "linear"), default="ridge", help=ridge)
-    shots = "training images a class, or all (ridge: 1 5 10 25, others: all)"
+    shots = "training images of each class, or all (default ridge: 1 5 10 25, others: all)"
     add("--shots", metavar="N", nargs="+", type=_shots, default=None, help=shots)
-    add("--seeds", metavar="N", type=int, default=3, help="draws of each number of images (default 3)")
+    add("--seeds", metavar="N", type=int, default=3, help="random draws for each number of images (default 3)")
     add("--l2", metavar="X", type=float, default=None, help="regularisation (default ridge: 1024, linear: 1)")
-    add("--output", metavar="FILE", type=Path, default=None, help="write the result too, as .json or as .csv")
+    add("--output", metavar="FILE", type=Path, default=None, help="also write the result to this .json or .csv file")
     add_shared(parser, "--force")
 
 

@@ -1,4 +1,4 @@
-"""Adapt trained weights to other data: the head is replaced by a zero linear layer."""
+"""Adapt trained weights to other data; the head becomes a new linear layer of zeros."""
 
 import argparse
 from functools import partial
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser, "file, folder or hf-hub:owner/name (required)", recipe)
     sweep = "try the recipe's learning rates on a held-out part of the training set first"
     parser.add_argument("--sweep", action="store_true", default=False, help=sweep)
-    runs = "this many, with seeds from --seed on, in OUTPUT/seed-N; their mean and deviation in runs.json (default 1)"
+    runs = "number of runs with different seeds, from --seed on, in OUTPUT/seed-N; runs.json has their mean (default 1)"
     parser.add_argument("--runs", metavar="N", type=int, default=1, help=runs)
 
 

@@ -11,8 +11,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_shared(parser, "--weights", help="file, folder or hf-hub:owner/name, in any format")
     add("--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval")
-    add("--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers")
-    add("--images", metavar="N", type=int, default=32, help="evenly spread over the data (default 32)")
+    add("--output", metavar="DIR", required=True, help="folder for report.html, the figures as PNG, and the numbers")
+    add(
+        "--images", metavar="N", type=int, default=32, help="number of images, evenly spread over the data (default 32)"
+    )
     add_shared(parser, "--img-size", "--num-heads")
     add_shared(parser, "--device", default="")
 

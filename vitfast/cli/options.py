@@ -7,20 +7,18 @@ from pathlib import Path
 
 from ..errors import InputError
 
-INTERPOLATED = "positions are interpolated where it changes"
+INTERPOLATED = "positions are interpolated if it changes"
 # The flags that are fields of a run's Config, in any command.
 SETTINGS = (
     "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights sizes".split()
 )
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
-    "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
+    "--device": dict(choices=("cpu", "cuda"), help="default: cuda if there is a GPU"),
     "--json": dict(action="store_true", default=False, help="print the result as JSON"),
-    "--num-heads": dict(
-        metavar="N", type=int, help="heads, where neither the weights nor a preset of their size say it"
-    ),
+    "--num-heads": dict(metavar="N", type=int, help="heads, if neither the weights nor a preset of their size say it"),
     "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),
-    "--force": dict(action="store_true", default=False, help="replace what is there"),
+    "--force": dict(action="store_true", default=False, help="replace existing output"),
 }
 
 
@@ -45,10 +43,10 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     add(
         "--data",
         metavar="SPEC",
-        help="folder with train/<class>/* and val/<class>/*, or with train/labels.csv and val/labels.csv; 'digits', "
-        "'synthetic', or torch/..., hfds/..., wds/...",
+        help="folder with train/<class>/* and val/<class>/*, or with train/labels.csv and val/labels.csv; or 'digits', "
+        "'synthetic', torch/..., hfds/..., wds/...",
     )
-    add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
+    add("--output", metavar="DIR", help="run folder for settings, metrics, checkpoints, report.html")
     add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
     add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
@@ -57,7 +55,7 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     add("--seed", metavar="N", type=int, help="seed of initialisation, order and augmentation (default 0)")
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
     add_shared(parser, "--device")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on cuda)")
     add_set(parser, "any other setting; pretrain --print-config shows all of them")
 
 
@@ -66,7 +64,7 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
     add_run_options(parser, recipe)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
-    resume = "auto: continue the run of the run folder (default), or a finished run to another length; "
+    resume = "auto: continue the run in --output (default); needed to train a finished run for longer; "
     resume += "never: start again; PATH: continue that run"
     add("--resume", metavar="auto|never|PATH", default=None, help=resume)
     told = "print the settings of this run as YAML, with their meanings, and stop"
@@ -106,7 +104,7 @@ def add_evaluation_options(
     add("--img-size", metavar="N", type=int, help="default: the model's own")
     add("--batch-size", metavar="N", type=int, help=at_once)
     if sizes:
-        native = "native: each image is seen whole, at its own size to the nearest patch, without padding"
+        native = "native: the model sees each image whole, at its own size, rounded to whole patches"
         add("--sizes", metavar="native", choices=("native",), help=native)
     add_shared(parser, "--device")
     add_set(parser, "other settings, such as amp=none or data_dir=/data")

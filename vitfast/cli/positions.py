@@ -7,7 +7,7 @@ from .options import add_run_options, experiment_config, unless_stopped
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
-    parser.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--seeds", metavar="N", type=int, default=3, help="number of runs for each kind (default 3)")
 
 
 def run(args: argparse.Namespace) -> None:

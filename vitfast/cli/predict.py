@@ -1,4 +1,4 @@
-"""Tell the most probable classes of image files."""
+"""Print the most probable classes of image files."""
 
 import argparse
 import logging
@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     images = "image files, folders of them at any depth, or - for paths from the standard input, one a line"
     add("images", metavar="IMAGE", nargs="+", help=images)
     add_evaluation_options(parser, sizes=True)
-    output = ".csv or .json, whole or absent: an interrupted command leaves none (default: CSV, printed as it comes)"
+    output = ".csv or .json file; an interrupted command leaves none (default: print CSV line by line)"
     add("--output", metavar="FILE", type=Path, default=None, help=output)
     add_shared(parser, "--force")
-    add("--top-k", metavar="N", type=int, default=5, help="classes of each image (default 5, at most all)")
-    sigmoid = "the probability of each class by itself, or --no-sigmoid: they share 1 (default: as the run that "
-    sigmoid += "trained the weights, where its state/ is beside them; else they share 1)"
+    add("--top-k", metavar="N", type=int, default=5, help="number of classes for each image (default 5)")
+    sigmoid = "--sigmoid: each class has its own probability; --no-sigmoid: all add up to 1 (default: as the run "
+    sigmoid += "trained, if its state/ is beside the weights; else --no-sigmoid)"
     add("--sigmoid", action=argparse.BooleanOptionalAction, default=None, help=sigmoid)
 
 

@@ -1,4 +1,4 @@
-"""Train a ViT, from scratch or from weights whose head it keeps."""
+"""Train a ViT from scratch, or from weights whose head is kept."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""List the recipes, or tell everything about one."""
+"""List the recipes, or show one with all its settings."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Train models of several sizes for several lengths: accuracy against compute."""
+"""Train models of several sizes for several lengths, and compare accuracy with compute."""
 
 import argparse
 
@@ -8,13 +8,13 @@ from .options import add_run_options, add_set, experiment_config, unless_stopped
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     add = parser.add_argument
-    models = "presets, R50x1 and the like, or timm:NAME"
+    models = "presets, ResNets such as R50x1, or timm:NAME"
     add("--models", metavar="NAME", nargs="+", required=True, help=models)
-    lengths = "every model is trained this long, from the start each time"
+    lengths = "train every model for each of these lengths, each time from the start"
     add("--lengths", metavar="EPOCHS", nargs="+", type=float, required=True, help=lengths)
-    transfer = "data, as for --data, to which each trained model is transferred: their mean accuracy is reported"
+    transfer = "data sets, as for --data, to which each trained model is transferred; the mean accuracy is reported"
     add("--transfer", metavar="SPEC", nargs="+", default=(), help=transfer)
-    methods = "5-shot least squares on frozen features (default), or fine-tuning"
+    methods = "fewshot: least squares on frozen features of 5 images of each class (default); finetune"
     add("--transfer-method", choices=("fewshot", "finetune"), default="fewshot", help=methods)
     add_set(parser, "settings of the transfer, such as recipe=finetune/cifar10", "--transfer-set")
 

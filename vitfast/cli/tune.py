@@ -1,20 +1,25 @@
-"""Find this GPU's fastest tiles, kernels against libraries, and keep them in your own table."""
+"""Find the fastest kernel configurations or libraries for this GPU, and keep them in your own table."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)"
+    model = "models whose sizes are timed: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)"
     add("--model", metavar="NAME", nargs="+", default=["B/16"], help=model)
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
-    only = "operations whose name contains this, such as attention or gelu"
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype that is timed (default bfloat16)",
+    )
+    only = "tune only operations whose name contains this, such as attention or gelu"
     add("--only", metavar="NAME", default="", help=only)
-    seconds = "seconds in all (default 400 a model); what is found by then is kept"
+    seconds = "time limit in all (default 400 seconds for each model); what is found by then is kept"
     add("--seconds", metavar="N", type=float, default=None, help=seconds)
-    batch_size = "images in the shapes that are timed (default: 48 to 240 by model)"
+    batch_size = "images in a batch that is timed (default: 48 to 240, depending on the model)"
     add("--batch-size", metavar="N", type=int, default=None, help=batch_size)
-    deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
+    deterministic = "leave out libraries whose backward may give other bits each time"
     add("--deterministic", action="store_true", default=False, help=deterministic)
 
 

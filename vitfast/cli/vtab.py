@@ -1,4 +1,4 @@
-"""Fine-tune or probe the same weights on many small tasks, 1000 images each: one table."""
+"""Fine-tune or probe the same weights on many small tasks of 1000 images each, and write one table."""
 
 import argparse
 import json
@@ -15,14 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = "YAML list of other tasks: SPECs, or name, group, data and settings"
     given.add_argument("--tasks", metavar="FILE", type=Path, default=None, help=tasks)
     add = parser.add_argument
-    output = "for vtab.txt, .csv and .json, and the runs of finetune"
+    output = "folder for vtab.txt, .csv and .json, and for the runs of finetune"
     add("--output", metavar="DIR", type=Path, required=True, help=output)
     methods = ("finetune", "ridge", "knn", "linear")
-    add("--method", choices=methods, default="finetune", help="default finetune")
+    add("--method", choices=methods, default="finetune", help="how each task is learned (default finetune)")
     add("--examples", metavar="N", type=int, default=1000, help="training images of each task (default 1000)")
-    l2 = "of ridge and linear (default: chosen on a fifth of the images)"
+    l2 = "regularisation of ridge and linear (default: chosen on a fifth of the images)"
     add("--l2", metavar="X", type=float, default=None, help=l2)
-    add("--recipe", metavar="NAME", help="of finetune (default finetune/vtab)")
+    add("--recipe", metavar="NAME", help="recipe of --method finetune (default finetune/vtab)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -102,7 +102,7 @@ class Recipe:
         224,
         lambda value: 0 <= value <= 16384,
         "be at most 16384, and positive, or 0 for the weights' own",
-        "the side of the images in pixels; 0: that of the weights from which the run starts",
+        "the side of the images in pixels; 0: the size of the weights from which the run starts",
     )
     epochs: float | None = rule(
         None, lambda value: 0 < value <= 1e6, "be positive, and at most a million", "passes over the training images"
@@ -112,10 +112,10 @@ class Recipe:
     accumulate: int = count(
         1,
         10**9,
-        "micro-batches of a step on each device: the same step in less memory, but dropout, drop path, mixup, cutmix "
-        "and the masks of patch prediction are drawn anew for each micro-batch",
+        "micro-batches of a step on each device: the same step in less memory, except that dropout, drop path, mixup, "
+        "cutmix and the masks of patch prediction are drawn for each micro-batch",
     )
-    scale_lr: int | None = positive(None, "multiplies lr by batch_size / this")
+    scale_lr: int | None = positive(None, "lr is multiplied by batch_size / scale_lr")
 
     optimizer: str = choice(("adamw", "sgd", "lamb"), "the optimiser")
     lr: float = rule(
@@ -124,26 +124,33 @@ class Recipe:
     sweep_lr: tuple[float, ...] = rule(
         (), lambda value: min(value, default=1) > 0, "be positive numbers", "the learning rates that --sweep tries"
     )
-    sweep_hold_out: float = within(0.1, "[0, 1)", "the share of the training images that judges them in --sweep")
+    sweep_hold_out: float = within(0.1, "[0, 1)", "the share of the training images on which --sweep compares them")
     lr_decay: str = choice(("cosine", "linear", "constant"), "how the learning rate falls after the warm-up")
     lr_end: float = at_least(0.0, 0, "the learning rate at the end")
     warmup_steps: int = within(0, "[0, 1e12]", "steps in which the learning rate rises linearly from 0")
-    warmup_ratio: float = within(0.0, "[0, 1)", "the share of the run that warms up, if longer than warmup_steps")
-    weight_decay: float = at_least(0.0, 0, "decoupled decay, times the learning rate, of weight matrices only")
+    warmup_ratio: float = within(
+        0.0, "[0, 1)", "the warm-up as a share of the run; the longer of this and warmup_steps counts"
+    )
+    weight_decay: float = at_least(0.0, 0, "decoupled weight decay, times the learning rate, for weight matrices only")
     momentum: float = within(0.9, "[0, 1)", "the momentum of sgd")
     betas: tuple[float, float] = rule(
         (0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)", "the betas of adamw and lamb"
     )
-    layer_decay: float | None = within(None, "(0, 1]", "each layer's learning rate is this times the next layer's")
-    clip_norm: float | None = positive(None, "the norm to which the gradient is clipped")
-    non_finite: str = choice(("stop", "skip"), "at a step whose gradients are not finite the run stops, or skips it")
+    layer_decay: float | None = within(
+        None, "(0, 1]", "the learning rate of a layer is this times that of the next layer"
+    )
+    clip_norm: float | None = positive(None, "the largest norm of the gradient; a larger gradient is scaled down")
+    non_finite: str = choice(
+        ("stop", "skip"), "what a run does at a step whose gradients are not finite: stop, or skip the step"
+    )
     ema_decay: float | None = within(None, "[0, 1)", "the decay of a moving average of the weights, which is evaluated")
 
     objective: str = choice(
-        ("softmax", "sigmoid", "masked"), "cross-entropy by softmax or sigmoid; or masked patch prediction"
+        ("softmax", "sigmoid", "masked"), "the loss: cross-entropy by softmax or by sigmoid, or masked patch prediction"
     )
     mask_target: str = choice(
-        ("mean", "downsized", "pixels"), "what is predicted of a masked patch: its mean colour, 4 x 4 colours, pixels"
+        ("mean", "downsized", "pixels"),
+        "what is predicted for a masked patch: its mean colour, 4 x 4 colours, or all pixels",
     )
     mask_share: float = within(0.5, "(0, 1]", "the share of an image's patches that is masked")
     label_smoothing: float = within(0.0, "[0, 1)", "the share of the target that is spread over all classes")
@@ -154,21 +161,21 @@ class Recipe:
         "",
         _sizes,
         "be LOW:HIGH in pixels, the smaller first, such as 128:256, or native, or empty",
-        "each training image gets the area of a square with a side drawn from LOW:HIGH, in its own aspect, and batches "
-        "are packed without padding (NaViT); native: vitfast eval and predict take each image at its own size",
+        "draw a side from LOW:HIGH for each training image: it gets the area of this square, in its own aspect, and "
+        "batches have no padding (NaViT); native: vitfast eval and predict take each image at its own size",
     )
     tokens_per_step: int | None = count(
-        None, 10**9, "with sizes, a step takes as many images as fit into these tokens; unset: batch_size images"
+        None, 10**9, "with sizes: a step takes as many images as fit into this many tokens; unset: batch_size images"
     )
     drop_tokens: float = within(0.0, "[0, 1)", "the share of an image's patches that training drops")
 
     train_crop_mode: str = choice(
-        ("rrc", "squash"), "random resized crop; or a crop in the image's own aspect, resized to a square"
+        ("rrc", "squash"), "rrc: a random resized crop; squash: a crop in the image's own aspect, resized to a square"
     )
     crop_scale: tuple[float, float] = span(
         (0.08, 1.0), 0, 1, "the share of the area that a crop keeps; 1,1 with squash only resizes"
     )
-    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100, "the aspect of rrc's crops, width over height")
+    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100, "the aspect ratio of rrc's crops, width over height")
     hflip: float = within(0.5, "[0, 1]", "the share of the images that are mirrored")
     color_jitter: float = within(0.0, "[0, 10]", "the strength of changes in brightness, contrast and saturation")
     auto_augment: str = rule(
@@ -181,21 +188,24 @@ class Recipe:
 
     crop_mode: str = choice(
         ("", "center", "squash", "border"),
-        "images are resized to img_size / crop_pct; then center cuts off what is over, squash gives up the aspect and "
-        "border fills up with grey; empty: as the weights say, else center",
+        "images are resized to img_size / crop_pct and then cut; center keeps the aspect, squash does not, border "
+        "keeps it and fills up with the model's mean; empty: as the weights say, else center",
     )
     crop_pct: float | None = within(
         None, "[0.1, 1]", "the share of a side that the central crop keeps; unset: as the weights say, else 1"
     )
     interpolation: str = choice(
         ("", "nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"),
-        "Pillow's filter; empty: as the weights say, else bicubic",
+        "the filter with which Pillow resizes; empty: as the weights say, else bicubic",
     )
 
     dropout: float = within(0.0, "[0, 1)", "the paper's dropout, after dense layers and positions")
-    drop_path: float = within(0.0, "[0, 1)", "stochastic depth in the last layer, rising linearly from 0 in the first")
+    drop_path: float = within(
+        0.0, "[0, 1)", "the rate of stochastic depth in the last layer; it rises linearly from 0 in the first"
+    )
     drop_path_mode: str = choice(
-        ("mask", "subset"), "drop path computes all images and drops some; or computes a fixed share of them (DINOv2)"
+        ("mask", "subset"),
+        "mask: drop path computes all images and drops some; subset: it computes a fixed share of them (DINOv2)",
     )
     init_values: float | None = rule(
         None,
@@ -210,15 +220,16 @@ class Recipe:
         "sines; relative in each layer's attention; or none",
     )
     pos_embed_at: str = choice(
-        ("stem", "layers", "layers_shared"), "where positions are added: once, or before each layer, shared or not"
+        ("stem", "layers", "layers_shared"),
+        "where positions are added: once, or before each layer with tables of its own or one shared table",
     )
-    act_layer: str = choice(("gelu", "gelu_tanh"), "the activation of a new model; weights have their own")
+    act_layer: str = choice(("gelu", "gelu_tanh"), "the activation of a new model; weights keep their own")
     hidden_head: bool = plain(False, "the paper's pre-training head: a tanh layer before the last")
     head_init_bias: float | None = within(None, "[-1e9, 1e9]", "the head's bias at the start; unset: by weight_init")
     weight_init: str = choice(
         ("", "jax", "jax_nlhb", "moco", "reset", "skip"), "timm's mode of initialisation; empty: timm's default"
     )
-    residual_in_fp32: bool = plain(False, "keep the residual stream in fp32 where the matrix products run in 16 bits")
+    residual_in_fp32: bool = plain(False, "keep the residual stream in fp32 when the matrix products run in 16 bits")
 
     def __post_init__(self):
         for each in dataclasses.fields(self):
@@ -229,17 +240,17 @@ class Recipe:
 class Config(Recipe):
     """A recipe, and where and how it runs: the content of `config.yaml` in the run folder."""
 
-    task: str = choice(("pretrain", "finetune", "eval"), "what the run does; the command says it")
+    task: str = choice(("pretrain", "finetune", "eval"), "what the run does; the command sets it")
     data: str = plain("", "a folder with train/ and val/, digits, synthetic, torch/NAME, hfds/NAME or wds/FOLDER")
     data_dir: str = plain("", "the root folder of timm's data sets")
-    num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, where the data does not say it")
+    num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, if the data does not say it")
     exif_orientation: bool = plain(
         True,
         "turn images of folders upright as their EXIF orientation says; torch/, hfds/ and wds/ images stay as they are "
-        "stored, and a run that began before there was this setting goes on without it",
+        "stored, and a run that began before this setting existed continues without it",
     )
-    shots: int | None = positive(None, "train on this many images of each class alone")
-    train_images: int | None = positive(None, "train on this many images alone")
+    shots: int | None = positive(None, "train on only this many images of each class")
+    train_images: int | None = positive(None, "train on only this many images")
     hold_out: float = within(0.0, "[0, 1)", "validate on this share of the training images, which are not trained on")
     early_stop: int | None = positive(None, "the run ends after this many evaluations without a better accuracy")
     weights: str = plain("", "the weights to start from: file, folder or hf-hub:owner/name")
@@ -247,7 +258,7 @@ class Config(Recipe):
         0,
         lambda value: 0 <= value < 2**63,
         "lie in [0, 2^63)",
-        "decides initialisation, the order of images, augmentation and dropout",
+        "the seed of initialisation, the order of images, augmentation and dropout",
     )
 
     output: str = plain("", "the run folder: settings, log, checkpoints, results")
@@ -255,12 +266,12 @@ class Config(Recipe):
         "",
         re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch,
         "be cpu, cuda or cuda:N",
-        "where the run computes; empty: cuda where there is one, else cpu",
+        "where the run computes; empty: cuda if there is a GPU, else cpu",
     )
     amp: str = choice(("auto", "bf16", "fp16", "none"), "autocast's dtype; auto is bf16 on cuda and none on cpu")
-    compile: bool | None = plain(None, "torch.compile; unset: on cuda")
+    compile: bool | None = plain(None, "whether to use torch.compile; unset: only on cuda")
     workers: int | None = at_least(
-        None, 0, "processes that load images; unset: none for digits and synthetic, else one a core, at most 8"
+        None, 0, "processes that load images; unset: none for digits and synthetic, else one for each core, at most 8"
     )
     decode: str = choice(
         ("host", "device"), "what decodes, crops and resizes JPEG files for training: the CPU or the GPU"
@@ -270,10 +281,11 @@ class Config(Recipe):
     log_every: int = positive(10, "steps between lines of the log")
     save_every: int | None = positive(None, "steps between checkpoints; unset: at each evaluation")
     parallel: str = choice(
-        ("ddp", "fsdp"), "under torchrun; fsdp shards parameters, gradients and the optimiser's state by block"
+        ("ddp", "fsdp"),
+        "how processes share the model: ddp copies it; fsdp shards parameters, gradients and optimiser state by block",
     )
     max_unreadable: int = at_least(
-        100, 0, "images that may be unreadable: training replaces them, evaluations leave them out"
+        100, 0, "how many images may be unreadable: training replaces them, evaluations leave them out"
     )
 
 
