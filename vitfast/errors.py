@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong; the message names the thing and says what to do."""
+    """An input is wrong; the message names it and says what to do."""
 
 
 class TrainingError(RuntimeError):

@@ -43,30 +43,30 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
 
 
 def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
-    """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
+    """Replaces the ViT layers of a model by vitfast's operations, in place; returns the model.
 
     It knows timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and
     their relatives; transformers' (5.10 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP,
     SigLIP, OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
     torchvision's vit_*; open_clip's and OpenAI's CLIP; facebookresearch/dinov2 and /dinov3;
     nn.TransformerEncoderLayer(norm_first=True); and classes given to `register`. If a transformers model has other
-    layers, its attention is set to "vitfast" in place of "sdpa", in configs of its own.
+    layers, its attention is set to "vitfast" in place of "sdpa", in copies of its configs.
 
     With images of many sizes, the layers of NaFlexVit and SigLIP 2 run without the padding of a batch, whose tokens are
-    zeros in the output; those of Pixtral and Qwen run on images in one row, each attending to itself. Compiled code and
-    models whose layers have hooks keep padding and masks; an entry "packing" in the report says so.
+    zeros in the output. The layers of Pixtral and Qwen run on all images in one row, and each image attends to itself.
+    Compiled code and models whose layers have hooks keep padding and masks; an entry "packing" in the report says so.
 
-    Parameters are the same objects under the same names. Every call looks at what a layer holds: replaced linear layers
-    (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for attention
-    weights make the library's own code run. Where nothing but q, k, v or the projection was replaced or has hooks,
-    these are called, and attention itself stays an operation. The logger "vitfast" says what was replaced and what was
-    left, with the reason; `acceleration_report(model)` says it again.
+    Parameters are the same objects under the same names. Every call looks at what a layer holds. The library's own code
+    runs if linear layers were replaced (LoRA, quantisation), with parametrisations, hooks, dropout in training or
+    causal attention, and if attention weights are wanted. If only q, k, v or the projection were replaced or have
+    hooks, these are called, and attention itself stays an operation. The logger "vitfast" says what was replaced and
+    what was left, with the reason; `acceleration_report(model)` says it again.
 
-    residual_in_fp32: the dtype of the residual stream under autocast. None keeps the original's (fp32 if an fp32
-    parameter is added to the stream), False takes autocast's, which is faster, and True fp32. Outside autocast the
-    stream has the dtype of the weights.
+    residual_in_fp32: the dtype of the residual stream under autocast. None keeps that of the original (fp32 if an fp32
+    parameter is added to the stream). False takes autocast's dtype, which moves less memory. True takes fp32. Outside
+    autocast the stream has the dtype of the weights.
 
-    Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError
+    Call it before or after you set up DDP, torch.compile, fully_shard and activation checkpointing. Raises InputError
     if `model` is no module.
     """
     require_module("accelerate", model)
@@ -94,9 +94,9 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undoes `accelerate`; returns the model.
+    """Undoes `accelerate`, in place; returns the model.
 
-    Every module has the class it came with, and transformers' attention is what it was.
+    Every module gets back its own class, and a transformers model its own attention.
     """
     require_module("restore", model)
     classes = [(module, original_class(type(module))) for module in model.modules()]

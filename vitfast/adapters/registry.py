@@ -67,11 +67,11 @@ def require_module(function: str, model: nn.Module) -> None:
 
 
 def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
-    """Makes `accelerate` know a layer class, or a model, of your own.
+    """Tells `accelerate` how your own layer class, or model, is built.
 
-    layers: how the layer is built, a description for each kind of attention and MLP it is used with. places: in a model
+    layers: descriptions of the layer, one for each kind of attention and MLP that it is built with. places: in a model
     (or any module), the paths of its patch projection (nn.Conv2d) and of norms outside of the layers. Raises InputError
-    if a description does not fit, or a small layer computes something else by the operations than by its own forward.
+    if a description does not fit, or if a small layer's own forward and the operations give different results.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise InputError(f"register: cls must be a class of modules, got {cls!r}")

@@ -59,13 +59,13 @@ class Report(Replacements):
 
 
 def acceleration_report(model: nn.Module) -> Report:
-    """The parts of a model that run on vitfast's operations now, and those that do not and why.
+    """Reports which parts of a model run on vitfast's operations now, and which do not, and why.
 
-    Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
-    and at each module's last call outside of compiled code: a reason that only a call shows, such as causal attention,
-    counts from that call on, and the logger "vitfast" says it once, also for compiled code. An operation runs a kernel
-    on a GPU and plain PyTorch elsewhere; the last line says so. The report covers vitfast's own models and
-    `set_attn_implementation("vitfast")` too.
+    Print the result; `.replaced` and `.left` are lists of entries. The report looks at the modules as they are now, in
+    training or not, and at each module's last call outside of compiled code. Some reasons appear only in a call, such
+    as causal attention. They count from that call on, and the logger "vitfast" gives them once, also for compiled code.
+    The last line says if the operations run plain PyTorch, as on a CPU. The report also covers vitfast's own models and
+    `set_attn_implementation("vitfast")`.
     """
     require_module("acceleration_report", model)
     transformers_attention()  # registers it, so that the report below can cover it

@@ -23,11 +23,11 @@ _reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
 
 
 def compile(model: nn.Module | Callable | None = None, **options):
-    """torch.compile(model, backend="vitfast", **options), whether the entry point is installed or not.
+    """Calls torch.compile(model, backend="vitfast", **options), also if no entry point is installed.
 
-    options: those of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph ("inductor"
-    unless given, "eager", the name of another one or a callable), "mode", Inductor's mode, and the inner backend's own
-    options.
+    options: the arguments of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph
+    ("inductor" by default, "eager", the name of another backend or a callable), "mode", Inductor's mode, and options of
+    the inner backend.
     """
     return torch.compile(model, backend=compile_graph, **options)
 
@@ -76,10 +76,10 @@ def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> C
 
 
 def report(graphs: int = 1) -> Report:
-    """The replaced parts of the last compiled graphs, those left and why, and the seconds it took.
+    """Reports which parts of the last compiled graphs were replaced, and which were left and why.
 
-    graphs: how many of them; a model with graph breaks is compiled as several. Print it; `.replaced` and `.left` are
-    lists of entries.
+    graphs: how many of the last graphs to join; a model with graph breaks is compiled as several. Print the result;
+    `.replaced` and `.left` are lists of entries.
     """
     if not isinstance(graphs, int) or graphs < 1:
         raise ValueError(f"report: graphs must be a whole number of at least 1, got {graphs!r}")

@@ -21,10 +21,11 @@ from .resize import FILTERS, resize
 class EvalTransform:
     """Resizes images and cuts them to one size: uint8 (C, H, W), or a list of them, of any sizes.
 
-    size: (height, width) of the results. edges: (height, width) to which `mode` resizes an image: "squash" to exactly
-    these; "shortest" so that its shorter side is the first; "cover" or "fit", in its own aspect, so that it covers them
-    or fits into them; "keep" not at all. fill: the value of each channel around an image that is too small. round_half:
-    timm cuts (and pads) at round(half of what is over), transformers at its floor. pillow: see resize.
+    size: (height, width) of the results. edges: (height, width) to which `mode` resizes an image. "squash" resizes to
+    exactly these; "shortest" makes the shorter side the first of them; "cover" and "fit" keep the aspect, so that the
+    image covers these or fits into them; "keep" does not resize. fill: the value of each channel around an image that
+    is too small. round_half: the cut begins at round(half of the excess) as in timm, else at its floor as in
+    transformers. pillow: as in resize.
     """
 
     size: tuple[int, int]
@@ -44,10 +45,10 @@ class EvalTransform:
         interpolation: Interpolation = "bicubic",
         mean: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> "EvalTransform":
-        """The pixels of `timm.data.create_transform(img_size, is_training=False, ...)` with these arguments.
+        """Returns the transform that gives the pixels of timm's `create_transform(is_training=False)`.
 
-        mean: the colour around the images of crop_mode="border". Raises InputError for a mode or an interpolation that
-        does not exist.
+        mean: the colour around the images of crop_mode="border". Raises InputError for an unknown mode or
+        interpolation.
         """
         size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
         edges = tuple(math.floor(side / crop_pct) for side in size)
@@ -61,7 +62,7 @@ class EvalTransform:
 
     @classmethod
     def hugging_face(cls, processor: dict) -> "EvalTransform":
-        """The resize and the crop of transformers' image processors, of their variants that work with PIL.
+        """Returns the transform with the resize and crop of one of transformers' PIL image processors.
 
         processor: the content of a preprocessor_config.json, or `image_processor.to_dict()`; what it lacks is as in its
         class, one of PROCESSORS. Raises InputError for another class, which may do more, and for a size other than

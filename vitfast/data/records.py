@@ -26,13 +26,13 @@ class Record(NamedTuple):
 
 
 def records(spec: str, column: str | None = None) -> Iterable[Record]:
-    """The images of a spec, in an order that stays the same.
+    """Lists the images that a spec names, always in the same order.
 
     spec: a folder of images at any depth; a list of paths, one a line (.txt), from the current folder; WebDataset
     shards or Parquet files: a file, a folder of them, a pattern in the shell's words (`*`, `?`, `{000..099}`). column:
-    of a Parquet file, with the images' bytes or paths, these from the file's folder; None: the one column of bytes or
-    of Hugging Face's images, else the first of PATHS.
-    Nothing is decoded here. Raises InputError where there is nothing, or what is there cannot be listed.
+    of a Parquet file, with the images' bytes, or with paths relative to the file's folder; None: the one column of
+    bytes or of Hugging Face's images, else the first of PATHS.
+    Nothing is decoded here. Raises InputError if there are no images or they cannot be listed.
     """
     files, root = _files(spec)
     kinds = sorted({kind for kind in map(_kind, files) if kind})

@@ -229,13 +229,13 @@ def resize(
     crop: tuple[int, int, int, int] | Sequence[tuple[int, int, int, int]] | None = None,
     pillow: Literal["12", "13"] | None = None,
 ) -> Tensor | list[Tensor]:
-    """Images as `PIL.Image.resize` makes them, in every bit.
+    """Resizes images as `PIL.Image.resize` does, bit for bit.
 
     images: uint8 (C, H, W), or a list of them, of any sizes, on one device; each channel is resized by itself, so alpha
     counts as a colour. size: (height, width). resample: one of FILTERS. box: (left, top, right, bottom), the part of
-    the image that is resized, in pixels and fractions of them; None is all of it. crop: (top, left, height, width), the
-    part of the result that is wanted; the rest is not computed. size, box and crop are for all images, or lists with
-    one for each. pillow: the order of the passes, by the version of Pillow; None is that of the installed one.
+    the image that is resized, in pixels and fractions of pixels; None is the whole image. crop: (top, left, height,
+    width), the part of the result that is wanted; the rest is not computed. size, box and crop are for all images, or
+    lists with one for each image. pillow: the order of the passes, by the version of Pillow; None is the installed one.
 
     Returns uint8 (C, height, width), or a list of them, contiguous and never the input itself. CUDA tensors run two
     launches for all images (four where Pillow 13 takes the passes of some in the other order). Raises ValueError for

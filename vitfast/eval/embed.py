@@ -68,14 +68,14 @@ def embed_to(
     resume: bool = True,
     on_progress: Callable[[Progress, str | None], None] = lambda progress, error: None,
 ) -> Progress:
-    """Embeds the images into a folder, of which `read` returns them; returns what this call has done.
+    """Writes the embeddings of images into a folder, which `read` reads; returns what this call has done.
 
     records: what `vitfast.data.records.records(spec)` returns, or an iterable like it. shard_size: images of a shard.
     This process, `rank` of `world`, computes every world-th shard. resume: keep the shards that are there; False
     starts again. on_progress(progress, error): called after each image; error: why it could not be read, or None.
 
-    Raises InputError where the folder holds other embeddings (of other weights, settings or images), which are left as
-    they are, and OSError where it cannot be written.
+    Raises InputError if the folder holds embeddings of other weights, settings or images, which stay as they are, and
+    OSError if the folder cannot be written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not folder.is_dir():
@@ -148,9 +148,9 @@ def _embed_to(
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
-    """(ids, vectors (n, D) fp32) of the images that could be read, in the order of the source.
+    """Returns (ids, vectors (n, D) fp32) of the images that could be read, in the order of the source.
 
-    Raises InputError where the folder is not that of a finished job.
+    Raises InputError if the folder is not that of a finished job.
     """
     import pyarrow.parquet as pq
 

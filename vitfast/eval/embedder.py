@@ -64,28 +64,28 @@ class Embedder:
     """Turns images into vectors with a model: `Embedder("folder/").embed(paths)` -> (n, D).
 
     model: a ViT, weights in any format that ViT.from_pretrained reads (a file, a folder, hf-hub:owner/name), or a model
-        of timm or transformers, accelerated or not. Weights are loaded here and cast to `dtype`; a model that is given
-        stays as it is and runs under autocast where `dtype` is another than its own.
+        of timm or transformers, accelerated or not. Weights are loaded here and cast to `dtype`. A model does not
+        change; it runs under autocast if `dtype` differs from its own.
     pool: "token", "avg" or "map"; None: what the model's head sees, or transformers' pooled output. CLIP's weights give
-        vectors before the projection; transformers' CLIPModel gives those that compare with texts.
-    device: "cuda", "cuda:1", "cpu"; None: that of a given model, else CUDA if present.
+        vectors before the projection; transformers' CLIPModel gives vectors that can be compared with texts.
+    device: "cuda", "cuda:1", "cpu"; None: the device of a given model, else CUDA if present.
     dtype: None: bfloat16 for weights that are loaded onto CUDA, else the model's own.
     normalize: divide each vector by its L2 norm.
-    img_size: for weights, another size than their own.
-    sizes: "native" gives a ViT each image at its own size, to the nearest patch, packed without padding; NaFlexViT and
-        SigLIP 2 always see images in their own aspect.
+    img_size: for weights, an image size other than their own.
+    sizes: "native" gives a ViT each image at its own size, rounded to whole patches, packed without padding. NaFlexViT
+        and SigLIP 2 always see images in their own aspect.
     processor: transformers' image processor for a model of transformers, or the folder of its preprocessor_config.json;
-        None: that of the model's own folder or of the hub's cache.
+        None: the one in the model's own folder or in the hub's cache.
     decode: "host" reads images with Pillow; "device" decodes grey and RGB JPEGs by nvJPEG, whose pixels differ from
         Pillow's by rounding.
     exif_orientation: turn files and PIL images upright as their EXIF orientation says.
     workers: threads that read images; None: one for each core that this rank has, up to 16.
-    tokens: how many a batch has at most; None: 65,536 on CUDA and 8,192 on a CPU.
+    tokens: the most tokens of a batch; None: 65,536 on CUDA and 8,192 on a CPU.
 
-    Images are resized as the weights say (crop_mode, crop_pct, interpolation; Pillow's pixels), on CUDA by a kernel,
-    and normalised in the patch projection of a ViT. With `vitfast.batch_invariant(True)` a vector has the same bits
-    whatever comes along. An instance may be used by several threads and pickled; no thread outlives a call.
-    Raises InputError for what the model cannot do.
+    Images are resized as the weights say (crop_mode, crop_pct, interpolation), with Pillow's pixels; on CUDA a kernel
+    does so. The patch projection of a ViT normalises them. With `vitfast.batch_invariant(True)` a vector has the same
+    bits in any batch. Several threads may use an instance, and it can be pickled. No thread outlives a call.
+    Raises InputError if the model cannot do what the arguments ask for.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Embedder:
     @overload
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["skip"]) -> Embeddings: ...
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise", "skip"] = "raise") -> Tensor | Embeddings:
-        """The vectors (n, D) of n images, fp32 on the CPU, in the order given.
+        """Returns the vectors (n, D) of n images, fp32 on the CPU, in the order of the images.
 
         images: paths, bytes of image files, PIL images, uint8 tensors or arrays (3, H, W), (1, H, W) or (H, W), arrays
         (H, W, 3), of any sizes and in any mix. errors: "raise" raises InputError for the first image that cannot be

@@ -46,16 +46,18 @@ class Transform:
 
 
 def transform(model: nn.Module, processor=None) -> Transform:
-    """The function that makes the input of a model out of an image, as `vitfast predict` does.
+    """Returns a function that turns an image into the input of a model, as `vitfast predict` does.
 
         logits = model(vitfast.transform(model)(image)[None])
         dataset = torchvision.datasets.ImageFolder("photos", transform=vitfast.transform(model))
 
     model: a ViT, or a model of timm or transformers, accelerated or not. processor: transformers' image processor for a
-    model of transformers, or the folder of its preprocessor_config.json; None: that of the model's own folder or of the
-    hub's cache. Images are resized and cut as the model says now, with Pillow's pixels. The result can be pickled.
-    Raises InputError where nothing says how images are prepared, for models that see each image at a size of its own,
-    and for models of other than 3 channels.
+    model of transformers, or the folder of its preprocessor_config.json; None: the one in the model's own folder or in
+    the hub's cache.
+
+    The function takes a PIL image, a path, the bytes of a file, or uint8 pixels. It resizes and cuts images as the
+    model says now, with Pillow's pixels, and can be pickled. Raises InputError if nothing says how images are prepared,
+    if the model sees each image at a size of its own, and if it has other than 3 channels.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if (chans := getattr(inner, "in_chans", 3)) != 3:

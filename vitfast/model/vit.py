@@ -106,16 +106,17 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "Self":
-        """`ViT.from_preset("B/16", num_classes=10)`: the names of presets.PRESETS; arguments override."""
+        """Makes a new model by the name of a preset, such as "B/16"; arguments override the preset's."""
         return cls(**{**preset(name), **overrides})
 
     @classmethod
     def from_pretrained(cls, source: str | Path, **overrides) -> "Self":
-        """A model with the weights of a file, a folder or `hf-hub:owner/name`.
+        """Makes a model with the weights of a file, a folder or `hf-hub:owner/name`.
 
-        They may be in any format that load_checkpoint reads. Constructor arguments override the checkpoint's: another
-        `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer and
-        drops the class names. Raises InputError for what does not fit and for models that compute something else.
+        The weights may have any format that load_checkpoint reads. Constructor arguments override the checkpoint's.
+        Another `img_size` resamples the positions. Another `num_classes` replaces the whole head by a linear layer of
+        zeros and drops the class names. Raises InputError if something does not fit, or if the weights belong to a
+        model that is not this ViT.
         """
         return load_model(cls, source, overrides)
 
@@ -179,7 +180,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
 
     def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D); for many sizes, a list of (T+N_i, D).
+        """Images (B, C, H, W) -> all tokens after the last norm (B, T+N, D); a list gives a list.
 
         change_patches: a function of the patch embeddings (B, N, D), which is applied before prefix tokens and
         positions are added; masked patch prediction uses it.
@@ -194,7 +195,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return self._encode(images, change_patches)[0]
 
     def pool(self, x: Tensor, pool_type: Pool | None = None) -> Tensor:
-        """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); pool type "" returns the tokens unchanged."""
+        """Tokens (B, T+N, D), or a list of (T+N_i, D) -> one vector for each image (B, D); "" pools nothing."""
         pool_type = self.global_pool if pool_type is None else pool_type
         if pool_type and (of_many_sizes(x) or self.packs(x)):
             return self._pool_packed(together(x), pool_type)
@@ -205,7 +206,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
 
     def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
-        """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
+        """Tokens -> logits (B, num_classes), or with `pre_logits=True` the input of the last linear layer."""
         if of_many_sizes(x):
             return self._head_packed(together(x), pre_logits)
         return self._head(self.pool(x), pre_logits)
@@ -215,7 +216,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, images: Tensor | ManyImages) -> Tensor:
-        """Images, normalised floats or raw uint8 -> logits (B, num_classes).
+        """Images, as normalised floats or raw uint8 -> logits (B, num_classes).
 
         Images are (B, C, H, W) or, of many sizes, a list of (C, H, W), vitfast.pack's result or a nested tensor.
         """
@@ -226,7 +227,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     # ---- changing it
 
     def reset_classifier(self, num_classes: int, global_pool: Pool | None = None) -> None:
-        """Replaces the whole head, its hidden layer included, by one zero linear layer (the paper, 3.2)."""
+        """Replaces the whole head, hidden layer included, by one linear layer of zeros (the paper, 3.2)."""
         num_classes = arguments.read("num_classes", num_classes, "reset_classifier: num_classes")
         if global_pool is not None:
             lacks = {"token": not self.has_class_token, "map": self.attn_pool is None}
@@ -245,7 +246,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.class_names = None
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
+        """Sets the image size; the patch size stays, and the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
         grids = old, self.patch_embed.grid_size
@@ -253,7 +254,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks, and the stages of a hybrid's CNN, in backward instead of keeping their values."""
+        """Sets whether backward computes blocks (and stages of a hybrid's CNN) again, to save memory."""
         changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
         if changed and self.keep == "auto":
             choose_saved_activations(self, 0)  # it was settled for the other mode
@@ -263,32 +264,32 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def set_keep(self, keep: Keep) -> None:
         """Sets what blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
-        "auto" is "least" until `decide_keep` is called, as the trainer does; on CPUs and while blocks are checkpointed
-        it remains "least".
+        "auto" means "least" until `decide_keep` is called; the trainer calls it. On CPUs, and while blocks are
+        checkpointed, it stays "least".
         """
         self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
         choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
-        """Chooses what keep="auto" keeps to train on `batch` images at a time; returns "all" or "least".
+        """Chooses what keep="auto" keeps, for training on `batch` images at once; returns "all" or "least".
 
-        It depends on the memory that is free on the GPU now: call it before the first step and before torch.compile,
-        which compiles the choice in. dtype: that of the matrix products, by default that of the parameters.
+        The choice depends on the free memory of the GPU. Call this before the first step and before torch.compile,
+        because compiled code keeps the choice. dtype: that of the matrix products, by default that of the parameters.
         """
         return choose_saved_activations(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
     # ---- what optimisers ask
 
     def get_classifier(self) -> nn.Module:
-        """The last linear layer."""
+        """Returns the last linear layer."""
         return self.head
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are usually not decayed."""
+        """Returns the names of parameters that usually have no weight decay."""
         return {"pos_embed", "cls_token", "reg_token", *self._tables}
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Patterns that sort parameters into layers, for layer-wise learning rates."""
+        """Returns patterns that sort parameters into layers, for layer-wise learning rates."""
         blocks = [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
 

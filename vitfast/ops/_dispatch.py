@@ -43,14 +43,14 @@ def current_mode() -> str:
 class use_kernels:
     """Chooses between the kernels and plain PyTorch, as a context manager or a setter.
 
-    "auto" (default): kernels where they can run, plain PyTorch elsewhere. "on": kernels, or an error that says why not.
+    "auto" (default): kernels if they can run, otherwise plain PyTorch. "on": kernels, or an error that says why not.
     "off": plain PyTorch.
 
     It works as torch.set_grad_enabled does: the mode belongs to one thread, a call sets it, and the end of a `with`
-    restores the mode from before the call. Other threads begin with the mode in the environment variable
-    VITFAST_KERNELS, "auto" where it is not set. Backward always uses the implementation that ran forward, whatever the
-    mode is by then. Forward code that backward runs again (activation checkpointing) has the mode of the thread that
-    calls backward(). Raises ValueError for another mode.
+    restores the mode before it. Other threads begin with the mode in the environment variable VITFAST_KERNELS, by
+    default "auto". Backward always uses the implementation that ran forward, even if the mode has changed. Forward code
+    that backward runs again (activation checkpointing) has the mode of the thread that calls backward(). Raises
+    ValueError for another mode.
     """
 
     def __init__(self, mode: Mode):

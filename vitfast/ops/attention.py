@@ -237,25 +237,25 @@ def attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + bias) v over the tokens, for every head.
+    """Multi-head attention: softmax(q k^T * scale + bias) v over the tokens, for every head.
 
     Call `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh). Strides may be
-    any; a last stride other than 1 costs a copy. scale: 1/sqrt(Dh) unless given.
+    any; a last stride other than 1 costs a copy. scale: by default 1/sqrt(Dh).
 
     Samples of many sizes are packed: qkv is (tokens, 3, H, Dh), or q, k and v are (tokens, H, Dh) each. Sample s owns
-    the tokens offsets[s] to offsets[s + 1] and attends to itself alone; offsets (S + 1,) is int32 or int64, on the
-    device, and rises from 0 to the number of tokens. longest: the tokens of the longest sample or more, a Python number
-    (without it plain PyTorch waits for the device). flash-attention's names, cu_seqlens and max_seqlen, are taken for
-    both too. rope is then (tokens, Dh) or (H, tokens, Dh), with cos 1 and sin 0 for tokens that are not rotated, and
-    num_prefix, bias and key_lengths are refused. Jagged nested tensors (S, j, ...) bring their offsets and give one.
+    the tokens offsets[s] to offsets[s + 1] and attends only to itself. offsets (S + 1,) is int32 or int64, on the
+    device, and rises from 0 to the number of tokens. longest is a Python number: the tokens of the longest sample, or
+    more. (Without it, plain PyTorch waits for the device.) flash-attention's names, cu_seqlens and max_seqlen, work
+    too. rope is then (tokens, Dh) or (H, tokens, Dh), with cos 1 and sin 0 for tokens that are not rotated; num_prefix,
+    bias and key_lengths are refused. Jagged nested tensors (S, j, ...) have their own offsets, and the result is one.
 
     rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
     (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.
     In tokens after the first num_prefix, each pair (a, b) of columns of q and k becomes
     (a cos_a - b sin_a, b cos_b + a sin_b). rope_layout: pairs are columns i and i + Dh/2 ("half") or 2i and 2i + 1
     ("interleaved"). bias: (H, N, N) or (B or 1, H, N, N) in q's dtype or fp32, added to the logits; -inf hides a key.
-    key_lengths: (B,) int32 or int64, on the device; only the first key_lengths[b] keys count. All queries are computed.
-    A query that sees no key gives zeros.
+    key_lengths: (B,) int32 or int64, on the device; sample b attends only to its first key_lengths[b] keys. All queries
+    are computed. A query that sees no key gives zeros.
 
     Returns (B, N, H, Dh) or (tokens, H, Dh), contiguous, in the input's dtype.
     """

@@ -156,15 +156,16 @@ def attention_block(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))).
+    """An attention block: x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))).
 
     x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; qkv_weight (3K, D), rows [q; k; v],
     head-major in each; proj_weight (D, K), where K = num_heads * head size, usually D; biases may be None; layer_scale
     (D,) or None; drop_path (B,) factors or None. norm: "layer", or "rms" for RMSNorm, whose norm_bias is None.
-    `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of the parameters (or autocast) that the products run
-    in. `keep`: "least", or "all", which keeps the norm's output for backward: less traffic for more memory. `rope`,
-    `rope_layout`, `num_prefix`, `bias`, `key_lengths`, `offsets`, `longest` are as in attention; for packed samples x
-    is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape in x's dtype.
+
+    residual_in_fp32: x is fp32, and so is the result. The products still run in the dtype of the parameters or of
+    autocast. keep: "least" computes the norm's output again in backward; "all" keeps it, which needs more memory and
+    moves less. rope, rope_layout, num_prefix, bias, key_lengths, offsets and longest are as in attention. For packed
+    samples, x is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape and dtype.
     """
     op = "attention_block"
     rows, width = check_weight(op, x, qkv_weight=qkv_weight)

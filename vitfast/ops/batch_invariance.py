@@ -33,24 +33,25 @@ def _switch(value: bool | None) -> None:
 
 
 class batch_invariant:
-    """With True, an image's output has the same bits alone, in any batch and in any packed mix.
+    """Gives an image's output the same bits alone, in any batch and in any packed mix, if True.
 
     It is a context manager or a setter and acts on one thread, as use_kernels does. Other threads begin with the mode
-    in the environment variable VITFAST_BATCH_INVARIANT, 0 or 1; 0 where it is not set.
+    in the environment variable VITFAST_BATCH_INVARIANT: 1, or 0, the default.
 
     It is for models in eval() and for forward passes: gradients are right, but sum over the batch. On one machine and
     with one number of threads, it holds for a ViT (images of one size, lists, packed images, uint8 or floats) and for
-    `accelerate`d models, in fp32, fp16 and bf16, on our kernels and on plain PyTorch. These do not depend on how many
-    rows, images or sizes come along: the configurations of kernels, the order of every sum over keys, channels or
-    tokens, and PyTorch's matrix products, convolutions, attention, norms, activations, sums and means, which run in
-    blocks of a fixed number of rows or sample by sample. `vitfast tune`'s table is not read. What torch.compile has
-    compiled, in whatever thread, runs in eager mode meanwhile; captured CUDA graphs stay what they are.
+    `accelerate`d models, in fp32, fp16 and bf16, on our kernels and on plain PyTorch.
 
-    Not covered: models that normalise over the batch or pad images with tokens that count, products whose columns are
-    images, `out=`, and what is none of the operations above. Where a model pads a batch to its longest image, the image
-    alone has to be padded as well, unless `accelerate` removes the padding (NaFlexVit, SigLIP 2).
+    In this mode, neither the configurations of kernels nor the order of sums over keys, channels or tokens depend on
+    the number of rows, images or sizes. PyTorch's matrix products, convolutions, attention, norms, activations, sums
+    and means run in blocks of a fixed number of rows, or sample by sample. `vitfast tune`'s table is not read. Code
+    that torch.compile has compiled, in any thread, runs in eager mode meanwhile. Captured CUDA graphs do not change.
 
-    Raises TypeError unless it gets a bool, and RuntimeError in code that is being compiled.
+    The mode does not cover models that normalise over the batch or pad images with tokens that count, products whose
+    columns are images, `out=`, and operations other than those above. If a model pads a batch to its longest image, an
+    image alone must be padded as well, unless `accelerate` removes the padding (NaFlexVit, SigLIP 2).
+
+    Raises TypeError if the argument is no bool, and RuntimeError in code that is being compiled.
     """
 
     def __init__(self, enabled: bool):

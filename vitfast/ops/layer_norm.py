@@ -192,10 +192,10 @@ def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | Non
 
 @autocasts(keep=("weight", "bias"))
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; statistics in fp32.
+    """LayerNorm (Ba et al., 2016) over the last axis: (x - mean) / sqrt(var + eps) * weight + bias.
 
-    x (..., D); weight, bias (D,) or None, in x's dtype or fp32 (autocast leaves them as they are). Returns (..., D) in
-    x's dtype (under autocast: its dtype).
+    x (..., D); weight, bias (D,) or None, in x's dtype or fp32. (Autocast leaves weight and bias as they are.) The
+    statistics are fp32. Returns (..., D) in x's dtype, or under autocast in its dtype.
     """
     width = check_rows("layer_norm", x)
     check_same("layer_norm", "x", x)
@@ -217,10 +217,10 @@ def add_layer_norm(
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(z), z) with z = residual + drop_path[b] * layer_scale * x.
+    """Adds a residual, z = residual + drop_path[b] * layer_scale * x; returns (layer_norm(z), z).
 
-    x, residual (B, ..., D); weight, bias (as in layer_norm), layer_scale (D,) or None; drop_path (B,) factors, 0 or
-    1/keep, or None. Returns two tensors shaped and typed like x.
+    x, residual (B, ..., D); weight, bias as in layer_norm; layer_scale (D,) or None; drop_path (B,) or None, the
+    factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype.
     """
     width = check_rows("add_layer_norm", x)
     check_shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
@@ -235,10 +235,10 @@ def add_layer_norm(
 
 @autocasts(keep=("weight",))
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32.
+    """RMSNorm (Zhang & Sennrich, 2019) over the last axis: x / sqrt(mean(x^2) + eps) * weight.
 
-    x (..., D); weight (D,) or None, in x's dtype or fp32 (autocast leaves it as it is). Returns (..., D) in x's dtype
-    (under autocast: its dtype).
+    x (..., D); weight (D,) or None, in x's dtype or fp32. (Autocast leaves weight as it is.) The statistics are fp32.
+    Returns (..., D) in x's dtype, or under autocast in its dtype.
     """
     width = check_rows("rms_norm", x)
     check_same("rms_norm", "x", x)

@@ -135,7 +135,7 @@ def linear_residual(
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
 ) -> Tensor:
-    """residual + drop_path[b] * layer_scale * (x W^T + b).
+    """A linear layer that adds a residual: residual + drop_path[b] * layer_scale * (x W^T + b).
 
     x (B, ..., F); weight (D, F); bias, layer_scale (D,) or None; residual (B, ..., D); drop_path (B,) factors or None.
     Returns (B, ..., D) in x's dtype.

@@ -267,11 +267,11 @@ def linear_gelu(
     activation: Activation | None = None,
     approximate: Approximate | None = None,
 ) -> Tensor:
-    """activation(x W^T + b), GELU unless another is named.
+    """A linear layer and an activation: activation(x W^T + b), by default GELU.
 
     x (..., D); weight (F, D); bias (F,) or None. Returns (..., F). activation: "gelu" (by erf; the default),
-    "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)) or "silu" (x sigmoid(x)). approximate: torch's word for the first
-    two, "none" or "tanh"; a ValueError where it contradicts activation.
+    "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)) or "silu" (x sigmoid(x)). approximate: PyTorch's name for the first
+    two, "none" or "tanh". Raises ValueError if it contradicts activation.
     """
     check_linear("linear_gelu", x, weight, bias)
     activation = one_activation("linear_gelu", activation, approximate)
@@ -291,9 +291,10 @@ def mlp(
     activation: Activation | None = None,
     approximate: Approximate | None = None,
 ) -> Tensor:
-    """activation(x W1^T + b1) W2^T + b2, activation and approximate as in linear_gelu.
+    """An MLP of two layers: activation(x W1^T + b1) W2^T + b2.
 
-    x (..., D); fc1_weight (F, D); fc2_weight (D', F). Returns (..., D').
+    x (..., D); fc1_weight (F, D); fc2_weight (D', F); biases may be None. activation and approximate are as in
+    linear_gelu. Returns (..., D').
     """
     check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
     check_linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
@@ -319,11 +320,11 @@ def gated_mlp(
     inner_norm_bias: Tensor | None = None,
     inner_eps: float = 1e-6,
 ) -> Tensor:
-    """down(inner_norm(activation(gate(x)) * up(x))).
+    """A gated MLP (Shazeer, 2020): down(inner_norm(activation(gate(x)) * up(x))).
 
     x (..., D); up_weight, gate_weight (F, D), also halves of one (2F, D); down_weight (D', F); biases may be None.
-    activation: "silu" for SwiGLU, "gelu" for GeGLU, or another of linear_gelu's. The inner norm, LayerNorm (EVA-02),
-    is there where its weight (F,) is given. Returns (..., D').
+    activation: "silu" for SwiGLU, "gelu" for GeGLU, or another one of linear_gelu's. The inner norm is a LayerNorm
+    (EVA-02); there is none unless its weight (F,) is given. Returns (..., D').
     """
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check_linear(op, x, up_weight, up_bias, "up_")

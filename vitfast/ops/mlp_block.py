@@ -148,7 +148,7 @@ def mlp_block(
     keep: Keep = "least",
     save_policy: Keep | None = None,
 ) -> Tensor:
-    """x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x)))).
+    """An MLP block: x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x)))).
 
     x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; fc1_weight (F, D); fc2_weight (D, F); biases
     may be None; layer_scale (D,) or None; drop_path (B,) factors or None. activation, approximate: as in linear_gelu.
@@ -189,7 +189,7 @@ def gated_mlp_block(
     keep: Keep = "least",
     save_policy: Keep | None = None,
 ) -> Tensor:
-    """x + drop_path[b] * layer_scale * gated_mlp(norm(x)).
+    """A gated MLP block: x + drop_path[b] * layer_scale * gated_mlp(norm(x)).
 
     x (B, N, D); norm_weight, norm_bias (D,), in the layers' dtype or fp32; up_weight, gate_weight (F, D), down_weight
     (D, F), their biases, activation and the inner norm are as in gated_mlp; layer_scale (D,) or None; drop_path (B,)

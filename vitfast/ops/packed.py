@@ -20,11 +20,12 @@ ALIGNMENT = 16  # bytes at which a tensor in the buffer begins
 
 @dataclass(eq=False, frozen=True, repr=False)
 class PackedImages:
-    """S images as N patches, made by `pack`: a ViT takes it wherever it takes a list of images.
+    """A batch of S images of many sizes as N patches, which a ViT takes in place of a list of images.
 
-    patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, each patch's number in the grid of its image, row by
-    row. offsets: (S + 1,) int32. grids: (S, 2) int32, patches down and across. counts: each image's number of patches,
-    Python numbers; longest: their largest. buffer: the memory that the tensors share, pinned and sent as one, or None.
+    `pack` makes it. patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, the index of each patch in the grid of
+    its image, row by row. offsets: (S + 1,) int32: image s owns the patches offsets[s] to offsets[s + 1]. grids: (S, 2)
+    int32, patches down and across. counts: the number of patches of each image, as Python numbers; longest: the largest
+    of them. buffer: the memory that the tensors share, which is pinned and sent as one, or None.
     """
 
     patches: Tensor
@@ -181,12 +182,13 @@ def _cut(image: Tensor, patch: tuple[int, int]) -> Tensor:
 def pack(
     images: Sequence[Tensor], patch_size: int | tuple[int, int], keep: Sequence[Tensor | None] | None = None
 ) -> PackedImages:
-    """Images of many sizes as one batch for a ViT, cut into patches.
+    """Makes one batch for a ViT out of images of many sizes, by cutting them into patches.
 
-    images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides the patch divides. patch_size: P or
-    (P, Q). keep: for each image the numbers of the patches that stay, counted along the grid's rows, or None for all
-    (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, to be pinned and sent as one,
-    so call this in the collate function of a DataLoader. Gradients flow back to images that require them.
+    images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides are multiples of the patch's.
+    patch_size: P or (P, Q). keep: for each image the indices of the patches that stay, counted row by row, or None for
+    all patches (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, which can be pinned
+    and sent as one. So call this in the collate function of a DataLoader. Gradients flow back to images that require
+    them.
 
     Raises ValueError or TypeError, which name the image.
     """

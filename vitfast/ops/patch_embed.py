@@ -147,19 +147,20 @@ def patch_embed(
     std: float | Sequence[float] | Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
+    """Turns images into tokens: [prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
-    images (B, C, Hi, Wi): floats of any dtype, or uint8, which becomes (images / 255 - mean) / std (mean 0, std 1
-    unless given; floats are never normalised here). mean, std: one number or one per channel, as numbers (up to 1e6, a
-    std from 1e-6) or as a tensor or an array with one axis longer than 1 at most, such as (1, C, 1, 1). A tensor's
-    numbers make the host wait for a GPU, and no kernel runs where they need gradients or the code is compiled. weight
-    (D, C, P, Q); bias (D,) or None; cls_token (1, T, D): all prefix tokens, registers too; pos_embed (1, T+N, D), or
-    (1, N, D) for the patches alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the
-    dtype of weight (under autocast: its dtype).
+    images (B, C, Hi, Wi): floats of any dtype, or uint8, which becomes (images / 255 - mean) / std. Floats are never
+    normalised here. weight (D, C, P, Q); bias (D,) or None; cls_token (1, T, D): all prefix tokens, registers too;
+    pos_embed (1, T+N, D), or (1, N, D) for the patches only. Hi and Wi must be multiples of P and Q. Returns
+    (B, T+N, D), contiguous, in the dtype of weight, or under autocast in its dtype.
 
-    Images of many sizes are cut into patches: images is (N, C, P, Q), where image s owns the patches offsets[s] to
-    offsets[s + 1]; offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
-    a position for each patch. Returns (N + S T, D): the tokens of one image after those of the other.
+    mean, std: one number or one for each channel, by default 0 and 1. They are numbers (up to 1e6; a std from 1e-6), or
+    a tensor or an array in which at most one axis is longer than 1, such as (1, C, 1, 1). With a CUDA tensor the host
+    waits for the GPU. No kernel runs if such a tensor needs gradients or the code is compiled.
+
+    Images of many sizes come as patches: images is (N, C, P, Q), and image s owns the patches offsets[s] to
+    offsets[s + 1]. offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
+    a position for each patch. Returns (N + S T, D): the tokens of the images, one image after the other.
     """
     check_shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
     width, chans, p, q = weight.shape

@@ -22,13 +22,13 @@ _HEAD = ("head.", "head_dist.", "pre_logits.")
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """The weights in `path` under vitfast's (= timm's) names, on the CPU, in the file's dtype.
+    """Reads weights: a state_dict in vitfast's (= timm's) names, on the CPU, in the file's dtype.
 
     path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
     Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP), torchvision, Meta's DINOv2 and
     DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beyond timm's names there can be
     `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
-    InputError, in one line, if weights are missing, broken, or not a ViT of these formats.
+    InputError if weights are missing, broken, or not a ViT of these formats.
     """
     content = read_tensors(locate(path).weights)
     with _named(path):
