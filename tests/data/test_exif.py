@@ -201,7 +201,7 @@ def test_a_run_from_before_the_setting_goes_on_as_it_began(folder, tmp_path, cap
     (tmp_path / "run/summary.json").unlink()
     shutil.rmtree(tmp_path / "run/checkpoints/last")
     summary = train(digits(**settings, steps=4, save_every=2))
-    assert "goes on with exif_orientation=false" in caplog.text and "resumed from step 2" in caplog.text
+    assert "continues with exif_orientation=false" in caplog.text and "resumed from step 2" in caplog.text
     assert summary["loss"] == truth["loss"]
     assert "exif_orientation: false" in (tmp_path / "run/config.yaml").read_text()
     with pytest.raises(vitfast.InputError, match="exif_orientation: False there, True now"):

@@ -56,7 +56,7 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
     (root / "train" / "a" / "5.jxl").write_bytes(b"\xff\x0a")
     with caplog.at_level("WARNING"):
         assert len(open_folder(root, (8, 8))[0]) == 8
-    assert "1 files (.jxl) are passed over; known are .bmp, .gif, .jpeg," in caplog.text
+    assert "1 files (.jxl) are ignored; known are .bmp, .gif, .jpeg," in caplog.text
     (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
     assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
     pictures.smooth(0).save(root / "train" / "stray.jpg")

@@ -109,7 +109,7 @@ def test_numbers_that_are_none_no_head_and_too_little_memory_are_one_line(tmp_pa
     (record,) = predict(model, [str(tmp_path / "a.png")], HOST, sigmoid=True)
     assert "not a number" in record["error"] and "predictions" not in record
     for model in (tiny(0), tiny(3, global_pool="")):
-        with pytest.raises(InputError, match="no head that tells classes"):
+        with pytest.raises(InputError, match="no classification head"):
             predict(model, [], HOST)
     with pytest.raises(InputError, match="top_k must be at least 1, got 0"):
         predict(tiny(3), [], HOST, top_k=0)

@@ -31,7 +31,7 @@ def weights(tmp_path):
 NAMES = {
     ("cat", "dog", "eel"): None,
     ("dog", "cat", "eel"): "class 0 is 'dog' in .*w and 'cat' in .*data, with the same names in another order",
-    ("cat", "hound", "eel"): "class 1 is 'hound' in .*w and 'dog' in .*data: the accuracy is right only where",
+    ("cat", "hound", "eel"): "class 1 is 'hound' in .*w and 'dog' in .*data: the accuracy is right only if",
     ("0", "1", "2"): None,
     None: None,
 }

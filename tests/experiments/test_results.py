@@ -97,7 +97,7 @@ def test_what_comes_into_the_way_meanwhile_gets_another_name(tmp_path, caplog):
     (tmp_path / "new" / "a").write_text("mine")
     begun.write("a", "result")
     assert (tmp_path / "new" / "a").read_text() == "result" and (tmp_path / "new" / "a.1").read_text() == "mine"
-    assert "it is a.1 now" in caplog.text
+    assert "it was renamed to a.1" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": {}, "files": []}', "\0"])

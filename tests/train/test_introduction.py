@@ -26,8 +26,8 @@ def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
     for part in (
         f"pre-trains Nano/8 (4 layers of width 64, patches of 8x8, {parameters:,} parameters) on images of 16x16",
         "digits has 1,437 images for training and 360 for validation, in 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)",
-        "takes 6 steps of 1,437 images, which is 6 epochs, by recipe digits, on the CPU, in float32",
-        f"It is kept in {tmp_path / 'run'}.",
+        "takes 6 steps of 1,437 images, which is 6 epochs, by recipe digits. It computes on the CPU in float32",
+        f"loader processes, and writes to {tmp_path / 'run'}.",
     ):
         assert part in said
     assert said.index("This run") < said.index("validation accuracy") and "WARNING" not in said
@@ -35,9 +35,7 @@ def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
 
 def test_batches_larger_than_the_data_and_very_many_epochs_are_warned_of(tmp_path, caplog, monkeypatch):
     said = say(caplog, digits(tmp_path / "a", img_size=16, steps=2, batch_size=64, train_images=40, workers=0))
-    assert (
-        "a step takes 64 images and the data has 40, so that each step repeats images: set --batch-size, such" in said
-    )
+    assert "a step takes 64 images and the data has 40, so each step repeats images: set --batch-size, such" in said
     caplog.clear()
     monkeypatch.setattr(introduction, "MOST_EPOCHS", 2)
     said = say(caplog, digits(tmp_path / "b", img_size=16, steps=6, batch_size=16, train_images=40, workers=0))

@@ -71,7 +71,7 @@ def test_folders_that_somebody_puts_in_the_place_of_checkpoints_get_other_names(
     trainer.fit()
     for name in names:
         assert (tmp_path / f"{name}.1" / "thesis.txt").read_text() == "mine"
-        assert f"is {Path(name).name}.1 now" in caplog.text
+        assert f"was renamed to {Path(name).name}.1" in caplog.text
     steps = [
         read_training_state(tmp_path / name)["step"] for name in ("checkpoints/previous", "checkpoints/last", "best")
     ]
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     closed = (tmp_path, os.W_OK | os.X_OK)
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != closed)
     for path in (tmp_path, tmp_path / "run"):
-        with pytest.raises(InputError, match="cannot be written to"):
+        with pytest.raises(InputError, match="is no folder that can be written to"):
             run_folder.check_output(path)
 
 
@@ -133,7 +133,7 @@ def test_ctrl_c_says_at_once_what_follows_saves_and_exits_130(tmp_path):
     _, said = once.communicate()
     assert once.returncode == 130
     told = "vitfast: stopping after this step; Ctrl-C again to stop now"
-    stopped = re.search(r"stopped at step (\d+) of 400, saved; the same command goes on from there", said)
+    stopped = re.search(r"stopped at step (\d+) of 400; the run is saved, and the same command continues it", said)
     assert said.index(told) < stopped.start() and said.endswith("vitfast: interrupted\n") and "Traceback" not in said
     assert read_training_state(run / "checkpoints" / "last")["step"] == int(stopped[1])
     twice = Child(command_line, command)

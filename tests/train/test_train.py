@@ -128,7 +128,7 @@ def test_accumulation_or_clipping_leaves_the_gradient_of_the_whole_batch(tmp_pat
 def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(
     tmp_path, monkeypatch, caplog, objective
 ):
-    asked, said = [], "the first step compiles the model, which may take minutes; --no-compile does without"
+    asked, said = [], "the first step compiles the model, which may take minutes; --no-compile switches this off"
     caplog.set_level("INFO", "vitfast")
     monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append("compile"))
@@ -174,7 +174,7 @@ def test_images_that_cannot_be_read_are_counted_up_to_a_limit(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "room, wanted",
-    [(9, "=4 fits, 8 at once, with the same result but for random"), (0, "a smaller model, image or batch")],
+    [(9, "=4 fits, 8 at once, with the same result except for random"), (0, "a smaller model, image or batch")],
 )
 def test_out_of_memory_says_what_fits(tmp_path, monkeypatch, room, wanted):
     forward = ViT.forward

@@ -63,7 +63,7 @@ def _from_flags(args: argparse.Namespace) -> tuple:
 
     given = vars(args)
     if "model" not in given:
-        raise InputError("cost of what? give --model NAME or --recipe NAME")
+        raise InputError("no model given: add --model NAME or --recipe NAME")
     name, size = args.model, given.get("img_size", 224)
     if "/" in name:
         model = ViTConfig(**{**preset(name), "img_size": size})

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     compare_pillow(config.weights)
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
-        logger.info("the probability of each class is its own, as objective=sigmoid trained the weights")
+        logger.info("each class has its own probability, because the weights were trained with objective=sigmoid")
     answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=sigmoid), Counter()
 
     def write(file) -> None:
@@ -103,4 +103,4 @@ def _watched(records: Iterable[dict], counts: Counter, total: int | None, file) 
             if file is sys.stdout:
                 file.flush()
     if not counts:
-        raise InputError("no image to look at: the standard input names none")
+        raise InputError("no images given: the standard input names none")

@@ -78,7 +78,7 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     listed = any((train_root / name).exists() for name in LABELS)
     train, *val = _labels_files(roots, min_size) if listed else _class_folders(roots, min_size)
     if not val:
-        logger.info("%s has no val/: %g %% of its images, drawn by class, validate", root, 100 * HELD_OUT)
+        logger.info("%s has no val/: %g %% of the images of each class are kept for validation", root, 100 * HELD_OUT)
         *val, train = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
     return train, *val
 
@@ -126,7 +126,7 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
     known, unlisted = ", ".join(sorted(SUFFIXES)), [suffix(file) for file in found if suffix(file) in UNLISTED]
     if unlisted:
         kinds = " ".join(sorted(set(unlisted)))
-        logger.warning("%s: %d files (%s) are passed over; known are %s", folder, len(unlisted), kinds, known)
+        logger.warning("%s: %d files (%s) are ignored; known are %s", folder, len(unlisted), kinds, known)
     if not files:
         known = f"known are files that end in {known}"
         raise InputError(f"no images in {folder}; {known}; expected class folders with images in them")

@@ -184,7 +184,7 @@ def open_data(
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
     if config.num_classes not in (None, len(classes)):
         have = f"num_classes={config.num_classes}, and data set {config.data!r} has {len(classes)} classes"
-        raise InputError(f"{have}: leave num_classes out, it is for data that does not say")
+        raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
     if train.multi_label and config.task != "eval" and config.objective == "softmax":
         several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
         raise InputError(f"{several}: add --set objective=sigmoid")

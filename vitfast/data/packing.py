@@ -71,9 +71,9 @@ class Packing:
         which = "sizes" if config.sizes else "drop_tokens"
         for name, wanted in (("mixup", 0), ("cutmix", 0), ("decode", "host")):
             if getattr(config, name) != wanted:
-                raise InputError(f"{which} packs images of many sizes, which {name} cannot: set {name}={wanted}")
+                raise InputError(f"{which} packs images of many sizes, and {name} cannot: set {name}={wanted}")
         if config.objective == "masked":
-            raise InputError(f"{which} packs images of many sizes, which objective=masked cannot")
+            raise InputError(f"{which} packs images of many sizes, and objective=masked cannot")
         low, high = map(int, config.sizes.split(":")) if config.sizes else (round(math.sqrt(math.prod(img_size))),) * 2
         if config.tokens_per_step and config.scale_lr:
             advice = "set scale_lr=none and lr for tokens_per_step"

@@ -221,7 +221,7 @@ def check_classes(model: nn.Module, data: Data) -> None:
     differ = f"class {first} is {names[first]!r} in {weights} and {data.classes[first]!r} in {spec}"
     if set(names) == set(data.classes):
         raise InputError(f"{differ}, with the same names in another order: rename the class folders to sort like them")
-    logger.warning("%s: the accuracy is right only where names in the same place mean the same", differ)
+    logger.warning("%s: the accuracy is right only if names in the same place mean the same class", differ)
 
 
 def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None) -> dict:

@@ -80,7 +80,7 @@ def predict(
     config = cut_as_told(config or Config(task="eval"), model)
     check_sizes(model, config)
     if not model.num_classes or not getattr(model, "global_pool", "token"):
-        raise InputError("the model has no head that tells classes; fine-tune it first (vitfast finetune)")
+        raise InputError("the model has no classification head; fine-tune it first (vitfast finetune)")
     if top_k < 1:
         raise InputError(f"top_k must be at least 1, got {top_k}")
     names = model.class_names or range(model.num_classes)

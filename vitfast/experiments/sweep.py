@@ -23,7 +23,7 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     if runs < 1:
         raise InputError(f"--runs must be positive, got {runs}")
     if (sweep or runs > 1) and resume not in ("auto", "never"):
-        raise InputError(f"these are several runs: --resume takes auto or never with them, got {resume}")
+        raise InputError(f"--sweep and --runs start several runs, so --resume takes auto or never, got {resume}")
     if not config.output:
         raise InputError("no place for the results: add --output FOLDER")
     settings = course(as_plain(config), length=True) | dict(runs=runs)

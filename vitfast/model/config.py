@@ -111,7 +111,7 @@ class ViTConfig:
     pos_drop_rate: float = rate("dropout of the embedded tokens, one of the two kinds in the paper")
     proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's other kind")
     drop_path_rate: float = rate("stochastic depth in the last block; it rises linearly from 0 in the first")
-    weight_init: WeightInit = argument("", one_of(WeightInit), "timm's modes")
+    weight_init: WeightInit = argument("", one_of(WeightInit), "timm's mode of initialisation")
     head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: by weight_init")
     representation_size: int | None = argument(
         None, optional(whole(1, 2**17)), "width of the tanh layer of the pre-training head; None for none"
@@ -134,8 +134,8 @@ class ViTConfig:
     pos_embed_at: PosEmbedPlace = argument(
         "stem",
         one_of(PosEmbedPlace),
-        'where learned positions are added: "stem", "layers" (before each, with tables of their own) or'
-        ' "layers_shared"; dropout follows the first only',
+        'where learned positions are added: "stem" (once), "layers" (before each layer, with a table for each) or'
+        ' "layers_shared" (before each layer, with one table); dropout follows only the first',
     )
     backbone: str | dict | None = argument(
         None, optional(_STAGES), 'the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says; None for a ViT'
@@ -148,10 +148,10 @@ class ViTConfig:
     crop_pct: float | None = argument(
         None,
         optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
-        "the share of a side that evaluations cut out; None if unknown",
+        "the share of a side that evaluations keep; None if unknown",
     )
     interpolation: Interpolation | None = argument(
-        None, optional(one_of(Interpolation)), "Pillow's filter by which evaluations resize; None if unknown"
+        None, optional(one_of(Interpolation)), "the filter of Pillow with which evaluations resize; None if unknown"
     )
     keep: Keep = argument("auto", one_of(Keep), "what blocks keep for backward, see `set_keep`; not in `config`")
     class_names: Sequence[str] | None = argument(
@@ -161,33 +161,33 @@ class ViTConfig:
     drop_path_mode: DropPathMode = argument(
         "mask",
         one_of(DropPathMode),
-        'stochastic depth computes all images and drops some ("mask"), or computes only those that are kept, a fixed'
-        ' share ("subset", DINOv2\'s)',
+        'stochastic depth: "mask" computes all images and drops some; "subset" computes only those that are kept, a'
+        " fixed share (DINOv2)",
     )
     pre_norm: bool = argument(False, flag, "a norm before the blocks, and no bias in the patch projection (CLIP)")
     qk_norm: bool = argument(False, flag, "norms of q and k, over each head")
     swiglu_mlp: bool = argument(
         False,
         flag,
-        "MLPs are gated by SiLU; gate and up are mlp_ratio * D wide each; act_layer is then for a MAP head alone",
+        "MLPs are gated by SiLU; gate and up are each mlp_ratio * D wide; act_layer then acts only in a MAP head",
     )
     scale_mlp_norm: bool = argument(False, flag, "a norm before the MLP's last layer (EVA-02)")
     rope: Rope | None = argument(
         None,
         optional(one_of(Rope)),
-        'rotary positions of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and'
-        ' across, at any size; halves of a head in pairs) or "cat" (EVA\'s: patches are counted; neighbours in pairs)',
+        'rotary positions of the patches, with or without `pos_embed`: "dinov3" (coordinates from -1 to 1 at any image'
+        ' size; pairs are halves of a head) or "cat" (EVA: coordinates count patches; pairs are neighbouring columns)',
     )
     rope_temperature: float | None = argument(
         None,
         optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
-        "the base of the rotary periods; None: 100 of dinov3 and 10,000 of cat",
+        "the base of the rotary periods; None: 100 for dinov3 and 10,000 for cat",
     )
     ref_feat_shape: tuple[int, int] | None = argument(
         None,
         optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
-        'patches (down, across) of the grid in which "cat" counts, whatever the image\'s own grid; (16, 16) in EVA-02;'
-        " None: the image's own",
+        'for rope="cat": the grid of patches (down, across) to which coordinates are scaled; (16, 16) in EVA-02; None:'
+        " the grid of the image",
     )
 
     def __post_init__(self):

@@ -61,7 +61,7 @@ def _take(path: Path, handle: int) -> None:
         advice = f"if that is not so, remove {path}, else" if free else "wait for it or"
         raise InputError(f"{path.parent} is in use by {name}; {advice} choose another --output")
     if pid:
-        logger.info("took %s over from %s, which holds it no longer", path.parent, name)
+        logger.info("took %s over from %s, which no longer runs", path.parent, name)
 
 
 def _is_same(path: Path, handle: int) -> bool:

@@ -56,7 +56,7 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(path) and self._is_foreign(path):
             os.rename(path, kept := free_name(path))
-            logger.warning("%s was there; it is %s now", path, kept.name)
+            logger.warning("%s existed already; it was renamed to %s", path, kept.name)
         contents = {content, path.read_bytes() if path.exists() else content}
         self.digests[name] = sorted(map(_digest, contents))  # both contents': a kill may come between the two writes
         write_text(self.origin, json.dumps(dict(settings=self.settings, files=self.digests), indent=2) + "\n")

@@ -26,7 +26,7 @@ class EarlyStop:
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(run.resolve())
         if checkpoint and not own and self.patience:
             whose = checkpoint.resolve().parents[1]
-            raise InputError(f"a run with early_stop goes on in its own folder only: give --output {whose}")
+            raise InputError(f"a run with early_stop continues only in its own folder: give --output {whose}")
         for record in read_metrics(run) if own else ():
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])
@@ -39,7 +39,7 @@ class EarlyStop:
         if accuracy > self.accuracy:
             self.step, self.accuracy, self.since = step, accuracy, 0
         if self.over:
-            logger.info("the run ends: no better accuracy since step %d, %.4f", self.step, self.accuracy)
+            logger.info("the run ends early: no accuracy was above that of step %d, %.4f", self.step, self.accuracy)
 
     def is_best(self, step: int) -> bool:
         """Whether the evaluation after this step is the best so far; its weights are to be kept."""

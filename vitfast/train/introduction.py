@@ -29,13 +29,13 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
         f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images of {size} pixels. "
         f"{config.data} has {images:,} images for training and {len(data.val):,} for validation, in {_classes(data)}. "
         f"The run takes {steps:,} steps of {data.images_per_step:,.0f} images, which is {epochs:,.4g} epochs, "
-        f"by {recipe}, on {where}{ranks}, in {_name(dtype)}, with {torch.get_num_threads()} threads "
-        f"and {data.workers} loader processes. It is kept in {os.fspath(config.output)}."
+        f"by {recipe}. It computes on {where}{ranks} in {_name(dtype)}, with {torch.get_num_threads()} threads "
+        f"and {data.workers} loader processes, and writes to {os.fspath(config.output)}."
     )
     if data.packing is None and config.batch_size > images:
         fitting = max(1, min(64, images // 4))
         logger.warning(
-            "a step takes %s images and the data has %s, so that each step repeats images: set --batch-size, such as "
+            "a step takes %s images and the data has %s, so each step repeats images: set --batch-size, such as "
             "%d, and a learning rate for that size",
             f"{config.batch_size:,}",
             f"{images:,}",

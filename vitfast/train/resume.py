@@ -215,7 +215,7 @@ def as_begun(config: Config, record: dict) -> Config:
     older = {name: value for name, value in BEFORE.items() if record and name not in record["settings"]}
     if older:
         said = ", ".join(f"{name}={str(value).lower()}" for name, value in older.items())
-        logger.info("the run began before there were these settings, and goes on with %s", said)
+        logger.info("the run began before these settings existed, and continues with %s", said)
     return dataclasses.replace(config, **older)
 
 

@@ -79,7 +79,7 @@ class TrainStep:
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
             if ranks.first:
-                logger.info("the first step compiles the model, which may take minutes; --no-compile does without")
+                logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
         if sharded:

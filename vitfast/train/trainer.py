@@ -91,7 +91,8 @@ class Trainer:
                 result = self._go_on(stopper)
             if self.done:
                 return self._finish(result)
-        logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+        said = "stopped at step %d of %d; the run is saved, and the same command continues it"
+        logger.info(said, self.step, self.total)
         if stopper.interrupted:
             raise KeyboardInterrupt
         return dict(finished=False, step=self.step, steps=self.total)
@@ -158,7 +159,7 @@ class Trainer:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
             raise Diverged(
-                f"after step {self.step} a weight or a state of the optimiser is not finite, so that it is not saved; "
+                f"after step {self.step} a weight or a state of the optimiser is not finite, so it is not saved; "
                 f"{self._last_good()}; {self._against_overflow()}"
             )
         self.seconds += self.meter.take_seconds()
@@ -204,7 +205,7 @@ class Trainer:
         except OSError as error:
             reason = error.strerror or error
             said = f"{self.run / name} cannot be written ({reason}); {self._last_good()}"
-            raise TrainingError(f"{said}; once that is mended, the same command goes on") from error
+            raise TrainingError(f"{said}; make room or repair this, and the same command continues the run") from error
 
     def _next(self, batches, stopper: Stopper):
         """The next batch, or None where any rank was asked to stop. An error of one rank stops all of them."""
@@ -250,7 +251,7 @@ class Trainer:
 
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The out-of-memory message: which size did not fit, and which does, where trying found one."""
-        accumulate, same = self.config.accumulate, "with the same result but for random numbers, such as dropout's"
+        accumulate, same = self.config.accumulate, "with the same result except for random numbers, such as dropout's"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
             held = f"{max(len(some.patches) for some in images):,} patches"

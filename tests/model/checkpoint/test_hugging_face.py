@@ -309,7 +309,7 @@ NO_DROPOUT = "=0.1 is not taken over, the ViT has no dropout there"
 SAID = {
     ("ViTForMaskedImageModeling", "hidden_dropout_prob"): [
         f"hidden_dropout_prob{NO_DROPOUT}",
-        "nothing here says mean=0.5, std=0.5: assumed; pass those that differ",
+        "the weights do not say mean=0.5, std=0.5: assumed; pass those that differ",
         "left out, as the ViT has no place for them: decoder.0.bias, decoder.0.weight, mask_token",
     ],
     ("CLIPModel", "attention_dropout"): [f"attention_dropout{NO_DROPOUT}", "logit_scale, text_model."],

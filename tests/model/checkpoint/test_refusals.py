@@ -208,7 +208,7 @@ REFUSED = [
     (config(DINOV3, use_gated_mlp=True, hidden_act="silu"), "swiglu_mlp=True, the tensors swiglu_mlp=F"),
     (config(DINOV3, rope_theta=-1), "rope_theta must be "),
     (config(DINOV3, num_register_tokens=3), "reg_tokens=3, the tensors reg_tokens=2"),
-    (config(f"{DINOV3}, gated"), "act_layer='gelu', and the ViT's gated MLP has 'silu' alone"),  # transformers' default
+    (config(f"{DINOV3}, gated"), "act_layer='gelu', and the ViT's gated MLP has only 'silu'"),  # transformers' default
     # timm's config.json
     *((nested("model_args", **{field: value}), field) for field, value in ARGUMENTS.items()),
     (nested("model_args", act_layer="relu"), "activation"),
@@ -222,7 +222,7 @@ REFUSED = [
     (config(TIMM, model_args=3), "model_args must be an object, got 3"),
     (config(TIMM, global_pool="max", model_args={}), "global_pool='max' is not supported"),
     (config(TIMM, architecture="vit_base_patch16_rpn_224"), "timm's 'vit_base_patch16_rpn_224' has its norms after"),
-    (config("vit_giant_patch14_dinov2"), "act_layer='gelu', and the ViT's gated MLP has 'silu' alone"),
+    (config("vit_giant_patch14_dinov2"), "act_layer='gelu', and the ViT's gated MLP has only 'silu'"),
     (  # on whose names timm fails; what it pools nobody says
         config(f"{TIMM}, average", lambda content: without("global_pool", of=content) | dict(model_args=SMALL)),
         "config.json says nothing of fc_norm, .*global_pool='token'",
@@ -254,7 +254,7 @@ REFUSED = [
     (training(model_kwargs=dict(depth=7)), "depth=7, the tensors depth=2"),
     (training(model_kwargs=dict(img_size=64)), "images of 64 x 64"),
     (training("vit_small_patch16_rope_ape_224"), "timm's 'vit_small_patch16_rope_ape_224' has rotary"),
-    (training("my_vit"), "does not know that timm's 'my_vit'"),
+    (training("my_vit"), "does not know if timm's 'my_vit'"),
     # tensors of other models
     (tensors("timm", lambda s: torchvision.models.resnet18().state_dict()), f"not a Vision .* as timm, .*{RESNET}"),
     (tensors("timm", lambda s: {}), "not a Vision Transformer"),

@@ -108,7 +108,7 @@ def test_bare_tensors_say_what_is_assumed(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "vitfast"):
         ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu_tanh", mean=0.1)
         ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu", mean=0.1, **more)
-    said = "nothing here says norm_eps=1e-06, std=0.5, global_pool='token': assumed; pass those that differ"
+    said = "the weights do not say norm_eps=1e-06, std=0.5, global_pool='token': assumed; pass those that differ"
     assert [record.getMessage() for record in caplog.records] == [f"{path}: {said}"]
 
 

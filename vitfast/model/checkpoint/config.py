@@ -73,11 +73,11 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
     result |= _positions(made.state, result, sizes, known.get("img_size"), where)
     if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
-        raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has 'silu' alone")
+        raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has only 'silu'")
     result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
     said = {*made.facts, *told, *known}
     if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
-        notes.append(f"nothing here says {', '.join(assumed)}: assumed; pass those that differ")
+        notes.append(f"the weights do not say {', '.join(assumed)}: assumed; pass those that differ")
     names, more = class_names(config, shapes["num_classes"])
     return result | ({"class_names": names} if names else {}), notes + more
 
@@ -244,4 +244,4 @@ def _preset_heads(config: dict) -> int:
     if found:
         return (alike or found)[0]["num_heads"]
     no_preset = f"no preset has embed_dim={dim}, depth={depth}"
-    raise InputError(f"nothing here says how many heads there are, and {no_preset}; pass num_heads=")
+    raise InputError(f"the weights do not say how many heads there are, and {no_preset}; pass num_heads=")

@@ -77,7 +77,7 @@ def _made(cls, found: Checkpoint, overrides: dict):
     """The model of `load_model` from a checkpoint that has been read."""
     if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
         asked = f"act_layer={overrides['act_layer']!r}"
-        raise InputError(f"its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
+        raise InputError(f"its MLPs are gated, and the ViT's gates have only 'silu', not {asked}")
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
     if classes != found.config["num_classes"]:

@@ -150,7 +150,7 @@ def by_name(name, named: str = "model_args") -> dict:
         if re.search(pattern, name):
             raise InputError(f"timm's {shown(name)} {why}, which vitfast does not have yet")
     other = f"put the name of one that is known in its place (vit_base_patch16_224, with all its {named})"
-    raise InputError(f"vitfast does not know that timm's {shown(name)} computes what its ViT does; where so, {other}")
+    raise InputError(f"vitfast does not know if timm's {shown(name)} computes what its ViT does; if so, {other}")
 
 
 def ratio_of(hidden: int, dim: int) -> float:
