@@ -64,7 +64,7 @@ TEST = [
     "wheel",
 ]
 
-LINKED = "editable_wheel" in sys.argv and (HERE / ".src").is_dir()  # an unpacked sdist has no links
+LINKED = "editable_wheel" in sys.argv and (HERE / ".src/vitfast/kernels").is_dir()  # not in an sdist
 KERNELS = ["vitfast.kernels", *(f"vitfast.kernels.{name}" for name in find_packages("kernels"))]
 
 setup(

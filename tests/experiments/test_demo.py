@@ -35,11 +35,11 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, ep
     before, after = (round(360 * summary[f"{task}_accuracy"]) for task in ("pretrain", "finetune"))
     errors = [f"{k / 360:.4f} ± {(k / 360 * (1 - k / 360) / 360) ** 0.5:.4f}" for k in (before, after)]
     change = f"{abs(after - before)} {'more' if after > before else 'fewer'}" if after != before else "as many"
-    told = f"{before} are answered rightly after pre-training and {after} after fine-tuning at 48 pixels: {change}."
+    told = f"{before} are classified correctly after pre-training and {after} after fine-tuning at 48 pixels: {change}."
     assert f"Of 360 test images, {told}" in page
     said = capsys.readouterr().out
     assert f"{errors[0]} after pre-training, {errors[1]} after fine-tuning at 48 px" in said
-    assert f"± is the standard error; of 360 test images {change} are answered rightly after fine-tuning" in said
+    assert f"± is the standard error. Of 360 test images, {told}" in said
     for run in (tmp_path / "pretrain", tmp_path / "finetune"):
         assert any((run / "tensorboard").iterdir()) and (run / "metrics.csv").exists()
         assert (run / "report.html").exists()

@@ -92,7 +92,7 @@ def test_wrong_images_are_all_there_the_most_confident_first(said):
     wrong = [(p, f"{f} {p:.0%}, is {t}\nimage {i}") for i, (t, f, p) in enumerate(zip(*said[2])) if t != f]
     wrong = [caption for _, caption in sorted(wrong, key=lambda pair: -pair[0])]
     assert 30 < len(wrong) <= 200 and captions(text) == wrong
-    assert f"Of 360 validation images, {len(wrong)} are answered wrongly." in text
+    assert f"Of 360 validation images, {len(wrong)} are classified wrongly." in text
     assert len(captions(text.partition("<details>")[0])) == module.OPEN
 
 

@@ -135,7 +135,7 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
         stray = printable(files[folders.index(str(folder))])
         listing = f"list the images and their classes in {folder / LABELS[0]}"
         raise InputError(f"{stray} lies in no class folder: move it into one, or {listing}")
-    inside = [os.path.relpath(each, folder).split(os.sep) for each in folders]
+    inside = [each.removeprefix(str(folder)).strip(os.sep).split(os.sep) for each in folders]
     names = [path[0] for path in inside]
     classes = sorted(set(names), key=natural_key)
     if nested := next((os.sep.join(path) for path in inside if len(path) > 1), ""):

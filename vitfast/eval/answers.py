@@ -42,7 +42,7 @@ class Answers:
 
     @property
     def wrong(self) -> Tensor:
-        """Places among the n of the images that are answered wrongly, the most confident answer first."""
+        """Places among the n of the images that are classified wrongly, the most confident answer first."""
         places = (~self.right).nonzero()[:, 0]
         return places[self.probability[places].argsort(descending=True, stable=True)]
 

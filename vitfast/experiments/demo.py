@@ -58,25 +58,22 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict:
     write_report(output, summary, results)
     before, after = (with_error(each["accuracy"], each["val_images"]) for each in (first, second))
     print(f"test accuracy: {before} after pre-training, {after} after fine-tuning at 48 px")
-    more = round(second["accuracy"] * second["val_images"]) - round(first["accuracy"] * first["val_images"])
-    change = f"{abs(more)} {'more' if more > 0 else 'fewer'}" if more else "as many"
-    told = f"of {summary['test_images']} test images {change} are answered rightly after fine-tuning"
-    print(f"± is the standard error; {told}")
+    print(f"± is the standard error. {showed(summary)}")
     speed = f"{summary['images_per_second']:,.0f} images/s on {summary['device']}"
     print(f"{summary['seconds']:.0f} s, {speed}; see {output}/report.html")
     return summary
 
 
 def showed(summary: dict) -> str:
-    """The sentences on the test images that are answered rightly before and after fine-tuning."""
+    """The sentences on the test images that are classified correctly before and after fine-tuning."""
     images, shares = summary["test_images"], (summary["pretrain_accuracy"], summary["finetune_accuracy"])
     before, after = (round(share * images) for share in shares)
     change = f"{abs(after - before)} {'more' if after > before else 'fewer'}" if after != before else "as many"
     chance = sum(share * (1 - share) * images for share in shares) ** 0.5
     verdict = "more than chance" if abs(after - before) > 2 * chance else "no more than chance would give"
     return (
-        f"Of {images} test images, {before} are answered rightly after pre-training and {after} after fine-tuning at "
-        f"48 pixels: {change}. The standard error of the difference is {chance:.1f} images, so this is {verdict}."
+        f"Of {images} test images, {before} are classified correctly after pre-training and {after} after fine-tuning "
+        f"at 48 pixels: {change}. The standard error of the difference is {chance:.1f} images, so this is {verdict}."
     )
 
 

@@ -105,7 +105,7 @@ def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> t
 
 
 def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -> tuple[str, str]:
-    """The wrongly answered images, up to SHOWN of them, the most confident first."""
+    """The wrongly classified images, up to SHOWN of them, the most confident first."""
     wrong, looked, note = answers.wrong, looked_at(answers, data), ""
     if isinstance(by_index(data.val), Shards):
         answers, images = look(model, data, device, dtype, objective, STREAMED)
@@ -124,7 +124,7 @@ def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -
         pictures.append((thumbnail(image, f"validation image, {names}"), caption, True))
     if not len(wrong):
         return f"The answers to {looked} validation images are all right.", ""
-    many = f"Of {looked} validation images, {len(wrong):,} are answered wrongly"
+    many = f"Of {looked} validation images, {len(wrong):,} are classified wrongly"
     these = "" if len(shown) == len(wrong) or note else f"; these are {len(shown)} of them"
     order = "Each shows the answer with its probability and the true class; the most confident answers come first."
     rest = fold(f"{len(pictures) - OPEN} more", gallery(pictures[OPEN:])) if pictures[OPEN:] else ""
