@@ -25,5 +25,6 @@ def run(args: argparse.Namespace) -> None:
     else:
         for r in RECIPES.values():
             length = f"{r.steps} steps" if r.steps else f"{r.epochs:g} epochs"
-            sizes = f"{r.model:<8} {r.img_size:>4} px  batch {r.batch_size:<5} {length:<12}"
+            size = f"{r.img_size} px" if r.img_size else "any px"  # 0: the size of the weights
+            sizes = f"{r.model:<8} {size:>7}  batch {r.batch_size:<5} {length:<12}"
             print(f"{r.name:<26} {sizes} {r.optimizer:<6} lr {r.lr:g}")

@@ -59,8 +59,8 @@ _JFT_ROWS = (
 )
 # What Table 3 does not say about a row, and what is assumed.
 _ASSUMED = {
-    ("R152x2", 14): "Table 3 has the 7 epochs; at 14 the same rate, as the rows of L/16 and R50+L/16 have it.",
-    ("R200x3", 14): "Table 3 has no row of it: assumed is the rate of R152x2, the largest ResNet that is there.",
+    ("R152x2", 14): "Table 3 has only 7 epochs; 14 take the same rate, as for L/16 and R50+L/16 there.",
+    ("R200x3", 14): "Table 3 has no such row; the rate is that of R152x2, the largest ResNet there.",
 }
 _FROM_SCRATCH = {"B/32": 69.19, "B/16": 74.79, "L/32": 66.90, "L/16": 72.59}
 _TOP1 = "Table 3; {} % on ImageNet before fine-tuning (from the authors' issue tracker)."

@@ -29,7 +29,7 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
         name="finetune/digits",
         about="vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits "
         "--output runs/digits48\n"
-        "Rate and length of bench/results/digits/choice.json; the paper's SGD is behind, folds.json.",
+        "bench/results/digits/choice.json chose rate and length; the paper's SGD is worse (folds.json).",
         model="Nano/8",
         img_size=48,
         epochs=24,
@@ -49,7 +49,7 @@ SMALL = Recipe(
     name="finetune/small",
     about="vitfast finetune --weights hf-hub:timm/vit_base_patch16_224.augreg2_in21k_ft_in1k --data photos "
     "--output runs/photos\n"
-    "A folder of tens to some ten thousand images, at the size and the normalisation of the weights.",
+    "For a folder of tens to about ten thousand images; size and normalisation are those of the weights.",
     img_size=0,
     epochs=100,
     batch_size=64,

@@ -143,12 +143,12 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
 
     saved, each = summary["padding_not_computed"], summary["patches_per_image"]
     note = (
-        f"Each image was drawn a size, the side of a square of its area, and had {each:,.1f} patches in the mean. "
-        f"Filled up to the longest image of its batch, {saved:.1%} of all patches would have been padding: "
-        "none of it was computed."
+        f"Each image got a random size, the side of a square of its area, and had {each:,.1f} patches on average. "
+        f"If every image were filled up to the longest of its batch, {saved:.1%} of all patches would be padding. "
+        "None of it was computed."
     )
     figure = draw_counts({int(side): count for side, count in summary["sizes"].items()}, "pixels", "images")
-    return {"Sizes": (note, picture(as_png(figure), "how many images were drawn each size", chart=True))}
+    return {"Sizes": (note, picture(as_png(figure), "how many images got each size", chart=True))}
 
 
 def model_sections(
