@@ -45,7 +45,7 @@ def test_what_is_told_is_counted(tmp_path):
     assert summary["padding_not_computed"] == round(1 - patches / padded, 4) > 0.3
     assert sum(summary["sizes"].values()) == images and list(summary["sizes"]) == ["16", "24", "32", "40"]
     text = (tmp_path / "report.html").read_text()
-    assert "how many images were drawn each size" in text and "would have been padding" in text
+    assert "how many images got each size" in text and "would be padding" in text
     assert "padding not computed" in text and "{&#x27;16" not in text and "{'16" not in text
 
 

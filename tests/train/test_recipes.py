@@ -109,7 +109,7 @@ def test_every_row_of_the_papers_tables_is_a_recipe_that_tells_it():
                 said = f"{float(imagenet)} % on ImageNet, {float(cifar100)} % on CIFAR-100; {exaflops} exaFLOPs"
                 assert said in about, name
     assert seen == {name for name in RECIPES if name.startswith(("vit-", "bit-"))}
-    assert "Table 3 has no row of it: assumed" in RECIPES["bit-r200x3/jft-14ep"].about
+    assert "Table 3 has no such row" in RECIPES["bit-r200x3/jft-14ep"].about
     common = dict(optimizer="sgd", momentum=0.9, lr_decay="cosine", batch_size=512, weight_decay=0, clip_norm=1.0)
     for data, steps, rates in rows_of(TABLE_4):
         rates = tuple(map(float, rates.split()))
