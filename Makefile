@@ -11,7 +11,7 @@ SMS ?= 80 or 89 or 90
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test slow oldest long planted tritons bench codegen docs lint clean
-help:  ## what each target does
+help:  ## say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
 # setup.py is the only thing that changes what is installed: the package itself is an editable install.
@@ -26,25 +26,25 @@ $(READY) $(VENV)/.train: setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(EXTRA)]' $(addprefix -c ,$(CONSTRAINTS))
 	touch $@
 
-demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.train)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
+demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.train)  ## pre-train and fine-tune a small ViT on handwritten digits; write runs/demo/
 	$(BIN)/vitfast demo --output runs/demo
 
-test: $(READY)  ## the tests of a change, in minutes (those marked gpu only where there is a GPU)
+test: $(READY)  ## run the tests of a change, in minutes (tests marked gpu run only with a GPU)
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not slow and not long" tests
 
-slow: $(READY)  ## the tests that take many seconds each: more of each grid, compiled code, processes, packages
+slow: $(READY)  ## run the tests that take many seconds each: more shapes, compiled code, processes, packages
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "slow and not long" tests
 
-oldest:  ## both with the oldest PyTorch, timm and transformers that vitfast is for, in .venv-oldest
+oldest:  ## run both with the oldest PyTorch, timm and transformers that vitfast supports, in .venv-oldest
 	$(MAKE) test slow VENV=.venv-oldest CONSTRAINTS=tests/oldest.txt
 
-long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
+long: $(READY)  ## run the tests that take minutes each: other seeds, runs that are killed, more shapes under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
 
-planted: $(READY)  ## every bug that is planted in a copy, of kernels and of the rest, and the test that must find it
+planted: $(READY)  ## plant bugs in copies of the package, and run the tests that must find them
 	$(BIN)/python -m pytest -n 2 -q tests/test_planted.py tests/tools/verify/test_edges.py -k planted
 
-tritons: $(READY)  ## what earlier Tritons make of the kernels
+tritons: $(READY)  ## compile the kernels with earlier versions of Triton
 	for version in $(TRITONS); do \
 	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \
@@ -52,21 +52,21 @@ tritons: $(READY)  ## what earlier Tritons make of the kernels
 	        -k "hazards or compiles_well_for and ($(SMS))" || exit 1; \
 	done
 
-bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
+bench: $(READY)  ## run the benchmarks: real shapes on a GPU, small ones on a CPU
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \
 	then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
 	else $(BIN)/python -m pytest bench --benchmark-only -q; fi
 
-codegen: $(READY)  ## compile every kernel for every GPU generation: the committed table
+codegen: $(READY)  ## compile every kernel for every GPU generation, and write tests/codegen.csv
 	$(BIN)/python tests/codegen.py
 
-docs: $(READY)  ## the documentation, site/index.html; a warning is an error
+docs: $(READY)  ## build the documentation, site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-lint: $(READY)  ## ruff: its checks and its format
+lint: $(READY)  ## check the code and its format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-clean:  ## removes .venv, runs and caches
+clean:  ## remove .venv, runs and caches
 	rm -rf .venv .venv-oldest runs build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

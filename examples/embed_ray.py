@@ -4,8 +4,8 @@
     python examples/embed_ray.py s3://bucket/photos --weights runs/b16/checkpoints/last --output s3://bucket/vectors
 
 Reads every file below a folder and writes Parquet: path, vector (D float32), error. An image that cannot be read has
-no vector and says why. Every actor loads the weights, so give a path that all machines see, or hf-hub:owner/name. A
-job that is started again computes everything again; `vitfast embed` resumes, on one machine or under torchrun.
+no vector; its row says why. Every actor loads the weights, so give a path that all machines see, or hf-hub:owner/name.
+If you start the job again, it computes everything again; `vitfast embed` resumes, on one machine or under torchrun.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> None:
     add("images", help="a folder or file, local or as pyarrow's file systems have it (s3://, gs://)")
     add("--weights", required=True, help="file, folder or hf-hub:owner/name")
     add("--output", required=True, help="folder of Parquet files")
-    add("--actors", type=int, default=1, help="one a GPU (default 1)")
-    add("--gpus", type=float, default=1, help="of each actor; 0 computes on CPUs (default 1)")
-    add("--cpus", type=int, default=8, help="of each actor, threads that read images (default 8)")
-    add("--batch-size", type=int, default=512, help="images that an actor is given at once (default 512)")
+    add("--actors", type=int, default=1, help="number of actors, such as one for each GPU (default 1)")
+    add("--gpus", type=float, default=1, help="GPUs of each actor; 0 computes on CPUs (default 1)")
+    add("--cpus", type=int, default=8, help="CPUs of each actor, and threads that read images (default 8)")
+    add("--batch-size", type=int, default=512, help="images that an actor gets at once (default 512)")
     add("--normalize", action="store_true", help="divide each vector by its L2 norm")
     args = parser.parse_args(argv)
     options = dict(normalize=args.normalize, workers=args.cpus, device="cuda" if args.gpus else "cpu")

@@ -2,7 +2,7 @@
 
     python examples/hugging_face_trainer.py [--steps 500] [--output runs/trainer] [--plain]
 
-`vitfast.accelerate(model)` before `Trainer(model=...)` is all there is to it: arguments, checkpoints, evaluation, LoRA
+The only addition is `vitfast.accelerate(model)` before `Trainer(model=...)`. Arguments, checkpoints, evaluation, LoRA
 and `from_pretrained` stay Hugging Face's. --plain runs the same without vitfast.
 """
 

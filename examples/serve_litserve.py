@@ -6,10 +6,10 @@
     curl localhost:8000/v1/embeddings -H "content-type: application/json" \
         -d "{\"model\": \"b16\", \"input\": [\"$(base64 -w0 cat.jpg)\"]}"
 
-"input" is one image or a list of them, each the base64 of an image file, as it is or in a data URI
-(data:image/jpeg;base64,...). What arrives within --batch-timeout is computed together; an image that cannot be read
-fails its own request alone, with 400, 413 or 422 and a message that names its index. LitServe starts a worker on
-every GPU; without one it computes on the CPU.
+"input" is an image or a list of images. Each is an image file in base64, plain or in a data URI
+(data:image/jpeg;base64,...). Requests that arrive within --batch-timeout are computed together. If an image cannot be
+read, only its own request fails, with 400, 413 or 422 and a message that names the image. LitServe starts a worker on
+every GPU; without a GPU it computes on the CPU.
 """
 
 import argparse
@@ -135,12 +135,22 @@ def main() -> None:
     add("--port", type=int, default=8000)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--normalize", action="store_true", help="divide each vector by its L2 norm")
-    add("--batch-size", type=int, default=32, help="requests that are computed together, from 2 on")
-    add("--batch-timeout", type=float, default=0.01, help="seconds that the first of them waits for the others")
-    add("--max-images", type=int, default=64, help="of a request")
-    add("--max-bytes", type=int, default=16 << 20, help="of an image file (default 16 MiB)")
-    add("--max-pixels", type=int, default=Image.MAX_IMAGE_PIXELS, help="of an image (default: Pillow's limit)")
-    add("--max-body", type=int, default=64 << 20, help="bytes of a request (default 64 MiB)")
+    add("--batch-size", type=int, default=32, help="requests in a batch, at least 2 (default 32)")
+    add(
+        "--batch-timeout",
+        type=float,
+        default=0.01,
+        help="seconds that the first request of a batch waits for others (default 0.01)",
+    )
+    add("--max-images", type=int, default=64, help="most images of a request (default 64)")
+    add("--max-bytes", type=int, default=16 << 20, help="most bytes of an image file (default 16 MiB)")
+    add(
+        "--max-pixels",
+        type=int,
+        default=Image.MAX_IMAGE_PIXELS,
+        help="most pixels of an image (default: Pillow's limit)",
+    )
+    add("--max-body", type=int, default=64 << 20, help="most bytes of a request (default 64 MiB)")
     args = parser.parse_args()
     if args.batch_size < 2:
         parser.error("--batch-size must be at least 2: for one LitServe does not batch")

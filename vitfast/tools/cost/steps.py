@@ -55,12 +55,11 @@ def tokens_of(model: ViT | ViTConfig) -> int:
     c = arguments_of(model)
     if c.pos_embed == "relative":
         raise InputError(
-            "cost: relative positions run on PyTorch's attention, which is not counted; "
-            "plain and hybrid ViTs with other positions are"
+            "cost: relative positions run on PyTorch's attention, which is not counted; take other positions"
         )
     for name in ("qk_norm", "scale_mlp_norm"):
         if getattr(c, name) and not (name == "scale_mlp_norm" and c.swiglu_mlp):
-            raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; others are")
+            raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; leave it out")
     sizes = Sizes(c)
     return sizes.prefix + sizes.patches
 
