@@ -111,7 +111,7 @@ def test_ceilings_of_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     "args, told",
     [
-        ((), "give --model NAME or --recipe NAME"),
+        ((), "add --model NAME or --recipe NAME"),
         (("--model", "B/17"), "unknown preset 'B/17'"),
         (("--model", "B/16", "--gpu", "H300"), "unknown GPU 'H300'; did you mean H200"),
         (("--model", "B/16", "--img-size", 100), "no multiple of the patch size"),
