@@ -46,6 +46,15 @@ def test_a_lightning_checkpoint_loads(tmp_path, prefix, beside, caplog):
     assert c.same(load_checkpoint(path), truth.state_dict())
 
 
+@pytest.mark.parametrize("prefix", ["", "net."])
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
+def test_single_blocks_may_be_wrapped(tmp_path, prefix, wrapper):
+    """Where `model.blocks[0] = torch.compile(model.blocks[0])`, or that of PyTorch's other wrappers."""
+    truth = c.small_timm().state_dict()
+    state = {prefix + k.replace("blocks.0.", f"blocks.0.{wrapper}"): v for k, v in truth.items()}
+    assert c.same(load_checkpoint(lightning(tmp_path / "x.ckpt", state)), truth)
+
+
 HUGGING_FACE = {
     "ViT": transformers.ViTForImageClassification(transformers.ViTConfig(**c.HF)),
     "ViT, no head": transformers.ViTModel(transformers.ViTConfig(**c.HF)),

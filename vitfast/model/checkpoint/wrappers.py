@@ -9,7 +9,9 @@ from .names import State
 
 # Keys of wrappers, in the order of preference: averaged weights come before raw ones, as in timm.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
-PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
+PREFIXES = ("module.", "model.", "timm_model.")
+# What PyTorch's wrappers of a module, or of one block in it, add to names: compiled, checkpointed, FSDP.
+_WRAPPED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # The patch projection, by which a ViT is found: in timm's names and Meta's, in Hugging Face's, torchvision's, CLIP's.
 _PATCHES = re.compile(
     r"(|.*\.)(patch_embed\.proj|embeddings\.patch_embeddings?(\.projection)?|conv_proj|visual\.conv1)\.weight"
@@ -30,7 +32,7 @@ def unwrap(content: dict) -> tuple[State, list[str]]:
     """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
-    state = {str(k): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
+    state = {_WRAPPED.sub("", str(k)): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
     while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
         state = {k[len(prefix) :]: v for k, v in state.items()}
     return _within(state)
