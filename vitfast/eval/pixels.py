@@ -51,13 +51,15 @@ def transform(model: nn.Module, processor=None) -> Transform:
         logits = model(vitfast.transform(model)(image)[None])
         dataset = torchvision.datasets.ImageFolder("photos", transform=vitfast.transform(model))
 
-    model: a ViT, or a model of timm or transformers, accelerated or not. processor: transformers' image processor for a
-    model of transformers, or the folder of its preprocessor_config.json; None: that of the model's own folder or of the
-    hub's cache. Images are resized and cut as the model says now, with Pillow's pixels. The result can be pickled.
-    Raises InputError where nothing says how images are prepared, for models that see each image at a size of its own,
-    and for models of other than 3 channels.
+    model: a ViT, or a model of timm or transformers, accelerated, compiled, in DDP or not. processor: transformers'
+    image processor for a model of transformers, or the folder of its preprocessor_config.json; None: that of the
+    model's own folder or of the hub's cache. Images are resized and cut as the model says now, with Pillow's pixels.
+    The result can be pickled. Raises InputError where nothing says how images are prepared, for models that see each
+    image at a size of its own, and for models of other than 3 channels.
     """
-    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    inner = model
+    while isinstance(within := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+        inner = within  # of torch.compile's wrapper, DDP's or AveragedModel's
     if (chans := getattr(inner, "in_chans", 3)) != 3:
         raise InputError(f"transform: images have 3 channels, and the model takes {chans}")
     library, config = library_of(inner), getattr(inner, "config", None)
