@@ -93,6 +93,26 @@ def test_several_models_are_a_choice_of_the_user(tmp_path):
     assert load_checkpoint(tmp_path / "one.pth").keys() == c.small_timm().state_dict().keys()
 
 
+def test_a_dictionary_of_any_name_is_opened_and_several_are_a_choice(tmp_path):
+    """As {"student": ..., "teacher": ...} of DINO's full checkpoints."""
+    truth = c.small_timm().state_dict()
+    content = {"epoch": 3, "teacher": {f"backbone.{k}": v for k, v in truth.items()}, "optimizer": {"state": {}}}
+    torch.save(content, tmp_path / "x.pth")
+    assert c.same(load_checkpoint(tmp_path / "x.pth"), truth)
+    torch.save({"student": {f"module.{k}": v for k, v in truth.items()}} | content, tmp_path / "x.pth")
+    told = r"x.pth: there are 2 models in it, 'student' and 'teacher'; save one of them: checkpoint\['student'\]"
+    with pytest.raises(InputError, match=told):
+        load_checkpoint(tmp_path / "x.pth")
+
+
+def test_layers_of_peft_are_to_be_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(c.small_timm(), peft.LoraConfig(target_modules=["qkv"]))
+    path = lightning(tmp_path / "x.ckpt", {f"net.{k}": v for k, v in model.state_dict().items()})
+    with pytest.raises(InputError, match=r"peft's layers in it; save model.merge_and_unload\(\).state_dict\(\)"):
+        load_checkpoint(path)
+
+
 def test_names_that_lost_their_prefix_are_an_error(tmp_path):
     state = {("" if ".mlp." in k else "net.") + k: v for k, v in c.small_timm().state_dict().items()}
     with pytest.raises(InputError, match="names are behind 'net.', and others are not .blocks.0.mlp.fc1.weight"):

@@ -27,14 +27,21 @@ def unwrap(content: dict) -> tuple[State, list[str]]:
 
     They come out of `{"state_dict": ...}` and the like, without the prefixes that wrappers of modules add to names. A
     training framework's checkpoint, such as Lightning's, has the ViT behind the name of an attribute ("model.",
-    "backbone.vit."), and heads or losses beside it. Raises InputError where there are several ViTs, or where some
-    names lack the prefix that others have.
+    "backbone.vit."), and heads or losses beside it. Raises InputError where there are several ViTs, where some names
+    lack the prefix that others have, and for the layers of peft.
     """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
+    held = [k for k, v in content.items() if isinstance(v, dict) and any(_PATCHES.fullmatch(str(name)) for name in v)]
+    if len(held) > 1:
+        told = " and ".join(map(repr, held[:3]))
+        raise InputError(f"there are {len(held)} models in it, {told}; save one of them: checkpoint[{held[0]!r}]")
+    content = content[held[0]] if held else content
     state = {_WRAPPED.sub("", str(k)): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
     while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
         state = {k[len(prefix) :]: v for k, v in state.items()}
+    if any(".base_layer." in name for name in state):
+        raise InputError("it has peft's layers in it; save model.merge_and_unload().state_dict()")
     return _within(state)
 
 
