@@ -141,6 +141,7 @@ def test_public_names_are_all_that_dir_shows():
     assert vitfast.kernels.configs and vitfast.ref is vitfast.ops.reference  # modules, by earlier names too
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vitfast.nothing  # noqa: B018
+    assert not hasattr(vitfast, "nothing.inside") and not hasattr(vitfast, "ops.attention")
     names = {}
     exec("from vitfast import *", names)
     assert set(vitfast.__all__) <= names.keys() and not names.keys() & {"Embedder", "transform"}

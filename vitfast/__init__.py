@@ -25,7 +25,7 @@ else:  # type checkers would take any name that there is a `__getattr__` for
         """A public name, or a module by its name or its earlier one, imported at its first use."""
         if name in _HOMES:
             found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        elif importlib.util.find_spec(f"{__name__}.{name}"):
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             found = importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
