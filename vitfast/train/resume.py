@@ -211,7 +211,7 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
 
 
 def _before(saved: dict) -> dict:
-    """Those of BEFORE's values that a run has: by its settings, or because it began before there were these fields."""
+    """Those of BEFORE's values that a run has, said or from before there were these fields."""
     return {name: value for name, value in BEFORE.items() if saved.get(name, value) == value}
 
 
