@@ -59,6 +59,38 @@ def test_every_room_can_be_imported_first(name):
     assert {f"vitfast.{name}", "vitfast.ops.sdpa"} <= modules_after(f"import vitfast.{name}")
 
 
+IN_THREADS = """
+import concurrent.futures, sys, time, vitfast
+def first(): import torch
+def second():
+    while "torch" not in sys.modules: time.sleep(0.001)
+    from vitfast.ops import attention
+with concurrent.futures.ThreadPoolExecutor() as pool:
+    for each in [pool.submit(first), pool.submit(second)]: each.result()
+import torch
+assert torch.ops.vitfast.attention.default and vitfast.ViT
+"""
+
+
+@pytest.mark.slow
+def test_threads_may_import_torch_and_the_operations_at_once():
+    """One has begun with the operations and waits for torch, after which the other would import them."""
+    assert {"torch", "vitfast.ops"} <= modules_after(IN_THREADS)
+
+
+def test_torch_is_imported_where_the_operations_cannot_be():
+    code = "import sys, vitfast\nsys.modules['vitfast.ops.attention'] = None\nimport torch\nassert torch.zeros(1) == 0"
+    code += "\ntry: vitfast.ops\nexcept ImportError as error: assert error.name == 'vitfast.ops.attention'\nelse: 1 / 0"
+    assert "torch" in modules_after(code)
+
+
+def test_docstrings_may_be_stripped():
+    """As python -OO does."""
+    code = f"import vitfast.cli; {PUBLIC}; assert not ops.__doc__"
+    subprocess.run([sys.executable, "-OO", "-c", code], check=True, env=ENVIRONMENT)
+    subprocess.run([sys.executable, "-OO", "-m", "vitfast", "eval", "--help"], check=True, env=ENVIRONMENT)
+
+
 def test_commands_that_need_no_torch_import_none():
     """Nor does the help of any command."""
     costs = "cost --model L/16 --epochs 14 --images 303e6", "cost --recipe finetune/cifar10"
@@ -109,6 +141,7 @@ def test_public_names_are_all_that_dir_shows():
     assert vitfast.kernels.configs and vitfast.ref is vitfast.ops.reference  # modules, by earlier names too
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vitfast.nothing  # noqa: B018
+    assert not hasattr(vitfast, "nothing.inside") and not hasattr(vitfast, "ops.attention")
     names = {}
     exec("from vitfast import *", names)
     assert set(vitfast.__all__) <= names.keys() and not names.keys() & {"Embedder", "transform"}

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .errors import InputError
@@ -24,7 +25,7 @@ else:  # type checkers would take any name that there is a `__getattr__` for
         """A public name, or a module by its name or its earlier one, imported at its first use."""
         if name in _HOMES:
             found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        elif importlib.util.find_spec(f"{__name__}.{name}"):
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             found = importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -101,7 +102,11 @@ class _Moved:
 
 
 class _WithTorch:
-    """Finds torch, after whose import it imports the operations, which registers them with torch."""
+    """Finds torch, after whose import it imports the operations, which registers them with torch.
+
+    Torch is imported whatever becomes of them: another thread may import them already and wait for torch, and what else
+    goes wrong is raised at their first use.
+    """
 
     @staticmethod
     def find_spec(name: str, path=None, target=None):
@@ -111,7 +116,8 @@ class _WithTorch:
 
             def exec_module(module) -> None:
                 run(module)
-                importlib.import_module(f"{__name__}.ops")
+                with suppress(Exception):
+                    importlib.import_module(f"{__name__}.ops")
 
             spec.loader.exec_module = exec_module
         return spec

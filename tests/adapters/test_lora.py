@@ -73,22 +73,29 @@ def test_outputs_and_gradients_are_those_of_peft_alone(name, dtype, order):
         torch.testing.assert_close(ours[each] / scale, gradient / scale, **tol, msg=each)
 
 
-def test_lora_draws_its_dropout_as_without_accelerate():
-    base = randomize(FAMILIES["CLIP"]()).train()
-    truth = lora(copy.deepcopy(base))
-    model = lora(vitfast.accelerate(base))
-    for each in (model, truth):
-        each.peft_config["default"].lora_dropout = 0.5
-        for layer in each.modules():
-            if hasattr(layer, "lora_dropout"):
-                layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
+DROPPING = {
+    "CLIP": FAMILIES["CLIP"],
+    "BEiT with drop path": lambda: transformers.BeitModel(transformers.BeitConfig(**SIZES, drop_path_rate=0.5)),
+    "timm with drop path": lambda: timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2, drop_path_rate=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_lora_draws_its_dropout_as_without_accelerate(name):
+    base = randomize(DROPPING[name]()).train()
+    truth = lora(copy.deepcopy(base), lora_dropout=0.5)
+    model = lora(vitfast.accelerate(base), lora_dropout=0.5)
     outputs = []
     for each in (model, truth):
         torch.manual_seed(7)
-        outputs.append(tensor(each(images("CLIP", torch.float32))))
+        with counting() as ran:
+            outputs.append(tensor(each(images(name, torch.float32))))
+        assert (ran["attention"] == 2) == (each is model)
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
     torch.manual_seed(8)
-    assert not torch.allclose(tensor(model(images("CLIP", torch.float32))), outputs[0], atol=1e-3)
+    assert not torch.allclose(tensor(model(images(name, torch.float32))), outputs[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("in_fp32", [None, True, False])

@@ -201,11 +201,15 @@ def test_a_run_from_before_the_setting_goes_on_as_it_began(folder, tmp_path, cap
     (tmp_path / "run/summary.json").unlink()
     shutil.rmtree(tmp_path / "run/checkpoints/last")
     summary = train(digits(**settings, steps=4, save_every=2))
-    assert "continues with exif_orientation=false" in caplog.text and "resumed from step 2" in caplog.text
+    assert "began with exif_orientation=false, and continues with it" in caplog.text and "from step 2" in caplog.text
     assert summary["loss"] == truth["loss"]
     assert "exif_orientation: false" in (tmp_path / "run/config.yaml").read_text()
-    with pytest.raises(vitfast.InputError, match="exif_orientation: False there, True now"):
-        train(digits(**settings, steps=4, save_every=2))
+    assert train(digits(**settings, steps=4, save_every=2))["loss"] == truth["loss"]  # the same command again
+    assert train(digits(**settings, steps=6))["steps"] == 6
+    settings["output"] = str(tmp_path / "new")
+    train(digits(**settings, steps=2))
+    with pytest.raises(vitfast.InputError, match="exif_orientation: True there, False now"):
+        train(digits(**settings, steps=4, exif_orientation=False))
 
 
 def test_embeddings_record_the_setting(folder, tmp_path):

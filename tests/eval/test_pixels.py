@@ -154,6 +154,13 @@ def test_transforms_of_timms_and_of_transformers_models(files):
         torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)  # the same pixels, normalised in another order
 
 
+def test_a_model_in_wrappers_has_the_transform_of_its_own():
+    model = vit()
+    for wrap in (torch.nn.DataParallel, torch.optim.swa_utils.AveragedModel):  # DDP keeps a model as DataParallel does
+        for wrapped in (wrap(model), torch.compile(wrap(model))):
+            assert vitfast.transform(wrapped) == vitfast.transform(model)
+
+
 def test_models_without_a_transform():
     with pytest.raises(InputError, match="transform: images have 3 channels, and the model takes 1"):
         vitfast.transform(vit(in_chans=1, mean=0.5, std=0.5))

@@ -1,5 +1,7 @@
 """The attention half of a library's encoder layer on `ops.attention_block`, or on smaller operations."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -91,12 +93,12 @@ class AttentionBlock(FusedBlock):
             return list(y[0].unflatten(-1, (3, heads, -1)).unbind(-3))
         return [each.unflatten(-1, (heads, -1)) for each in y]
 
-    def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
+    def run(self, found: Found, x: Tensor, options: dict, factors: Callable[[], dict]) -> Tensor:
         modules, (norm_weight, norm_bias, *_, proj_weight, proj_bias) = found.modules, found.tensors
         if found.around is None:
             options = dict(num_heads=self.heads(modules), **self.norm_options(modules), **options)
             tensors = norm_weight, norm_bias, *self._packed(found), proj_weight, proj_bias
-            return ops.attention_block(x, *tensors, **options, **factors)
+            return ops.attention_block(x, *tensors, **options, **factors())
         part, attention = self.part, modules[self.part.path]
         q, k, v = self._qkv(found, normalized(modules[self.norm], x))
         if part.qk_norms is not None:
@@ -105,8 +107,8 @@ class AttentionBlock(FusedBlock):
         if part.inner_norm is not None and (norm := attribute(attention, part.inner_norm)) is not None:
             o = norm(o)
         if (last := under(part.path, part.proj)) in found.wrapped:
-            return add_branch(modules[last](o), x, **factors)
-        return add_projection(o, proj_weight, proj_bias, x, **factors)
+            return add_branch(modules[last](o), x, **factors())
+        return add_projection(o, proj_weight, proj_bias, x, **factors())
 
     def _norm_of(self, norm: nn.Module, x: Tensor) -> Tensor:
         """The norm of q or k (..., H, Dh), over each head or over all."""

@@ -159,8 +159,8 @@ class FusedBlock:
     Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
     build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no operation
     computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D)
-    with offsets among the options of the call, after the block. The factors are layer_scale, drop_path and
-    residual_in_fp32.
+    with offsets among the options of the call, after the block. factors() gives layer_scale, drop_path and
+    residual_in_fp32; drop path is drawn then, as the library does after what the block calls, such as LoRA's dropout.
     """
 
     name = ""

@@ -108,7 +108,10 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     in_one_row = x.dim() == 3 and "offsets" in options  # all images in the first sample of a batch
     x = x[0] if in_one_row else x
     offsets = packed.offsets if packed is not None and x.dim() == 2 else None
-    factors = dict(residual_in_fp32=in_fp32, **found.block.factors(found, x, dtype, offsets))
+
+    def factors() -> dict:
+        return dict(residual_in_fp32=in_fp32, **found.block.factors(found, x, dtype, offsets))
+
     y = found.block.run(found, x.float() if in_fp32 else x, options, factors)
     y = y[None] if in_one_row else y
     return y.transpose(0, 1) if tokens_first else y

@@ -1,5 +1,7 @@
 """MLPs of libraries: the half of an encoder layer on one operation, or the module alone."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,22 +71,22 @@ class MlpBlock(FusedBlock):
         takes = self.part.gate is not None and self._inner_norm(modules) is not None
         return None if takes else super().around(layer, modules)
 
-    def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
+    def run(self, found: Found, x: Tensor, options: dict, factors: Callable[[], dict]) -> Tensor:
         modules, act = found.modules, dict(activation=self.activation(found.modules))
         norm, tensors = found.tensors[:2], found.tensors[2:]
         if self.part.gate is None and found.around is None:
-            return ops.mlp_block(x, *norm, *tensors, **act, **self.norm_options(modules), **factors)
+            return ops.mlp_block(x, *norm, *tensors, **act, **self.norm_options(modules), **factors())
         if self.part.gate is not None:
             tensors = self._gated(tensors)
         if found.around is None:
             options = {**self.norm_options(modules), **self._inner_norm(modules)}
-            return ops.gated_mlp_block(x, *norm, *tensors, **act, **options, **factors)
+            return ops.gated_mlp_block(x, *norm, *tensors, **act, **options, **factors())
         *first, fc2_weight, fc2_bias = tensors
         h = normalized(modules[self.norm], x)
         y = ops.linear_gelu(h, *first[-2:], **act)
         y = y if self.part.gate is None else y * F.linear(h, *first[:2])
         y = attribute(modules[self.part.path], self.part.inner_norm)(y)
-        return add_projection(y, fc2_weight, fc2_bias, x, **factors)
+        return add_projection(y, fc2_weight, fc2_bias, x, **factors())
 
 
 class MlpModule(MlpBlock):

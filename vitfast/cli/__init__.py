@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         command = import_module(f".{name}", __package__)
-        description = " ".join(command.__doc__.split())
+        description = " ".join((command.__doc__ or "").split())  # python -OO has none
         summary = description[:1].lower() + description[1:].removesuffix(".")
         sub = commands.add_parser(name, help=summary, description=description, argument_default=argparse.SUPPRESS)
         sub.set_defaults(run=command.run)

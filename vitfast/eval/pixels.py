@@ -51,15 +51,17 @@ def transform(model: nn.Module, processor=None) -> Transform:
         logits = model(vitfast.transform(model)(image)[None])
         dataset = torchvision.datasets.ImageFolder("photos", transform=vitfast.transform(model))
 
-    model: a ViT, or a model of timm or transformers, accelerated or not. processor: transformers' image processor for a
-    model of transformers, or the folder of its preprocessor_config.json; None: the one in the model's own folder or in
-    the hub's cache.
+    model: a ViT, or a model of timm or transformers, also accelerated, compiled or in DDP. processor: transformers'
+    image processor for a model of transformers, or the folder of its preprocessor_config.json; None: the one in the
+    model's own folder or in the hub's cache.
 
     The function takes a PIL image, a path, the bytes of a file, or uint8 pixels. It resizes and cuts images as the
     model says now, with Pillow's pixels, and can be pickled. Raises InputError if nothing says how images are prepared,
     if the model sees each image at a size of its own, and if it has other than 3 channels.
     """
-    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    inner = model
+    while isinstance(within := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+        inner = within  # of torch.compile's wrapper, DDP's or AveragedModel's
     if (chans := getattr(inner, "in_chans", 3)) != 3:
         raise InputError(f"transform: images have 3 channels, and the model takes {chans}")
     library, config = library_of(inner), getattr(inner, "config", None)

@@ -294,5 +294,6 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
 
 
-_summary, _text = ViT.__doc__.split("\n", 1)
-ViT.__doc__ = f"{_summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(_text)}\n"
+if ViT.__doc__:  # python -OO strips it
+    _summary, _text = ViT.__doc__.split("\n", 1)
+    ViT.__doc__ = f"{_summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(_text)}\n"

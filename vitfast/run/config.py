@@ -247,7 +247,7 @@ class Config(Recipe):
     exif_orientation: bool = plain(
         True,
         "turn images of folders upright as their EXIF orientation says; torch/, hfds/ and wds/ images stay as they are "
-        "stored, and a run that began before this setting existed continues without it",
+        "stored, and a run that began before this setting existed continues without turning",
     )
     shots: int | None = positive(None, "train on only this many images of each class")
     train_images: int | None = positive(None, "train on only this many images")

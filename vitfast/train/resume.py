@@ -180,10 +180,10 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
 def check_settings(config: Config, saved: dict, source: Path) -> None:
     """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course.
 
-    A run that does not say BEFORE's fields differs in none of them; see `as_begun`.
+    A run goes on with BEFORE's values whatever is asked; see `as_begun`.
     """
     now = course(as_plain(config))
-    saved = as_plain(Config()) | {name: now[name] for name in BEFORE} | saved
+    saved = as_plain(Config()) | saved | {name: now[name] for name in _before(saved)}
     if other := changes({name: saved[name] for name in now}, now):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
         raise InputError(f"{source} holds a run with other settings ({'; '.join(other[:3])}); {advice}")
@@ -210,12 +210,17 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
         raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(found)}); {advice}")
 
 
+def _before(saved: dict) -> dict:
+    """Those of BEFORE's values that a run has, said or from before there were these fields."""
+    return {name: value for name, value in BEFORE.items() if saved.get(name, value) == value}
+
+
 def as_begun(config: Config, record: dict) -> Config:
-    """The config of a run that goes on from a record; what that lacks is as in BEFORE."""
-    older = {name: value for name, value in BEFORE.items() if record and name not in record["settings"]}
-    if older:
-        said = ", ".join(f"{name}={str(value).lower()}" for name, value in older.items())
-        logger.info("the run began before these settings existed, and continues with %s", said)
+    """The config of a run that goes on from a record, with BEFORE's values where it began with them."""
+    older = _before(record["settings"]) if record else {}
+    if other := [name for name, value in older.items() if getattr(config, name) != value]:
+        said = ", ".join(f"{name}={str(older[name]).lower()}" for name in other)
+        logger.info("the run began with %s, and continues with it", said)
     return dataclasses.replace(config, **older)
 
 

@@ -46,6 +46,15 @@ def test_a_lightning_checkpoint_loads(tmp_path, prefix, beside, caplog):
     assert c.same(load_checkpoint(path), truth.state_dict())
 
 
+@pytest.mark.parametrize("prefix", ["", "net."])
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
+def test_single_blocks_may_be_wrapped(tmp_path, prefix, wrapper):
+    """Where `model.blocks[0] = torch.compile(model.blocks[0])`, or that of PyTorch's other wrappers."""
+    truth = c.small_timm().state_dict()
+    state = {prefix + k.replace("blocks.0.", f"blocks.0.{wrapper}"): v for k, v in truth.items()}
+    assert c.same(load_checkpoint(lightning(tmp_path / "x.ckpt", state)), truth)
+
+
 HUGGING_FACE = {
     "ViT": transformers.ViTForImageClassification(transformers.ViTConfig(**c.HF)),
     "ViT, no head": transformers.ViTModel(transformers.ViTConfig(**c.HF)),
@@ -82,6 +91,26 @@ def test_several_models_are_a_choice_of_the_user(tmp_path):
     one = eval(str(e.value).partition("save one of them: ")[2], dict(state_dict=state))  # what the message advises
     torch.save(one, tmp_path / "one.pth")
     assert load_checkpoint(tmp_path / "one.pth").keys() == c.small_timm().state_dict().keys()
+
+
+def test_a_dictionary_of_any_name_is_opened_and_several_are_a_choice(tmp_path):
+    """As {"student": ..., "teacher": ...} of DINO's full checkpoints."""
+    truth = c.small_timm().state_dict()
+    content = {"epoch": 3, "teacher": {f"backbone.{k}": v for k, v in truth.items()}, "optimizer": {"state": {}}}
+    torch.save(content, tmp_path / "x.pth")
+    assert c.same(load_checkpoint(tmp_path / "x.pth"), truth)
+    torch.save({"student": {f"module.{k}": v for k, v in truth.items()}} | content, tmp_path / "x.pth")
+    told = r"x.pth: there are 2 models in it, 'student' and 'teacher'; save one of them: checkpoint\['student'\]"
+    with pytest.raises(InputError, match=told):
+        load_checkpoint(tmp_path / "x.pth")
+
+
+def test_layers_of_peft_are_to_be_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(c.small_timm(), peft.LoraConfig(target_modules=["qkv"]))
+    path = lightning(tmp_path / "x.ckpt", {f"net.{k}": v for k, v in model.state_dict().items()})
+    with pytest.raises(InputError, match=r"peft's layers in it; save model.merge_and_unload\(\).state_dict\(\)"):
+        load_checkpoint(path)
 
 
 def test_names_that_lost_their_prefix_are_an_error(tmp_path):

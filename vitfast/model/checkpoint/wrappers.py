@@ -9,7 +9,9 @@ from .names import State
 
 # Keys of wrappers, in the order of preference: averaged weights come before raw ones, as in timm.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
-PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
+PREFIXES = ("module.", "model.", "timm_model.")
+# What PyTorch's wrappers of a module, or of one block in it, add to names: compiled, checkpointed, FSDP.
+_WRAPPED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # The patch projection, by which a ViT is found: in timm's names and Meta's, in Hugging Face's, torchvision's, CLIP's.
 _PATCHES = re.compile(
     r"(|.*\.)(patch_embed\.proj|embeddings\.patch_embeddings?(\.projection)?|conv_proj|visual\.conv1)\.weight"
@@ -25,14 +27,21 @@ def unwrap(content: dict) -> tuple[State, list[str]]:
 
     They come out of `{"state_dict": ...}` and the like, without the prefixes that wrappers of modules add to names. A
     training framework's checkpoint, such as Lightning's, has the ViT behind the name of an attribute ("model.",
-    "backbone.vit."), and heads or losses beside it. Raises InputError where there are several ViTs, or where some
-    names lack the prefix that others have.
+    "backbone.vit."), and heads or losses beside it. Raises InputError where there are several ViTs, where some names
+    lack the prefix that others have, and for the layers of peft.
     """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
-    state = {str(k): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
+    held = [k for k, v in content.items() if isinstance(v, dict) and any(_PATCHES.fullmatch(str(name)) for name in v)]
+    if len(held) > 1:
+        told = " and ".join(map(repr, held[:3]))
+        raise InputError(f"there are {len(held)} models in it, {told}; save one of them: checkpoint[{held[0]!r}]")
+    content = content[held[0]] if held else content
+    state = {_WRAPPED.sub("", str(k)): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
     while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
         state = {k[len(prefix) :]: v for k, v in state.items()}
+    if any(".base_layer." in name for name in state):
+        raise InputError("it has peft's layers in it; save model.merge_and_unload().state_dict()")
     return _within(state)
 
 
