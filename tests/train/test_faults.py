@@ -210,7 +210,12 @@ def refusals():
     yield "four", nothing_happens, "--resume gone: no checkpoint there", dict(resume="gone", output="new")
     yield "four", nothing_happens, "--weights run/checkpoints/last is in --output.*; choose another", into
     yield "four", of_another, "run is in use by process 7 on elsewhere; .*remove run/vitfast.lock", {}
-    yield "nothing", file, "file is no folder that can be written to", dict(output="file")
+    yield (
+        "nothing",
+        file,
+        "--output file cannot be written to: file is no folder that can be; choose another",
+        dict(output="file"),
+    )
     yield "nothing", file, "nothing/file is no folder that can be", dict(output="file/run/deeper")
     yield "nothing", lambda run: Path("link").symlink_to("gone"), "link is no folder that can be", dict(output="link")
 

@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     closed = (tmp_path, os.W_OK | os.X_OK)
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != closed)
     for path in (tmp_path, tmp_path / "run"):
-        with pytest.raises(InputError, match="is no folder that can be written to"):
+        with pytest.raises(InputError, match="cannot be written to"):
             run_folder.check_output(path)
 
 

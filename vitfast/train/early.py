@@ -26,7 +26,7 @@ class EarlyStop:
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(run.resolve())
         if checkpoint and not own and self.patience:
             whose = checkpoint.resolve().parents[1]
-            raise InputError(f"a run with early_stop continues only in its own folder: give --output {whose}")
+            raise InputError(f"a run with early_stop continues in its own folder only: give --output {whose}")
         for record in read_metrics(run) if own else ():
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])

@@ -100,7 +100,7 @@ def check_output(run: Path) -> None:
     """Raises InputError where a run cannot be written, or would replace what vitfast did not write."""
     there = next(path for path in (run, *run.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--output {run}: {there} is no folder that can be written to; choose another --output")
+        raise InputError(f"--output {run} cannot be written to: {there} is no folder that can be; choose another")
     ours = {"checkpoints": Path.is_dir, "tensorboard": Path.is_dir, LOCK: Path.is_file}
     ours |= {f"checkpoints/{name}": is_checkpoint for name in (LAST, PREVIOUS)}
     ours |= {f"checkpoints/{name}": _is_part for name in (WRITING, REMOVING)}

@@ -96,7 +96,7 @@ def _say_what_is_its_own(config: Config) -> None:
     """Logs where a preset's own value replaces the recipe's: positions, pooling, the activation."""
     shape, asked = {} if is_baseline(config.model) else preset(config.model), model_arguments(config)
     if own := [f"{name}={shape[name]!r}" for name in asked if name in shape and shape[name] != asked[name]]:
-        logger.warning("%s keeps its own %s; the recipe's values are not used", config.model, ", ".join(own))
+        logger.warning("%s has its own %s; the recipe's values are not used", config.model, ", ".join(own))
 
 
 def _baseline_arguments(config: Config, name: str) -> dict:
