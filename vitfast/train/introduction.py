@@ -33,13 +33,14 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
     ranks = f" on {data.ranks.world} ranks" if data.ranks.world > 1 else ""
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
+    passes += " epoch" if passes == "1" else " epochs"
     threads, loaders = _count(torch.get_num_threads(), "thread"), _count(data.workers, "loader process")
     logger.info(
         f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images {size}. "
         f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
         f"in {_classes(data)}. {UNLABELLED if config.objective == 'masked' else ''}"
         f"The run takes {_count(steps, 'step')} of {about}{_count(round(data.images_per_step), 'image')}, which is "
-        f"{about}{passes} epoch{'' if passes == '1' else 's'}, by {recipe}, on {where}{ranks}, in {_name(dtype)}, with {threads} "
+        f"{about}{passes}, by {recipe}, on {where}{ranks}, in {_name(dtype)}, with {threads} "
         f"and {loaders}{' each' if ranks else ''}. It is kept in {os.fspath(config.output)}."
     )
     if data.packing is None and config.batch_size > images:
