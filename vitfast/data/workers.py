@@ -51,7 +51,7 @@ def loader_processes(
 
 
 def leave_signals(worker: int) -> None:
-    """Leaves Ctrl-C and SIGTERM to the main process: a loader process ends where that ends it or is gone.
+    """Leaves Ctrl-C and SIGTERM to the main process, which ends its loader processes itself.
 
     Terminals and schedulers send both to every process of a run, which saves first. Python does not tell a handler who
     sent a signal, so that a thread waits for SIGTERM.

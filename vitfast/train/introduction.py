@@ -21,7 +21,7 @@ logger = logging.getLogger("vitfast")
 
 
 def introduce(config: Config, model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Logs the model, data, length, device and folder of a run; warns of lengths that mislead. The first rank alone."""
+    """Logs what a run is about to do, and warns of lengths that mislead; on the first rank."""
     if not data.ranks.first:
         return
     steps, images = total_steps(config, len(data.train), data.images_per_step), len(data.train)
