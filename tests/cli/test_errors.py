@@ -114,6 +114,16 @@ def test_an_evaluation_under_torchrun_is_printed_once(tmp_path, capsys, monkeypa
     assert printed == [1, 0]
 
 
+def test_a_loader_process_that_was_killed_is_one_line(monkeypatch, capsys, tmp_path):
+    def killed(*args):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr("vitfast.train.trainer.train", killed)
+    code, _, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "digits", "--output", tmp_path / "run")
+    said = "a process that loads images has ended (DataLoader worker (pid 7) is killed by signal: Killed.)"
+    assert code == 1 and err.startswith(f"vitfast: error: {said}; where memory ran out") and err.count("\n") == 1
+
+
 def test_debug_raises_what_is_else_one_line():
     with pytest.raises(InputError, match="unknown recipe 'nope'"):
         cli.main(["pretrain", "--recipe", "nope", "--data", "digits", "--output", "r", "--debug"])

@@ -7,6 +7,7 @@ import numpy as np
 import pictures
 import pytest
 import torch
+from commands import picture
 from runs import digits
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from torchvision.datasets import ImageFolder
@@ -121,6 +122,46 @@ def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
 
 
 # ---- labels files
+
+
+def folders(root, *names: str, count: int = 2):
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            picture(10 * number + i).save(root / name / f"{i}.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    "train, val", [("Train", "Val"), ("training", "validation"), (".", "val"), ("trainIng", "test")]
+)
+def test_splits_by_other_names_are_not_taken_for_classes(tmp_path, train, val):
+    root = folders(tmp_path, *(f"{split}/{name}" for split in (train, val) for name in ("cat", "dog")))
+    with pytest.raises(InputError, match="and no train/; name the folder of the training images .*/train, and that of"):
+        open_folder(root, (8, 8))
+
+
+def test_valid_validates_and_is_a_class_too(tmp_path):
+    names = ("invalid", "valid")
+    root = folders(tmp_path, *(f"{split}/{name}" for split in ("train", "valid") for name in names))
+    train, val = open_folder(root, (8, 8))
+    assert train.classes == val.classes == [*names] and len(train) == len(val) == 4
+    assert all("/valid/" in val.name(i).removeprefix(str(root)) for i in range(4))
+    assert open_folder(root / "valid", (8, 8))[0].classes == [*names]
+
+
+def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
+    root = folders(tmp_path, "cat", "dog")
+    for name in ("eel", ".hidden"):
+        (root / name).mkdir()
+    (root / "eel" / "notes.txt").write_text("none")
+    assert open_folder(root, (8, 8))[0].classes == ["cat", "dog"]
+    assert f"{root}: there are no images in eel, so that there is no such class" in caplog.text
+
+
+def test_one_image_of_each_class_cannot_validate(tmp_path):
+    with pytest.raises(InputError, match="has no val/ and one image of each class, of which none can validate"):
+        open_folder(folders(tmp_path, "cat", "dog", count=1), (8, 8))
 
 
 def listed(root, lines: str, split: str = "train", name: str = "labels.csv"):

@@ -1,6 +1,9 @@
 """How many processes read images: within the cores and the memory of the machine."""
 
+import multiprocessing
 import os
+import subprocess
+import time
 
 import pytest
 import torch
@@ -45,3 +48,23 @@ def test_batches_larger_than_the_memory_are_refused_before_anything_is_read(monk
     with pytest.raises(InputError, match="eval_batch_size=200 is too large"):
         open_data(digits(eval_batch_size=200), (32, 32), (8, 8), CPU)
     assert open_data(digits(eval_batch_size=100), (32, 32), (8, 8), CPU).workers == 0
+
+
+def _waits(ready) -> None:
+    workers.leave_signals(0)
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_loader_process_ends_by_its_parent_alone():
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_waits, args=(ready := context.Event(),))
+    process.start()
+    assert ready.wait(30)
+    for name in ("INT", "TERM"):
+        subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
+    process.join(0.3)
+    assert process.is_alive()
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0

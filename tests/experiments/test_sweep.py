@@ -1,7 +1,9 @@
 """The sweep over learning rates, and several runs with one."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,11 @@ import pytest
 from commands import run_cli
 from runs import digits, finetuning
 
-from vitfast import InputError
+from vitfast import InputError, ViT
 from vitfast.errors import Diverged, TrainingError
 from vitfast.experiments import runs as experiments
 from vitfast.experiments.sweep import fine_tune
-from vitfast.train.trainer import train
+from vitfast.train.trainer import Trainer, train
 
 
 @pytest.fixture
@@ -159,3 +161,20 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all_and_can_be_extend
     assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
     with pytest.raises(InputError, match="--resume takes auto or never"):
         fine_tune(config, "runs/other", sweep=True)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_at_the_end_of_a_run_starts_no_other_one(tmp_path, monkeypatch, capsys, number, code):
+    def signalled(trainer, result):
+        os.kill(os.getpid(), number)
+        return finish(trainer, result)
+
+    finish = Trainer._finish
+    monkeypatch.setattr(Trainer, "_finish", signalled)
+    ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=3).save_pretrained(tmp_path / "w")
+    command = ["finetune", "--data", "digits", "--weights", tmp_path / "w", "--output", tmp_path / "fine", "--runs", 2]
+    command += ["--steps", 1, "--img-size", 16, "--device", "cpu"]
+    assert run_cli(capsys, *command)[0] == code
+    assert (tmp_path / "fine" / "seed-0" / "summary.json").exists() and not (tmp_path / "fine" / "seed-1").exists()
+    monkeypatch.undo()
+    assert run_cli(capsys, *command)[0] == 0 and (tmp_path / "fine" / "runs.json").exists()

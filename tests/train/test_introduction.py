@@ -1,15 +1,20 @@
 """What a run says before its first step, its warnings, and fine-tuning of a folder that names no recipe."""
 
+import dataclasses
 import json
 import logging
+import re
 import shutil
 
 import pytest
+import torch
 from commands import make_folder, run_cli
 from runs import content, digits, records
 
 from vitfast import ViT
+from vitfast.run.distributed import Ranks
 from vitfast.train import introduction
+from vitfast.train.setup import set_up
 from vitfast.train.trainer import train
 
 
@@ -31,6 +36,33 @@ def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
     ):
         assert part in said
     assert said.index("This run") < said.index("validation accuracy") and "WARNING" not in said
+
+
+def test_it_says_what_is_special_about_a_run(tmp_path, caplog):
+    options = dict(img_size=16, steps=1, batch_size=1, train_images=1, workers=0)
+    said = say(caplog, digits(tmp_path / "one", **options))
+    assert "has 1 image for training" in said and "takes 1 step of 1 image, which is 1 epoch, by" in said
+    assert "learns masked patches" not in said
+    said = say(caplog, digits(tmp_path / "masked", **options, objective="masked", hidden_head=False))
+    assert "It learns masked patches, and no classes. The run takes" in said
+    many = options | dict(sizes="16:40", tokens_per_step=350, train_images=None)
+    said = say(caplog, digits(tmp_path / "sizes", **many))
+    assert "on images of sizes 16:40 and, in evaluations, 16x16 pixels." in said
+    assert re.search(r"takes 1 step of about 2\d images, which is about 0.01\d* epochs", said)
+
+
+def test_names_of_classes_are_short_and_in_one_line_and_the_first_rank_alone_says_them(tmp_path, caplog):
+    root = tmp_path / "photos"
+    make_folder(root, classes=("new\nline", "x" * 200))
+    config = digits(tmp_path / "run", data=str(root), img_size=16, batch_size=100, steps=1, workers=0)
+    model, data = set_up(config, torch.device("cpu"))
+    for rank, lines in ((1, 0), (0, 2)):
+        ranked = dataclasses.replace(data, ranks=Ranks(rank, 2))
+        with caplog.at_level(logging.INFO, "vitfast"):
+            caplog.clear()
+            introduction.introduce(config, model, ranked, torch.device("cpu"), None)
+        assert len(caplog.records) == lines
+    assert r"in 2 classes (new\nline, xxxxxxxxxxxxxxxxxx ... xxxxxxxxxxxxxxxxx). The run" in caplog.text
 
 
 def test_batches_larger_than_the_data_and_very_many_epochs_are_warned_of(tmp_path, caplog, monkeypatch):

@@ -128,6 +128,8 @@ def test_every_setting_has_words():
     assert told["lr"] == ("learning rate", "0.003") and told["betas"][1] == "0.9, 0.95"
     assert told["compile"][1] == "default" and told["layer_decay"][1] == "unset" and told["hidden_head"][1] == "yes"
     assert len({text for text, *_ in both}) == len(both)
+    for model, value in (("B/16", "that of the weights"), ("timm:resnet18", "timm:resnet18")):
+        assert ("model", value, "model") in words.settings(digits("run", model=model, weights="w"))[0]
     shown = [field for *_, field in words.settings(Config())[0]]
     assert shown == [name for name in FIELDS if name in words.SHOWN - {"epochs", "steps"}]
 

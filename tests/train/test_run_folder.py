@@ -147,6 +147,21 @@ def test_ctrl_c_says_at_once_what_follows_saves_and_exits_130(tmp_path):
     assert twice.returncode == 130 and told in said and "Traceback" not in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_to_every_process_of_a_run_leaves_a_saved_run(tmp_path, number, code):
+    """As terminals, torchrun and schedulers send it."""
+    settings = QUICK | dict(steps=400, lr_decay="constant", warmup_steps=0, workers=2)
+    command = [sys.executable, "-m", "vitfast", *map(str, pretraining_command(tmp_path / "run", **settings))]
+    process = subprocess.Popen(command, start_new_session=True, text=True, stderr=subprocess.PIPE)
+    wait_for(tmp_path / "run" / "checkpoints" / "last", process)
+    os.killpg(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in said and said.count("stopping after this step") == 1
+    stopped = re.search(r"stopped at step (\d+) of 400, saved", said)
+    assert read_training_state(tmp_path / "run" / "checkpoints" / "last")["step"] == int(stopped[1])
+
+
 @pytest.mark.long
 def test_killed_twenty_times_and_resumed_bit_for_bit(tmp_path):
     """At random moments: in a step, while saving, in a rename."""

@@ -5,10 +5,11 @@ So the core works without the extra `train`, and `vitfast --help` is quick.
 
 import argparse
 import logging
+import signal
 import sys
 from importlib import import_module
 
-from ..errors import InputError, TrainingError, install
+from ..errors import InputError, TrainingError, both_ends, install
 from ..version import __version__
 from . import completion
 
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process without a traceback
         print("vitfast: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
@@ -85,6 +87,9 @@ def _explanation(error: Exception) -> tuple[str | None, int]:
         return f"this command runs the kernels, which need triton (pip install triton, on Linux): {text}", 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
         return f"{error.name} is not installed, and this command needs it: {install('train')}", 2
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):  # PyTorch's, from anywhere
+        advice = "where memory ran out, fewer loader processes may fit, such as --set workers=1"
+        return f"a process that loads images has ended ({both_ends(text)}); {advice}", 1
     if isinstance(error, (TrainingError, OSError)):
         return text, 1
     return None, 1

@@ -17,6 +17,8 @@ from .images import Unreadable, opened, printable, read_rgb
 from .sources import Source, split
 
 HELD_OUT = 0.1  # share of a folder without val/, class by class, that validates: at least one image of two
+VALIDATION = ("val", "valid", "validation", "test")  # the first of these folders that is there validates
+SPLITS = frozenset((*VALIDATION, "train", "training", "eval", "evaluation", "testing"))  # names of no class
 LABELS = ("labels.csv", "labels.json")
 HEADER = ("file", "classes")
 NESTED = "images in {} are of the class {!r}, the outermost folder, as in torchvision (timm takes the innermost)"
@@ -72,7 +74,7 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     train_root = root / "train" if (root / "train").is_dir() else root
-    names = ("val", "validation", "test") if train_root != root else ()
+    names = VALIDATION if train_root != root else ()
     val_root = next((root / name for name in names if (root / name).is_dir()), None)
     roots = [train_root] if val_root is None else [train_root, val_root]
     listed = any((train_root / name).exists() for name in LABELS)
@@ -80,6 +82,8 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     if not val:
         logger.info("%s has no val/: %g %% of the images of each class are kept for validation", root, 100 * HELD_OUT)
         *val, train = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
+        if not len(val[0]):
+            raise InputError(f"{root} has no val/ and one image of each class, of which none can validate; add more")
     return train, *val
 
 
@@ -95,6 +99,10 @@ def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFi
     """The splits in these folders. Raises InputError if their classes differ or there is one class only."""
     sources = [_class_folder(root, min_size) for root in roots]
     classes = sources[0].classes
+    splits = [name for name in classes if name.lower() in SPLITS]
+    if roots[0].name != "train" and (len(splits) == len(classes) or {"val", "validation"} & set(splits)):
+        advice = f"name the folder of the training images {roots[0] / 'train'}, and that of the validation images val"
+        raise InputError(f"{roots[0]} holds {first_of(splits)} and no train/; {advice}")
     if len(classes) < 2:
         deeper = sorted({os.path.dirname(os.path.relpath(file, roots[0])) for file in sources[0].files} - {classes[0]})
         hint = f"; if the folders in it are the classes, give --data {roots[0] / classes[0]}" if deeper else ""
@@ -140,6 +148,9 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
     classes = sorted(set(names), key=natural_key)
     if nested := next((os.sep.join(path) for path in inside if len(path) > 1), ""):
         logger.info("%s: %s", folder, NESTED.format(printable(nested), printable(nested.partition(os.sep)[0])))
+    shown = {each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")}
+    if empty := sorted(map(printable, shown.difference(names))):
+        logger.warning("%s: there are no images in %s, so that there is no such class", folder, first_of(empty))
     numbers = {name: number for number, name in enumerate(classes)}
     return ImageFiles(files, [numbers[name] for name in names], classes, min_size)
 

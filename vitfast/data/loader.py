@@ -22,7 +22,7 @@ from .samples import ONE, PADDING, Batch, Samples, collate, seed_everything, sta
 from .shards import Shards, ShardSamples
 from .sources import Source
 from .transforms import transforms
-from .workers import PREFETCH, loader_processes
+from .workers import PREFETCH, leave_signals, loader_processes
 
 logger = logging.getLogger("vitfast")
 
@@ -82,12 +82,13 @@ class Data:
     def _stream(self) -> Iterator[tuple]:
         """The samples of Shards, epoch after epoch; timm's reader gives every rank its own."""
         dataset, samples = self.train.dataset, ShardSamples(self.train, self.train_transform)
+        options = dict(batch_size=1, num_workers=self.workers, worker_init_fn=leave_signals)
         dataset.set_loader_cfg(num_workers=self.workers)
         for epoch in itertools.count():
             dataset.set_epoch(epoch)
             seed_everything(self.config.seed, epoch)
             sample = None
-            for sample in DataLoader(samples, batch_size=1, num_workers=self.workers, collate_fn=itemgetter(0)):
+            for sample in DataLoader(samples, collate_fn=itemgetter(0), **options):
                 yield sample
             if sample is None:
                 raise InputError(f"data set {self.train.spec!r} gave no training image")
@@ -147,6 +148,7 @@ def loaded(
         collate_fn=partial(collate, together=together),
         pin_memory=device.type == "cuda",
         num_workers=workers,
+        worker_init_fn=leave_signals,
         prefetch_factor=PREFETCH if workers else None,
     )
     for batch in loader:

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import signal
+import threading
+from multiprocessing import parent_process
 from pathlib import Path
 
 from ..errors import InputError
@@ -45,6 +48,23 @@ def loader_processes(
         why = half if by_memory < by_cores else f"at most {A_CORE} for each of {cores} cores"
         logger.warning("workers=%d is lowered to %d: %s", config.workers, allowed, why)
     return allowed
+
+
+def leave_signals(worker: int) -> None:
+    """Leaves Ctrl-C and SIGTERM to the main process, which ends its loader processes itself.
+
+    Terminals and schedulers send both to every process of a run, which saves first. Python does not tell a handler who
+    sent a signal, so that a thread waits for SIGTERM.
+    """
+
+    def wait() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent_process().pid:
+            pass
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def total_memory() -> int:

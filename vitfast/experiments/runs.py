@@ -27,8 +27,8 @@ def finish(config: Config, resume: str = "auto") -> dict:
 
 
 def ended(summary: dict) -> dict:
-    """The summary of a run that came to its end. Raises Stopped."""
-    if not summary["finished"]:
+    """The summary of a run that came to its end. Raises Stopped, also where it was asked to stop there."""
+    if not summary["finished"] or summary.get("asked_to_stop"):
         raise Stopped
     return summary
 

@@ -6,31 +6,42 @@ import os
 import torch
 from torch import nn
 
+from ..data.images import printable
 from ..data.loader import Data
+from ..errors import both_ends
 from ..model.vit import ViT
 from ..run.config import Config, total_steps
 
 NAMED_CLASSES = 10  # how many classes are named
 MOST_EPOCHS = 1000  # passes over the data above which a run warns
+SHOWN = 40  # characters of a class's name
+UNLABELLED = "It learns masked patches, and no classes. "
 TASKS = dict(pretrain="pre-trains", finetune="fine-tunes")
 logger = logging.getLogger("vitfast")
 
 
 def introduce(config: Config, model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Logs the model, data, length, device and folder of a run; warns of lengths that mislead."""
+    """Logs what a run is about to do, and warns of lengths that mislead; on the first rank."""
+    if not data.ranks.first:
+        return
     steps, images = total_steps(config, len(data.train), data.images_per_step), len(data.train)
     epochs = steps * data.images_per_step / images
     weights = f" of {config.weights}" if config.weights else ""
-    size = "x".join(map(str, data.img_size))
+    side = "x".join(map(str, data.img_size))
+    size = f"of sizes {config.sizes} and, in evaluations, {side} pixels" if config.sizes else f"of {side} pixels"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     ranks = f" on {data.ranks.world} ranks" if data.ranks.world > 1 else ""
     recipe = f"recipe {config.name}" if config.name else "no recipe"
+    about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
+    passes += " epoch" if passes == "1" else " epochs"
+    threads, loaders = _count(torch.get_num_threads(), "thread"), _count(data.workers, "loader process")
     logger.info(
-        f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images of {size} pixels. "
-        f"{config.data} has {images:,} images for training and {len(data.val):,} for validation, in {_classes(data)}. "
-        f"The run takes {steps:,} steps of {data.images_per_step:,.0f} images, which is {epochs:,.4g} epochs, "
-        f"by {recipe}. It computes on {where}{ranks} in {_name(dtype)}, with {torch.get_num_threads()} threads "
-        f"and {data.workers} loader processes, and writes to {os.fspath(config.output)}."
+        f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images {size}. "
+        f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
+        f"in {_classes(data)}. {UNLABELLED if config.objective == 'masked' else ''}"
+        f"The run takes {_count(steps, 'step')} of {about}{_count(round(data.images_per_step), 'image')}, which is "
+        f"{about}{passes}, by {recipe}. It computes on {where}{ranks} in {_name(dtype)}, with {threads} "
+        f"and {loaders}{' each' if ranks else ''}, and writes to {os.fspath(config.output)}."
     )
     if data.packing is None and config.batch_size > images:
         fitting = max(1, min(64, images // 4))
@@ -58,9 +69,14 @@ def model_in_words(config: Config, model: nn.Module) -> str:
 
 def _classes(data: Data) -> str:
     """How many classes there are, and the names of the first."""
-    names = data.classes
-    shown = ", ".join(names[:NAMED_CLASSES]) + (", ..." if len(names) > NAMED_CLASSES else "")
-    return f"{len(names):,} classes ({shown})" if len(names) > 1 else f"one class ({shown})"
+    names, count = [both_ends(printable(name), SHOWN) for name in data.classes[:NAMED_CLASSES]], len(data.classes)
+    shown = ", ".join(names) + (", ..." if count > NAMED_CLASSES else "")
+    return f"{count:,} classes ({shown})" if count > 1 else f"one class ({shown})"
+
+
+def _count(number: int, name: str) -> str:
+    """ "1 step", "2 steps", "1 process", "2 processes"."""
+    return f"{number:,} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
 
 
 def _name(dtype: torch.dtype | None) -> str:

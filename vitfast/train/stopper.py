@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 
 
 class Stopper:
@@ -13,10 +14,12 @@ class Stopper:
     """
 
     def __init__(self, stack: contextlib.ExitStack, told: bool):
-        self.wanted, self.interrupted, self.told = False, False, told
+        self.wanted, self.interrupted, self.told, self.hook = False, False, told, sys.unraisablehook
         with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, self._stop))
+            stack.callback(setattr, sys, "unraisablehook", self.hook)
+            sys.unraisablehook = self._unraisable
 
     def _stop(self, number, frame):
         if self.interrupted and number == signal.SIGINT:
@@ -26,3 +29,7 @@ class Stopper:
             # Not by `print`, which may be what the signal interrupted.
             os.write(2, f"\nvitfast: stopping after this step{again}\n".encode())
         self.wanted, self.interrupted = True, self.interrupted or number == signal.SIGINT
+
+    def _unraisable(self, told):
+        if told.exc_type is not KeyboardInterrupt:  # a second Ctrl-C while the loader processes end: Python drops it
+            self.hook(told)

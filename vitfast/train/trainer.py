@@ -80,7 +80,8 @@ class Trainer:
     def fit(self) -> dict:
         """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
 
-        Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved.
+        Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved. A run that SIGTERM reached at its end has
+        asked_to_stop=True beside the summary: no other one is to follow.
         """
         self.meter, self.metrics = Meter(), None  # metrics: on the first rank alone
         with contextlib.ExitStack() as stack:
@@ -89,11 +90,14 @@ class Trainer:
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.progress):
                 result = self._go_on(stopper)
-            if self.done:
-                return self._finish(result)
-        said = "stopped at step %d of %d; the run is saved, and the same command continues it"
-        logger.info(said, self.step, self.total)
-        if stopper.interrupted:
+            summary = self._finish(result) if self.done else None
+            asked = self.ranks.agree(stopper.wanted + stopper.interrupted)
+        if summary is not None and asked < 2:
+            return summary | (dict(asked_to_stop=True) if asked else {})
+        if summary is None:
+            said = "stopped at step %d of %d; the run is saved, and the same command continues it"
+            logger.info(said, self.step, self.total)
+        if asked == 2:
             raise KeyboardInterrupt
         return dict(finished=False, step=self.step, steps=self.total)
 

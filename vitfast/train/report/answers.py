@@ -69,8 +69,8 @@ def _classes(answers: Answers, data: Data) -> tuple[str, str]:
         told = (tuple(f"{s[k]:.1%}" if of[k] else "" for s, of in zip(shares, totals)) for k in chosen)
         return [(names[k], *(f"{each[k]:,}" for each in known), *shown) for k, shown in zip(chosen, told)]
 
-    note = f"{len(names):,} classes; {_spread(images)} of {looked_at(answers, data)} validation images each"
-    note += f", {_spread(trained)} training images." if trained is not None else "."
+    note = f"Each of the {len(names):,} classes has {_spread(images)} of {looked_at(answers, data)} validation images"
+    note += f" and {_spread(trained)} of {len(data.train):,} training images." if trained is not None else "."
     if answers.named is not None:
         note += " Found: images of the class that get a probability above one half for it. Right where named: images "
         note += "with such a probability that are of the class."
@@ -124,7 +124,7 @@ def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -
         pictures.append((thumbnail(image, f"validation image, {names}"), caption, True))
     if not len(wrong):
         return f"The answers to {looked} validation images are all right.", ""
-    many = f"Of {looked} validation images, {len(wrong):,} are classified wrongly"
+    many = f"Of {looked} validation images, {len(wrong):,} {'is' if len(wrong) == 1 else 'are'} classified wrongly"
     these = "" if len(shown) == len(wrong) or note else f"; these are {len(shown)} of them"
     order = "Each shows the answer with its probability and the true class; the most confident answers come first."
     rest = fold(f"{len(pictures) - OPEN} more", gallery(pictures[OPEN:])) if pictures[OPEN:] else ""

@@ -1,5 +1,6 @@
 """Settings and results of a run in words."""
 
+from ...model.baselines import is_baseline
 from ...run.config import Config, as_plain
 
 # Fields whose names with spaces for underscores do not say it.
@@ -109,10 +110,12 @@ def value_in_words(name: str, value) -> str:
 def settings(config: Config) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """(setting, value, field) of the settings in SHOWN or other than the defaults, and of the rest."""
     defaults, shown, rest = as_plain(Config()), [], []
+    of_weights = config.weights and not is_baseline(config.model)
     for name, value in as_plain(config).items():
         if name != "about":
             part = shown if value != defaults[name] or (name in SHOWN and value is not None) else rest
-            part.append((in_words(name), value_in_words(name, value), name))
+            text = "that of the weights" if name == "model" and of_weights else value_in_words(name, value)
+            part.append((in_words(name), text, name))
     return shown, rest
 
 
