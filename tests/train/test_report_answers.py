@@ -142,7 +142,7 @@ def test_at_most_200_wrong_images_are_shown(count, monkeypatch):
     shown = [int(caption.split()[-1]) for caption in captions(text)]
     assert shown == order[:count].flip(0)[:200].tolist() and "Confusion matrix" not in sections
     assert ("; these are 200 of them" in note) == (count == 201) and ("all right" in note) == (count == 0)
-    assert ("validation images, 1 is answered wrongly." in note) == (count == 1)
+    assert ("validation images, 1 is classified wrongly." in note) == (count == 1)
     note, text = sections["Classes"]
     assert "the 1,000 classes has 0 to 1 of 300 validation images and 8 to 9 of 8,192 training images." in note
     assert len(cells(f"<h2>Classes</h2>{text}", "Classes")) == 30 and "All 1,000 classes" in text
