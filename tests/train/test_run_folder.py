@@ -133,7 +133,7 @@ def test_ctrl_c_says_at_once_what_follows_saves_and_exits_130(tmp_path):
     _, said = once.communicate()
     assert once.returncode == 130
     told = "vitfast: stopping after this step; Ctrl-C again to stop now"
-    stopped = re.search(r"stopped at step (\d+) of 400; the run is saved, and the same command continues it", said)
+    stopped = re.search(r"stopped at step (\d+) of 400, saved; the same command goes on from there", said)
     assert said.index(told) < stopped.start() and said.endswith("vitfast: interrupted\n") and "Traceback" not in said
     assert read_training_state(run / "checkpoints" / "last")["step"] == int(stopped[1])
     twice = Child(command_line, command)

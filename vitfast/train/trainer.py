@@ -95,8 +95,7 @@ class Trainer:
         if summary is not None and asked < 2:
             return summary | (dict(asked_to_stop=True) if asked else {})
         if summary is None:
-            said = "stopped at step %d of %d; the run is saved, and the same command continues it"
-            logger.info(said, self.step, self.total)
+            logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
         if asked == 2:
             raise KeyboardInterrupt
         return dict(finished=False, step=self.step, steps=self.total)
