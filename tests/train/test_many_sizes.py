@@ -60,9 +60,13 @@ def test_epochs_are_passes_over_the_data(tmp_path):
 
 @pytest.mark.long
 def test_digits_of_many_sizes_reach_the_demos_accuracy(tmp_path):
-    """The recipe of the demo with sizes: 0.9889 without; the standard error of 360 images is 0.0055."""
-    summary = train(digits(tmp_path, sizes="24:40", tokens_per_step=850, pos_embed="factorized"))
-    assert summary["accuracy"] >= 0.9889 - 2 * 0.0055
+    """The recipe of the demo with sizes, in the mean of three seeds: 0.9889 without; 360 images have an error of 0.0055.
+
+    With torch 2.14 the seeds gave 0.9694, 0.9833 and 0.9944.
+    """
+    fields = dict(sizes="24:40", tokens_per_step=850, pos_embed="factorized")
+    found = [train(digits(tmp_path / str(seed), seed=seed, **fields))["accuracy"] for seed in range(3)]
+    assert sum(found) / 3 >= 0.9889 - 2 * 0.0055, found
 
 
 def test_finetuning_takes_sizes(tmp_path):
