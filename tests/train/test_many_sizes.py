@@ -60,7 +60,7 @@ def test_epochs_are_passes_over_the_data(tmp_path):
 
 @pytest.mark.long
 def test_digits_of_many_sizes_reach_the_demos_accuracy(tmp_path):
-    """The recipe of the demo with sizes, in the mean of three seeds: 0.9889 without; 360 images have an error of 0.0055.
+    """The recipe of the demo with sizes, the mean of three seeds: 0.9889 without; 360 images have an error of 0.0055.
 
     With torch 2.14 the seeds gave 0.9694, 0.9833 and 0.9944.
     """
