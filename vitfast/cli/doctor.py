@@ -13,12 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--json", help="print the results as JSON")
     only = "check only operations whose name contains this, such as attention; can be repeated (default: all)"
     add("--only", metavar="NAME", action="append", default=[], help=only)
-    add(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="",
-        help="dtype of the checks (default: all that run here)",
-    )
+    add_shared(parser, "--dtype", default="", help="dtype of the checks (default: all that run here)")
     jobs = "number of processes, at most one for each CPU and for every 4 GiB free on the GPU; "
     jobs += "more than one is quicker but shows no times "
     jobs += "(default 1; with --interpreted one for each CPU)"

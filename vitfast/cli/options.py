@@ -15,6 +15,7 @@ SETTINGS = (
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda if there is a GPU"),
+    "--dtype": dict(choices=("bfloat16", "float16", "float32")),
     "--json": dict(action="store_true", default=False, help="print the result as JSON"),
     "--num-heads": dict(metavar="N", type=int, help="heads, if neither the weights nor a preset of their size say it"),
     "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),

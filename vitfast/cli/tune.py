@@ -2,17 +2,14 @@
 
 import argparse
 
+from .options import add_shared
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = "models whose sizes are timed: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)"
     add("--model", metavar="NAME", nargs="+", default=["B/16"], help=model)
-    add(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="dtype that is timed (default bfloat16)",
-    )
+    add_shared(parser, "--dtype", default="bfloat16", help="dtype that is timed (default bfloat16)")
     only = "tune only operations whose name contains this, such as attention or gelu"
     add("--only", metavar="NAME", default="", help=only)
     seconds = "time limit in all (default 400 seconds for each model); what is found by then is kept"

@@ -130,8 +130,9 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
         found = list(visible_files(str(folder), refuse_circles=True))
     except OSError as error:
         raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
-    files = sorted((file for file in found if suffix(file) in SUFFIXES), key=natural_key)
-    known, unlisted = ", ".join(sorted(SUFFIXES)), [suffix(file) for file in found if suffix(file) in UNLISTED]
+    suffixes, known = list(map(suffix, found)), ", ".join(sorted(SUFFIXES))
+    files = sorted((file for file, kind in zip(found, suffixes) if kind in SUFFIXES), key=natural_key)
+    unlisted = [kind for kind in suffixes if kind in UNLISTED]
     if unlisted:
         kinds = " ".join(sorted(set(unlisted)))
         logger.warning("%s: %d files (%s) are ignored; known are %s", folder, len(unlisted), kinds, known)
@@ -143,16 +144,16 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
         stray = printable(files[folders.index(str(folder))])
         listing = f"list the images and their classes in {folder / LABELS[0]}"
         raise InputError(f"{stray} lies in no class folder: move it into one, or {listing}")
-    inside = [each.removeprefix(str(folder)).strip(os.sep).split(os.sep) for each in folders]
-    names = [path[0] for path in inside]
-    classes = sorted(set(names), key=natural_key)
-    if nested := next((os.sep.join(path) for path in inside if len(path) > 1), ""):
+    inside = {each: each.removeprefix(str(folder)).strip(os.sep) for each in dict.fromkeys(folders)}
+    names = {each: path.partition(os.sep)[0] for each, path in inside.items()}
+    classes = sorted(set(names.values()), key=natural_key)
+    if nested := next((path for path in inside.values() if os.sep in path), ""):
         logger.info("%s: %s", folder, NESTED.format(printable(nested), printable(nested.partition(os.sep)[0])))
     shown = {each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")}
-    if empty := sorted(map(printable, shown.difference(names))):
+    if empty := sorted(map(printable, shown.difference(classes))):
         logger.warning("%s: there are no images in %s, so that there is no such class", folder, first_of(empty))
     numbers = {name: number for number, name in enumerate(classes)}
-    return ImageFiles(files, [numbers[name] for name in names], classes, min_size)
+    return ImageFiles(files, [numbers[names[each]] for each in folders], classes, min_size)
 
 
 def _check_classes(folder: Path, source: ImageFiles) -> None:
