@@ -3,7 +3,8 @@
 The part for dQ also writes delta = rowsum(o do), which the other reads. The two parts are two kernels with a program
 for each block; or, where a head is short enough to stay in the cache, two phases of one program for each head. They
 compute seven matrix products where backward_head.py has five, but carry nothing from one block to the next. The inner
-loop has blocks as in forward_tiled.py: first a short masked one, then whole ones without masks.
+loop has blocks as in forward_tiled.py: first a short masked one, then whole ones without masks. The outer blocks too
+end with a short one of 16 rows where that is enough, as for 197 = 3 x 64 + 5, which would else cost as much as 64.
 """
 
 import triton
@@ -190,8 +191,12 @@ def keys_bwd(
 
 @triton.jit
 def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.constexpr):
-    """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32."""
-    store_sums(sums_ptr, dkdv[0], block * 2, h, H, QK)
+    """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32.
+
+    The rows of dS sum to zero, and so dK to zero over all keys, unless it is rotated back.
+    """
+    dk = zero_head_rows(1, QK) if QK.rope_layout == "" else dkdv[0]
+    store_sums(sums_ptr, dk, block * 2, h, H, QK)
     store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
 
 
@@ -215,8 +220,9 @@ def _attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
 ):
-    """dQ and delta of BLOCK_M queries of one head."""
+    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block."""
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
@@ -230,6 +236,14 @@ def _attention_bwd_dq_kernel(
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
+    if SHORT_M > 0:
+        if index == n // BLOCK_M:
+            dq_block = queries_bwd(
+                heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, SHORT_M, BLOCK_N, LAST_N, VARIES
+            )
+            if SUMS:
+                store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+            return
     dq_block = queries_bwd(
         heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
     )
@@ -257,8 +271,9 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
 ):
-    """dK and dV of BLOCK_N keys of one head."""
+    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block."""
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
@@ -272,6 +287,14 @@ def _attention_bwd_dkdv_kernel(
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
+    if SHORT_N > 0:
+        if index == n // BLOCK_N:
+            dkdv = keys_bwd(
+                heads, grad_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, SHORT_N, BLOCK_M, LAST_M, PACKED
+            )
+            if SUMS:
+                store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
+            return
     dkdv = keys_bwd(
         heads, grad_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED
     )

@@ -3,9 +3,9 @@
 A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128, or one for
 the heads that it names. Each is (warps, stages, BLOCK_M, BLOCK_N): of a few, tried from large to small, the first that
 compiled without spills and with every product on the tensor cores: in Triton 3.9 for every case of its cell in
-tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. None was timed. Options cost registers: rotary
-positions hold a second half of each head and its tables, masks a block of numbers beside the logits, and padded heads
-the mask of their columns ("m": 104 to 120 with interleaved pairs is the narrowest).
+tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. None was timed but those of HEADS_64. Options cost
+registers: rotary positions hold a second half of each head and its tables, masks a block of numbers beside the logits,
+and padded heads the mask of their columns ("m": 104 to 120 with interleaved pairs is the narrowest).
 
 Shape classes (attention_class in attention/launchers.py): the padded head size, "n", or "m" where the head is padded;
 tokens up to 64, 128, 256, 320 or "long"; "r" or "f" for rotary positions, "b" for a bias, "k" for lengths of keys; for
@@ -19,6 +19,7 @@ from .tiles import ATTENTION_LIBRARIES, Rule, config
 # GPU generations by the instruction of their products; the last two run it beside other instructions.
 MMA_SYNC, WGMMA, TCGEN05 = (80, 89, 120), (90,), (100,)
 ASYNC = WGMMA + TCGEN05
+HEADS_64 = "d64n[1-6]*[0-9]"  # heads of 64, up to 320 tokens, no options
 MASKED, ROTARY, PACKED, PLAIN, ANY = "*[bk]", "*[rf]*", "p", "*[0-9g]", "*"  # ends of shape classes
 Cell = tuple[int, int, int, int]
 
@@ -79,8 +80,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, "single_pass", BLOCK_M=64), TCGEN05, shape="d[89]?m*"),
         Rule(config(4, 1, "single_pass", BLOCK_M=64)),
     ),
-    # One program a head where Q, K, V and dO of a head and its sums fit: 5 products in place of 7.
+    # One program a head where Q, K, V and dO of a head and its sums fit: 5 products in place of 7. Three of them on a
+    # multiprocessor wait for loads most of their time, so at heads of 64 small programs of two kernels are faster: 607
+    # us against 946 on an H100 (B/16, batch 256, 197 tokens, bf16), 246 of them for dQ. Other sizes were not timed.
     "attention_bwd": (
+        Rule(config(provider="tiled"), WGMMA, "16", HEADS_64),
         _per_head(90, "d[13][26][mn][1-6]*[0-9]", programs=4, maxnreg=128),
         _per_head(90, "d[46][48][mn][1-6]*[0-9]", programs=3, maxnreg=168),
         _per_head(90, "d[89][06][mn][1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
@@ -108,6 +112,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_row(WGMMA, PACKED, (4, 2, 64, 64)),
         *_row(TCGEN05, PACKED, (4, 2, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
         *_row(TCGEN05, "64", (8, 2, 64, 64), heads="d64?"),
+        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=32), WGMMA, shape=HEADS_64),
         Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), shape="*320 *64"),
         Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64)),
     ),
@@ -128,6 +133,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_row(TCGEN05, ROTARY, (8, 2, 64, 128), (8, 1, 32, 64), (8, 1, 32, 64)),
         *_row(WGMMA, PACKED, (4, 3, 64, 64), (8, 2, 32, 64), (8, 2, 32, 64)),
         *_row(TCGEN05, PACKED, (4, 3, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
+        Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64), WGMMA, shape=HEADS_64),
         *_row(WGMMA, ANY, (8, 2, 64, 128), (8, 2, 64, 128), (8, 2, 32, 128)),
         *_row(TCGEN05, ANY, (4, 3, 64, 64), (4, 3, 64, 64), (8, 2, 64, 128)),
         Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64)),
@@ -159,6 +165,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
+        _per_head(90, HEADS_64, programs=3, maxnreg=168),
         _per_head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
         _per_head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
         Rule(config(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), (90,), "16", _SHORT),

@@ -118,6 +118,20 @@ def test_what_keys_have_in_common_cancels_in_dq():
         assert not ours["bias gradient"].view(3, -1)[1].any()  # rows of dS sum to zero
 
 
+# Few rows after the last whole block
+
+
+@pytest.mark.parametrize("N", [1, 16, 63, 64, 65, 80, 81, 197])
+def test_few_rows_after_the_last_whole_block(N, each_path):
+    """Up to 16 of them take a block of 16, and the sums of the bias's gradient have theirs."""
+    qkv, do = random(1, N, 2, 64, torch.bfloat16)
+    check_attention(qkv, do)
+    launches = launch.record(lambda: by_launchers(qkv, do))
+    wanted = 16 if N in (1, 16, 65, 80, 197) else 0
+    found = [value for ran in launches for name, value in ran.arguments.items() if name.startswith("SHORT_")]
+    assert found == [wanted] * len(found) and (found or each_path != "tiled")
+
+
 # Where things lie in memory
 
 
