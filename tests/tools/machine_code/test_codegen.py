@@ -23,8 +23,10 @@ def measured(row: dict) -> tuple:
 # and count on as many.
 PROGRAMS = {
     "_attention_fwd_short_kernel": {("B/16 attention", "L/16 attention"): 3},
+    "_attention_bwd_dq_kernel": {("B/16 attention backward", "L/16 attention backward"): 5},
+    "_attention_bwd_dkdv_kernel": {("B/16 attention backward", "L/16 attention backward"): 4},
     "_attention_bwd_head_kernel": {
-        ("B/16 attention backward", "B/32 attention backward", "L/16 attention backward"): 3,
+        tuple(f"{size} attention backward (per_head)" for size in ("B/16", "B/32", "L/16")): 3,
         ("Dh 80 attention backward",): 2,
         ("Dh 32 attention backward",): 4,
     },
