@@ -138,8 +138,11 @@ def _dkdv_step(
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
-    lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
-    delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
+    if MASK:
+        lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
+        delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
+    else:
+        lse, delta = tl.load(lse_row + rows), tl.load(delta_row + rows)
     s = add_bias(dot_nt(k, q, QK), bias, rows, cols, N, scale, True)
     p = softmax_weights(s, lse[None, :], bias, scale)
     dv = accumulate(dv, p, do, HEAD)
