@@ -85,27 +85,29 @@ def queries_bwd(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
+    MASKED: tl.constexpr,
     VARIES: tl.constexpr,
+    MASK: tl.constexpr = True,  # whether the queries may pass N
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
     ROTATES: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
-    q = load_rotated_rows(q_head, rope, rows, N, True, QK)
-    do = load_head_rows(do_head, rows, N, True, HEAD)
-    delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
+    q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
+    do = load_head_rows(do_head, rows, N, MASK, HEAD)
+    delta = row_dot(load_head_rows(o_head, rows, N, MASK, HEAD), do)
     tl.store(delta_row + rows, delta, mask=rows < N)
     # +inf past N: those queries weigh nothing
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     dq = zero_head_rows(BLOCK_M, QK)
-    whole = whole_blocks(keys, BLOCK_N, VARIES)
+    whole = keys if MASKED else whole_blocks(keys, BLOCK_N, VARIES)
     if LAST_N > 0:
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
         )
     for start in tl.range(0, whole, BLOCK_N, disable_licm=ROTATES):
         dq = _dq_step(
-            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, False, QK, HEAD
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, MASKED, QK, HEAD
         )
     return store_unrotated_rows(dq_head, [chunk * scale for chunk in dq], rope, rows, N, UNROTATE, QK)
 
@@ -138,8 +140,8 @@ def _dkdv_step(
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
-    if MASK:
-        lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
+    if MASK:  # past N all are zero, and so is what those queries add
+        lse = tl.load(lse_row + rows, mask=rows < N, other=0.0)
         delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     else:
         lse, delta = tl.load(lse_row + rows), tl.load(delta_row + rows)
@@ -168,22 +170,26 @@ def keys_bwd(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
+    MASKED: tl.constexpr,
     VARIES: tl.constexpr,
+    MASK: tl.constexpr = True,  # whether some keys may not count
 ):
     """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
-    k = load_rotated_rows(k_head, rope, cols, keys, True, QK)
-    v = load_head_rows(v_head, cols, keys, True, HEAD)
+    k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
+    v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
-    whole, loads, rest = whole_blocks(N, BLOCK_M, VARIES), (q_head, do_head), (lse_row, delta_row, cols)
+    whole = N if MASKED else whole_blocks(N, BLOCK_M, VARIES)
+    loads, rest = (q_head, do_head), (lse_row, delta_row, cols)
     if LAST_M > 0:
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
-        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
-    # Keys that do not count have gathered gradients like the others, in their own rows; they are zeroed here.
-    dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
-    dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, MASKED, QK, HEAD)
+    dk = [chunk * scale for chunk in dk]
+    if MASK:  # keys that do not count have gathered gradients like the others, in their own rows; they are zeroed here
+        dk = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dk]
+        dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
     if rope is not None:
         # Without it the tables read for k would stay in registers until here. For dQ the store of delta prevents that.
         tl.debug_barrier()
@@ -224,8 +230,12 @@ def _attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
     SHORT_M: tl.constexpr,
+    MASKED: tl.constexpr = 0,
 ):
-    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block."""
+    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block.
+
+    MASKED: the loop masks its blocks, and LAST_N is 0, since no short block comes first.
+    """
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
@@ -238,17 +248,17 @@ def _attention_bwd_dq_kernel(
     dq_head = head_of(dq, b, h, HEAD, first, PACKED)
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
+    rows = (keys_of(terms[2], b, n), lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n, scale)
     if SHORT_M > 0:
         if index == n // BLOCK_M:
             dq_block = queries_bwd(
-                heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, SHORT_M, BLOCK_N, LAST_N, VARIES
+                heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_M, BLOCK_N, LAST_N, MASKED, VARIES
             )
             if SUMS:
                 store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
             return
     dq_block = queries_bwd(
-        heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
+        heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, MASKED, VARIES, SHORT_M == 0
     )
     if SUMS:
         store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
@@ -275,8 +285,12 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
     SHORT_N: tl.constexpr,
+    MASKED: tl.constexpr = 0,
 ):
-    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block."""
+    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block.
+
+    MASKED: the loop masks its blocks, and LAST_M is 0, since no short block comes first.
+    """
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
@@ -289,17 +303,17 @@ def _attention_bwd_dkdv_kernel(
     grad_heads = [head_of(x, b, h, HEAD, first, PACKED) for x in grads]
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
+    rows = (keys_of(terms[2], b, n), lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n, scale)
     if SHORT_N > 0:
         if index == n // BLOCK_N:
             dkdv = keys_bwd(
-                heads, grad_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, SHORT_N, BLOCK_M, LAST_M, PACKED
+                heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_N, BLOCK_M, LAST_M, MASKED, PACKED
             )
             if SUMS:
                 store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
             return
     dkdv = keys_bwd(
-        heads, grad_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED
+        heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, MASKED, PACKED, SHORT_N == 0
     )
     if SUMS:
         store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
@@ -343,18 +357,19 @@ def _attention_bwd_phases_kernel(
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys = keys_of(terms[2], b, N)
     for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
-        rows = (lse_row, delta_row, index * BLOCK_M1, N)
+        rows = (keys, lse_row, delta_row, index * BLOCK_M1, N, scale)
         dq_block = queries_bwd(
-            heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, VARIES
+            heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, 0, VARIES
         )
         if SUMS:
             store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
     # delta was written by other threads of this program
     tl.debug_barrier()
+    without_o = (heads[0], heads[1], heads[2], heads[4])
     for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
-        without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
+        rows = (keys, lse_row, delta_row, index * BLOCK_N2, N, scale)
         dkdv = keys_bwd(
-            without_o, kv_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, False
+            without_o, kv_heads, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, 0, False
         )
         if SUMS:
             store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

@@ -172,4 +172,10 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         Rule(config(provider="tiled")),
         *_ATTENTION,
     ),
+    # MASKED: one loop over all blocks, where else a short masked one comes first, whose loads nothing hides.
+    "attention_bwd_dq": (Rule(config(4, 3, BLOCK_M=64, BLOCK_N=32, MASKED=1), WGMMA, "16", HEADS_64, "masked"),),
+    "attention_bwd_dkdv": (
+        Rule(config(4, 3, maxnreg=128, BLOCK_M=32, BLOCK_N=64, MASKED=1), WGMMA, "16", HEADS_64, "masked"),
+        Rule(config(4, 3, BLOCK_M=32, BLOCK_N=64), WGMMA, "16", HEADS_64, "stages"),
+    ),
 }

@@ -32,8 +32,12 @@ TILED = {
     "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64),
     "column_sums": tiles.config(8, 1, BLOCK_P=256, BLOCK_D=1024),  # the interpreter pays per program
 }
+MASKED = TILED | {
+    "attention_bwd_dq": tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32, MASKED=1),
+    "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64, MASKED=1),
+}
 PHASES = TILED | {"attention_bwd": tiles.config(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)}
-PATHS = {"whole": WHOLE, "tiled": TILED, "phases": PHASES}
+PATHS = {"whole": WHOLE, "tiled": TILED, "masked": MASKED, "phases": PHASES}
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def each_path(request):
         yield request.param
 
 
-@pytest.fixture(params=["tiled", "phases"])
+@pytest.fixture(params=["tiled", "masked", "phases"])
 def each_path_with_logits(request):
     """Those that take rotary positions, biases and lengths of keys."""
     with path(request.param):
