@@ -183,7 +183,11 @@ def attention_fwd(
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
     if config.provider == "single_pass":
-        blocks = cdiv(N, config["BLOCK_M"])
+        short = N > config["BLOCK_M"] and _short_block(q, config["BLOCK_M"], options) == common.get("SHORT_M")
+        if not short:  # a limit of registers is for the short block's kernel
+            common |= dict(SHORT_M=0)
+            common.pop("maxnreg", None)
+        blocks = N // config["BLOCK_M"] if short else cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)

@@ -160,6 +160,8 @@ _SHORT = "d[1-6][24568][mn][1-6]*"  # attention over at most 320 tokens, heads o
 
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "attention_fwd": (
+        # SHORT_M: the size of the last block where it is enough, as for 197 = 3 x 64 + 5, and then maxnreg holds.
+        Rule(config(4, 1, "single_pass", 168, BLOCK_M=64, SHORT_M=16), WGMMA, "16", "d64n256", "short"),
         Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16", shape="d*[0-9]n*"),
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
         *_ATTENTION,
