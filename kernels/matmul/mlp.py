@@ -152,15 +152,16 @@ def dgelu_matmul_kernel(
     COLS: tl.constexpr = BLOCK_N // SUBTILES
     index_m, first_m, first_n = block_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act.
+    EARLY: tl.constexpr = BOX and act_ptr is None
     pres = ()
-    # pre is on its way during the main loop, which leaves it registers where it needs none for addresses.
-    for i in tl.static_range(SUBTILES if BOX else 0):
+    for i in tl.static_range(SUBTILES if EARLY else 0):
         pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
     acc = product(a_ptr, b_ptr, (first_m, first_n, 0), (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     pieces = split_columns(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         first = first_n + i * COLS
-        if BOX:
+        if EARLY:
             pre = pres[i]
         else:
             pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
