@@ -159,6 +159,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
+        Rule(config(4, 1, "resident", BLOCK_N=32, STAGES=3), (90,), "16", "d64[nm]64 d64[nm]128 d64[nm]256"),
         _per_head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
         _per_head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
         Rule(config(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), (90,), "16", _SHORT),
