@@ -7,6 +7,7 @@ logits never in memory, made for the short, odd sequences of vision (50, 197, 25
   without rescaling, several blocks of queries one after the other;
 - forward, "tiled" (forward_tiled.py): online softmax over blocks of keys;
 - backward, "per_head" (backward_head.py): one program for a head, 5 matrix products;
+- backward, "resident" (backward_resident.py): the same, with all of Q, dO and dQ in the program;
 - backward, "tiled" (backward_tiled.py): one kernel for dQ (which also writes delta = rowsum(o do)), one for dK and
   dV; or "phases": both in one program for a head, one after the other. Either way there are 7 matrix products.
 
@@ -28,6 +29,7 @@ from ..configs import tiles
 from ..launch import batch_invariant, cdiv, fp32_precision, launch
 from ..rows import row_programs, scale_rows
 from .backward_head import _attention_bwd_head_kernel
+from .backward_resident import are_one_tensor, launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .common import Head, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
@@ -84,14 +86,14 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
 
 
 # Providers that lack rotary positions; that lack a bias and key lengths; that lack packed samples.
-_NO_ROPE = ("per_head", *tiles.ATTENTION_LIBRARIES)
+_NO_ROPE = ("per_head", "resident", *tiles.ATTENTION_LIBRARIES)
 _NO_MASK = ("single_pass", *_NO_ROPE)
 _NO_OFFSETS = ("phases", *_NO_MASK)
 
 
-def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN) -> tiles.KernelConfig:
+def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
     suffix = options.suffix(q.shape[-1])
-    without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
+    without = unfit if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
     without = without if options.offsets is None else _NO_OFFSETS
     whole = op == "attention_fwd" and batch_invariant()  # padded samples have the tokens of a neighbour
     tokens = sys.maxsize if whole else q.shape[1]
@@ -219,7 +221,8 @@ def attention_bwd(
     dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
-    config = _lookup("attention_bwd", q, options)
+    one = as_qkv and serves(q, k, v, head_chunks(D))
+    config = _lookup("attention_bwd", q, options, () if one else ("resident",))
     if config.provider in tiles.ATTENTION_LIBRARIES:
         grads = tiles.library("attention").backward(config.provider, q, k, v, o, lse, do, scale, as_qkv)
         if not want_bias_grad:
@@ -338,16 +341,6 @@ def attention_bwd_dkdv(
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 
-def _are_one_tensor(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v (B, N, H, Dh) are slices of one (B, N, 3, H, Dh) tensor, each after the other."""
-    strides, start = q.stride(), q.storage_offset()
-    step = q.shape[2] * strides[2]
-    if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):
-        return False
-    same_strides = strides == k.stride() == v.stride()
-    return same_strides and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
-
-
 _BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))
 
 
@@ -359,7 +352,7 @@ def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str
     not slices of one tensor, where there are no elements, or where blocks of queries and keys differ in size.
     """
     (B, N, H, D), rows, step = q.shape, config["BLOCK_M"], 16 // q.element_size()
-    if rows != config["BLOCK_N"] or not q.numel() or not (_are_one_tensor(q, k, v) and _are_one_tensor(dq, dk, dv)):
+    if rows != config["BLOCK_N"] or not q.numel() or not (are_one_tensor(q, k, v) and are_one_tensor(dq, dk, dv)):
         return _BOXES
     first, second = head_chunks(D)
     boxes = dict(_BOXES)
@@ -394,6 +387,11 @@ def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options
         last = dict(LAST_N1=_last_keys(N, config["BLOCK_N1"], options), LAST_M2=last_block(N, config["BLOCK_M2"]))
         launch(_attention_bwd_phases_kernel, (B * H,), **common, **last)
         return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
+
+    if config.provider == "resident":
+        sums = _sums(q, want_sums, B, 3)
+        launch_resident(common, common.pop("inputs"), common.pop("grads")[0], sums)
+        return sums.sum(0).flatten() if want_sums else None
 
     block_n, padded = config["BLOCK_N"], cdiv(N, config["BLOCK_M"]) * config["BLOCK_M"]
     programs = row_programs(q.device, common.pop("PER_SM"), B * H)

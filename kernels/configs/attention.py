@@ -167,6 +167,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
+        Rule(config(4, 1, "resident", BLOCK_N=32, STAGES=3), (90,), "16", "d64[nm]64 d64[nm]128 d64[nm]256"),
         _per_head(90, HEADS_64, programs=3, maxnreg=168),
         _per_head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
         _per_head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),

@@ -22,7 +22,16 @@ from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import column_sums, contiguous_or_none
 from .activations import activate, activate_and_slope, activated, activation_bwd
-from .product import block_offsets, load_columns, operands, output_block, product_class, row_product, split_columns
+from .product import (
+    block_offsets,
+    load_columns,
+    operands,
+    output_block,
+    product_class,
+    row_product,
+    split_columns,
+    unfit,
+)
 
 
 @triton.jit
@@ -98,7 +107,7 @@ def gated_linear_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    _, first_m, first_n = block_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    _, first_m, first_n = block_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     matrices = a_ptr, up_weight_ptr, gate_weight_ptr
     sums = two_products(*matrices, first_m, first_n, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     ups, gates = split_columns(sums[0], SUBTILES), split_columns(sums[1], SUBTILES)
@@ -167,7 +176,18 @@ def dgated_matmul_kernel(
     SUBTILES: tl.constexpr,
 ):
     index_m, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        tl.program_id(0),
+        a_ptr,
+        b_ptr,
+        (M, N, K),
+        strides,
+        LOADS,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP_M,
+        SUBTILES,
     )
     pointers = in_ptrs, out_ptrs, sum_ptrs
     for i in tl.static_range(SUBTILES):
@@ -209,18 +229,16 @@ def gated_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h, up, gate), (M, N) in x's dtype, for x (M, K), weights (N, K); up, gate are (0,) unless `save`."""
     (m, k), n, empty = x.shape, up_weight.shape[0], x.new_empty(0)
-    config = tiles.lookup("gated_linear_fwd", x, product_class(k, n))
+    config = tiles.lookup("gated_linear_fwd", x, product_class(k, n), unfit(x, up_weight, gate_weight))
     if config.provider == "cublas":
         up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
         h = activated(gate, activation).mul_(up)
         return (h, up, gate) if save else (h, empty, empty)
     blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     even = k % blocks[2] == 0
-    (a, up_w, loads), (_, gate_w, same) = (
+    (a, up_w, loads), (_, gate_w, _) = (
         operands(x, weight, config.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
     )
-    if loads != same:  # only one of the weights can be read through a descriptor
-        a, up_w, gate_w, loads = x, up_weight, gate_weight, "even" if even else "masked"
     h, *saved = (torch.empty((m, n), dtype=x.dtype, device=x.device) for _ in range(3 if save else 1))
     up, gate = saved or (None, None)
     launch(
@@ -273,7 +291,7 @@ def dgated_matmul(
     g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype.
     """
     (m, k), n = g.shape, weight.shape[1]
-    config = tiles.lookup("dgated_matmul", g, product_class(k, n))
+    config = tiles.lookup("dgated_matmul", g, product_class(k, n), unfit(g, weight))
     if config.provider == "cublas":
         return gated_bwd(torch.mm(g, weight), up, gate, activation, want_sums, want_h)
     pointers = _outputs(up, cdiv(m, config["BLOCK_M"]), want_h, want_sums)

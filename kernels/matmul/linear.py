@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..configs import tiles
 from ..launch import launch
 from ..rows import contiguous_or_none, row_factors
-from .product import load_columns, output_block, product_class, row_product
+from .product import count_blocks, load_columns, output_block, product_class, row_product, unfit
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -40,23 +40,29 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    _, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
-    )
-    for i in tl.static_range(SUBTILES):
-        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-        out = pieces[i]
-        if bias_ptr is not None:
-            out += load_columns(bias_ptr, cols, N)
-        if ls_ptr is not None:
-            out *= load_columns(ls_ptr, cols, N)
-        if dp_ptr is not None:
-            out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
-        if res_ptr is not None:
-            out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+    blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
+    for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=PERSISTENT):
+        _, offs_m, first_n, pieces = output_block(
+            pid, a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        )
+        for i in tl.static_range(SUBTILES):
+            cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+            mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+            out = pieces[i]
+            if bias_ptr is not None:
+                out += load_columns(bias_ptr, cols, N)
+            if ls_ptr is not None:
+                out *= load_columns(ls_ptr, cols, N)
+            if dp_ptr is not None:
+                out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+            if res_ptr is not None:
+                out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(
+                    tl.float32
+                )
+            at = offs_m[:, None] * stride_om + cols[None, :]
+            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch_linear(
@@ -72,6 +78,7 @@ def _launch_linear(
 ) -> Tensor:
     """Launches x (M, K) times weight, (K, N) for kind "nn" or (N, K) for "nt", with the epilogue."""
     grid, shared = row_product(x, weight, config, kind)
+    shared["PERSISTENT"] = config.provider == "persistent"
     out = torch.empty((shared["M"], shared["N"]), dtype=(x if residual is None else residual).dtype, device=x.device)
     launch(
         linear_kernel,
@@ -91,7 +98,7 @@ def _launch_linear(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x (M, K), weight (N, K) -> (M, N) in x's dtype."""
-    config = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]))
+    config = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]), unfit(x, weight))
     if config.provider == "cublas":
         return F.linear(x, weight, bias)
     return _launch_linear(x, weight, bias, config, "nt")
@@ -99,7 +106,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
     """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
-    config = tiles.lookup("input_grad", g, product_class(*weight.shape))
+    config = tiles.lookup("input_grad", g, product_class(*weight.shape), unfit(g, weight))
     if config.provider == "cublas":
         return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)
     return _launch_linear(g, weight, None, config, "nn", onto)
@@ -120,8 +127,9 @@ def linear_residual(
     computes in fp32 and rounds once, to residual's dtype (fp32, or x's).
     """
     factors = layer_scale is not None or drop_path is not None
-    shape = product_class(x.shape[1], weight.shape[0])
-    config = tiles.lookup("linear_residual_fwd", x, shape, without=("cublaslt",) if factors else ())
+    shape = product_class(x.shape[1], weight.shape[0], x.shape[0])
+    without = unfit(x, weight) + (("cublaslt",) if factors else ())
+    config = tiles.lookup("linear_residual_fwd", x, shape, without)
     if config.provider == "cublaslt":
         return tiles.library("cublaslt").linear_residual(x, weight, bias, residual)
     if config.provider == "cublas":

@@ -21,7 +21,18 @@ from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import column_sums, contiguous_or_none
 from .activations import activate, activate_and_slope, activated, activation_bwd
-from .product import load_columns, output_block, product_class, row_product
+from .product import (
+    block_offsets,
+    count_blocks,
+    described,
+    load_columns,
+    output_block,
+    product,
+    product_class,
+    row_product,
+    split_columns,
+    unfit,
+)
 
 
 @triton.jit
@@ -57,40 +68,59 @@ def linear_gelu_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    _, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
-    )
-    for i in tl.static_range(SUBTILES):
-        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT)
+    blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
+    for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=PERSISTENT):
+        _, offs_m, first_n, pieces = output_block(
+            pid, a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        )
+        for i in tl.static_range(SUBTILES):
+            cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+            store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT)
+
+
+@triton.jit
+def load_piece(ptr, offs_m, cols, M, N, stride):
+    """Some rows and columns of a matrix (M, N), zeros outside."""
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    return tl.load(ptr + (offs_m[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.constexpr):
+    """Writes x to some rows and columns of a matrix (M, N), through its descriptor where it has a BOX."""
+    if BOX:
+        out.store([first_m, first_n], x.to(out.dtype))
+    else:
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        tl.store(out + (offs_m[:, None] * stride + cols[None, :]), x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_dgelu(
     dact,
-    pre_ptr,
+    pre,  # the same rows and columns of pre
     dpre_ptr,
     act_ptr,
     sums_ptr,
     index_m,
+    first_m,
+    first_n,
     offs_m,
-    cols,
     M,
     N,
-    stride_pm,
     stride_om,
     ACT: tl.constexpr,
+    BOX: tl.constexpr,
 ):
     """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
-    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-    at = offs_m[:, None] * stride_om + cols[None, :]
-    p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    act, slope = activate_and_slope(p, ACT)
+    cols = first_n + tl.arange(0, dact.shape[1])
+    act, slope = activate_and_slope(pre.to(tl.float32), ACT)
     if act_ptr is not None:
-        tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=mask)
+        store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
     dpre = dact * slope
-    tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
+    store_piece(dpre_ptr, dpre, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
     if sums_ptr is not None:
         tl.store(sums_ptr + index_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
 
@@ -100,8 +130,8 @@ def dgelu_matmul_kernel(
     a_ptr,  # g (M, K), or its descriptor
     b_ptr,  # W2 (K, N), or its descriptor
     pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N)
-    act_ptr,  # (M, N) or None
+    dpre_ptr,  # (M, N); its descriptor where a_ptr is one
+    act_ptr,  # (M, N) or None; its descriptor where a_ptr is one
     sums_ptr,  # (row blocks, N) or None
     M,
     N,
@@ -118,13 +148,25 @@ def dgelu_matmul_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    index_m, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
-    )
+    BOX: tl.constexpr = LOADS == "nn"
+    COLS: tl.constexpr = BLOCK_N // SUBTILES
+    index_m, first_m, first_n = block_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act.
+    EARLY: tl.constexpr = BOX and act_ptr is None
+    pres = ()
+    for i in tl.static_range(SUBTILES if EARLY else 0):
+        pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
+    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    pieces = split_columns(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
-        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        pointers = (pre_ptr, dpre_ptr, act_ptr, sums_ptr)
-        store_dgelu(pieces[i], *pointers, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
+        first = first_n + i * COLS
+        if EARLY:
+            pre = pres[i]
+        else:
+            pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
+        outputs = (dpre_ptr, act_ptr, sums_ptr)
+        store_dgelu(pieces[i], pre, *outputs, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -143,18 +185,17 @@ def gelu_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    index_m = tl.program_id(0)
-    offs_m = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-    dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
+    index_m, first_n = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
+    dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
+    pre, outputs = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), (dpre_ptr, act_ptr, sums_ptr)
+    store_dgelu(dy, pre, *outputs, index_m, index_m * BLOCK_M, first_n, offs_m, M, N, stride_om, ACT, False)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
     """(gelu(pre), pre), (M, N) in x's dtype, for x (M, K), weight (N, K); pre is (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
-    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n))
+    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n, m), unfit(x, weight))
     if config.provider == "cublas":
         pre = F.linear(x, weight, bias)
         return activated(pre, activation), pre if save else x.new_empty(0)
@@ -162,7 +203,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
     grid, shared = row_product(x, weight, config, "nt")
     pointers = dict(bias_ptr=contiguous_or_none(bias), pre_ptr=pre, act_ptr=act)
-    launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation)
+    persistent = config.provider == "persistent"
+    launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation, PERSISTENT=persistent)
     return act, x.new_empty(0) if pre is None else pre
 
 
@@ -175,13 +217,17 @@ def dgelu_matmul(
     fp32. act and dbias are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    config = tiles.lookup("dgelu_matmul", g, product_class(k, n))
+    config = tiles.lookup("dgelu_matmul", g, product_class(k, n), unfit(g, weight2))
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
     grid, shared = row_product(g, weight2, config, "nn")
-    pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
-    launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, ACT=activation)
+    outputs = dict(dpre_ptr=dpre, act_ptr=act)
+    if config.provider == "tma":
+        piece = config["BLOCK_M"], config["BLOCK_N"] // config["SUBTILES"]
+        outputs = {name: None if x is None else described(x, *piece) for name, x in outputs.items()}
+    shared |= dict(pre_ptr=pre, **outputs, sums_ptr=sums, stride_pm=pre.stride(0), stride_om=n)
+    launch(dgelu_matmul_kernel, grid, **shared, ACT=activation)
     return dpre, act, *column_sums(sums, [sums])
 
 

@@ -1,10 +1,12 @@
 """The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
 
 Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
-read through pointers or, with provider "tma" on sm_90 and newer, through tensor descriptors: one thread asks the copy
-engine for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue takes the sums in
-SUBTILES pieces of columns, one after the other, which takes a fraction of the registers. In quarters, 128 x 128 leaves
-room for two programs per multiprocessor on sm_90, so that one's epilogue runs during the other's main loop.
+read through pointers or, with providers "tma" and "persistent" on sm_90 and newer, through tensor descriptors: one
+thread asks the copy engine for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue
+takes the sums in SUBTILES pieces of columns, one after the other, which takes a fraction of the registers. In quarters,
+128 x 128 leaves room for two programs per multiprocessor on sm_90, so that one's epilogue runs during the other's main
+loop. With "persistent" there is one program for each multiprocessor, which goes from block to block and asks for the
+next one's operands before the epilogue of this one: on an H100 it takes as long as cuBLAS for fc1 of ViT-B/16.
 
 Every kernel repeats the list of a configuration's constexprs, since Triton takes them by name. The shape class of a
 product is "KxN": the length it sums over and the columns it writes.
@@ -16,13 +18,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
-from ..launch import cdiv, fp32_precision
+from ..launch import batch_invariant, cdiv, fp32_precision
+from ..rows import row_programs
 
 
 @triton.jit
-def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's block of the output: its index along M, first row and column."""
-    pid = tl.program_id(0)
+def count_blocks(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many blocks the output has."""
+    return tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+
+
+@triton.jit
+def block_offsets(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Block `pid` of the output: its index along M, first row and column."""
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # column by column within GROUP_M rows of blocks
     first = pid // (GROUP_M * blocks_n) * GROUP_M
@@ -103,6 +111,7 @@ def split_columns(acc, SUBTILES: tl.constexpr):
 
 @triton.jit
 def output_block(
+    pid,
     a,  # this and the next three are as in `product`
     b,
     sizes,
@@ -115,8 +124,8 @@ def output_block(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
-    index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
+    """Block `pid` of A B: its index along M, its rows, its first column, its sums in pieces."""
+    index_m, first_m, first_n = block_offsets(pid, sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     return index_m, offs_m, first_n, split_columns(acc, SUBTILES)
@@ -128,9 +137,16 @@ def load_columns(ptr, offs_n, N):
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
 
 
-def product_class(k: int, n: int) -> str:
-    """ "768x3072": a product that sums over 768 and writes 3072 columns."""
-    return f"{k}x{n}"
+# Fewer rows than this have fewer of the large blocks of "persistent" than there are multiprocessors.
+FEW_ROWS = 4096
+
+
+def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
+    """ "768x3072": a product that sums over 768 and writes 3072 columns; "768x3072f" where it has few rows.
+
+    In the batch-invariant mode the rows choose nothing.
+    """
+    return f"{k}x{n}" if rows >= FEW_ROWS or batch_invariant() else f"{k}x{n}f"
 
 
 def describable(x: Tensor) -> bool:
@@ -138,26 +154,30 @@ def describable(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """The descriptor of x in blocks of (rows, columns); None unless x is `describable`."""
-    if not describable(x):
-        return None
+DESCRIBED = ("tma", "persistent")  # providers that read matrices through descriptors
+
+
+def unfit(*matrices: Tensor) -> tuple[str, ...]:
+    """The providers that cannot read these matrices."""
+    return () if all(map(describable, matrices)) else DESCRIBED
+
+
+def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The descriptor of a `describable` x in blocks of (rows, columns)."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; a and b become descriptors for "tma" where both are `describable`.
+    """(a, b, LOADS) for `product`; a and b become descriptors for the providers DESCRIBED.
 
     blocks: the sizes of a block in rows, columns and k. kind: "nn" is a (M, K) times b (K, N); "nt" times b (N, K)
     transposed; "tn" is a (K, M) transposed times b (K, N). LOADS: for descriptors, the kind; for pointers, "even" where
     BLOCK_K divides K (`even`), else "masked".
     """
-    if provider == "tma":
+    if provider in DESCRIBED:
         m, n, k = blocks
-        a_desc = _described(a, k, m) if kind == "tn" else _described(a, m, k)
-        b_desc = _described(b, n, k) if kind == "nt" else _described(b, k, n)
-        if a_desc and b_desc:
-            return a_desc, b_desc, kind
+        a_desc = described(a, k, m) if kind == "tn" else described(a, m, k)
+        return a_desc, described(b, n, k) if kind == "nt" else described(b, k, n), kind
     return a, b, "even" if even else "masked"
 
 
@@ -168,4 +188,7 @@ def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> 
     strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
     a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, k % blocks[2] == 0)
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
-    return (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)
+    programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
+    if config.provider == "persistent":
+        programs = row_programs(a.device, 1, programs)
+    return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)

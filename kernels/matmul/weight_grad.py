@@ -20,7 +20,7 @@ from torch import Tensor
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import contiguous_or_none
-from .product import block_offsets, operands, product, product_class, split_columns
+from .product import block_offsets, operands, product, product_class, split_columns, unfit
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,7 +45,7 @@ def weight_grad_kernel(
     SUBTILES: tl.constexpr,
 ):
     """One slice of BLOCK_N x BLOCK_K of the output, summed over BLOCK_M rows at a time."""
-    _, first_n, first_k = block_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
+    _, first_n, first_k = block_offsets(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP_N)
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
@@ -165,7 +165,7 @@ def weight_grad(
 ) -> Tensor:
     """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's), summed in fp32."""
     dtype = out_dtype or g.dtype
-    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]), unfit(g, x))
     if config.provider == "cublas" and layer_scale is None and dtype == g.dtype:
         return torch.mm(g.t(), x)
     part = _slices(g, x, config, dtype if layer_scale is None else torch.float32)
@@ -182,6 +182,6 @@ def weight_grad_scaled(
     g (M, N): the gradient of that output, *not* multiplied by the scale; x (M, K), weight (N, K). dW (N, K) is in
     `out_dtype` (g's unless given), dlayer_scale (N,) in fp32; a bias adds b * colsum(g) to the latter.
     """
-    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]), unfit(g, x))
     part = _slices(g, x, config, torch.float32)
     return sum_products(part, layer_scale, out_dtype or g.dtype, weight)

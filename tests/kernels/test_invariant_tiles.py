@@ -22,7 +22,8 @@ MODEL = dict(width=768, heads=12, hidden=3072, image=224, patch=16)
 SIZES = [(1, 1), (2, 50), (3, 64), (1, 65), (64, 197), (7, 256), (1, 320), (8, 577), (4096, 257), (1, 1_000_000)]
 # A bias (H, N, N) is of images of one size, whose last block of keys may be any; packs have none.
 OF_ONE_SIZE = ("attention, bias",)
-CHOSEN = "BLOCK* LAST* KEYS* GROUP* SUBTILES SPLIT* STAGES PROGRAMS query_blocks num_* maxnreg LOADS PRECISION".split()
+CHOSEN = "BLOCK* LAST* KEYS* GROUP* SUBTILES SPLIT* STAGES PERSISTENT query_blocks num_* maxnreg".split()
+CHOSEN += ["LOADS", "PRECISION"]
 FORWARD = [n for n in launchers(Sizes(2, 5, **MODEL)) if not fnmatch.filter([n], "*backward*") and "gradient" not in n]
 FORWARD = [name for name in FORWARD if not name.startswith(("dg", "column sums", "sum of", "scaled"))]
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import interpreted
 
 from vitfast import ops
+from vitfast.kernels import rows
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record
-from vitfast.kernels.matmul import gated
+from vitfast.kernels.matmul import gated, linear, mlp
 from vitfast.ops import reference as ref
 
 pytestmark = interpreted
@@ -111,6 +113,36 @@ def test_halves_of_one_weight_are_read_where_they_lie():
         for given in (apart, halves | dict(up_weight=up, gate_weight=gate)):
             ops.gated_mlp(x, **given, down_weight=down, down_bias=None).sum().backward()
     assert torch.equal(trained.grad, torch.cat([apart["up_weight"].grad, apart["gate_weight"].grad]))
+
+
+def test_persistent_programs_go_from_block_to_block(monkeypatch):
+    """Three programs make the twelve blocks of a product, and every block once."""
+    monkeypatch.setattr(rows, "_multiprocessors", lambda device: 3)
+    x, weight, bias, residual = torch.randn(100, 40), torch.randn(72, 40), torch.randn(72), torch.randn(100, 72)
+    small = tiles.config(4, 2, "persistent", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
+    pre = (x.double() @ weight.double().T + bias.double()).float()
+    calls = {
+        "linear_gelu_fwd": (lambda: mlp.linear_gelu(x, weight, bias, "gelu", True), (F.gelu(pre), pre)),
+        "linear_residual_fwd": (
+            lambda: (linear.linear_residual(x, weight, bias, residual, None, None, 1),),
+            (residual + pre,),
+        ),
+        "linear_fwd": (lambda: (linear.linear(x, weight, bias),), (pre,)),
+    }
+    for op, (call, expected) in calls.items():
+        with tiles.using(op, small):
+            assert record(call)[0].grid == (3,), op
+            for result, exact in zip(call(), expected):
+                torch.testing.assert_close(result, exact, **CLOSE)
+
+
+def test_few_rows_take_smaller_blocks():
+    """The large blocks of persistent programs serve many rows; few rows would leave most multiprocessors idle."""
+    weight = torch.empty(3072, 768, dtype=torch.bfloat16, device="meta")
+    for count, provider in ((197, "triton"), (197 * 64, "persistent")):
+        with tiles.using(sm=90), tiles.using() as used:
+            record(lambda: mlp.linear_gelu(weight.new_empty(count, 768), weight, None, "gelu", False))  # noqa: B023
+        assert [config.provider for config in used.values()] == [provider]
 
 
 def test_a_gate_that_descriptors_cannot_take_goes_by_pointers():
