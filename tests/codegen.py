@@ -141,8 +141,8 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
 
 def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
-    names = ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg")
-    given = [(k, v) for k, v in launch.arguments.items() if k.startswith("BLOCK") or k in names]
+    names = ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "MASKED", "maxnreg")
+    given = [(k, v) for k, v in launch.arguments.items() if (k.startswith("BLOCK") or k in names) and v]
     given.sort(key=lambda pair: pair[0] == "maxnreg")
     named = " ".join(f"{k}={v}" for k, v in given if isinstance(v, int) and not isinstance(v, bool))
     return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
@@ -256,6 +256,8 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: serialised wgmma, {waits}")
         if r.get("hazards"):  # earlier tables have no such column
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
+        if "SHORT_" in r["tile"]:  # its block of 16 rows is for mma.sync
+            continue
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
         if r["sm"] == 100 and r["hmma"] and product:

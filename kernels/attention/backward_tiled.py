@@ -101,7 +101,7 @@ def queries_bwd(
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     dq = zero_head_rows(BLOCK_M, QK)
     whole = keys if MASKED else whole_blocks(keys, BLOCK_N, VARIES)
-    if LAST_N > 0:
+    if LAST_N > 0 and MASKED == 0:
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
         )
@@ -140,7 +140,8 @@ def _dkdv_step(
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
-    if MASK:  # past N all are zero, and so is what those queries add
+    # Past N all are zero, and so is what those queries add. Beside rotary positions masks prevent spills in any block.
+    if MASK or rope is not None:
         lse = tl.load(lse_row + rows, mask=rows < N, other=0.0)
         delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     else:
@@ -182,7 +183,7 @@ def keys_bwd(
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
     whole = N if MASKED else whole_blocks(N, BLOCK_M, VARIES)
     loads, rest = (q_head, do_head), (lse_row, delta_row, cols)
-    if LAST_M > 0:
+    if LAST_M > 0 and MASKED == 0:
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, MASKED, QK, HEAD)
@@ -234,7 +235,7 @@ def _attention_bwd_dq_kernel(
 ):
     """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block.
 
-    MASKED: the loop masks its blocks, and LAST_N is 0, since no short block comes first.
+    MASKED: the loop masks its blocks, and no block of LAST_N comes first.
     """
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
@@ -289,7 +290,7 @@ def _attention_bwd_dkdv_kernel(
 ):
     """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block.
 
-    MASKED: the loop masks its blocks, and LAST_M is 0, since no short block comes first.
+    MASKED: the loop masks its blocks, and no block of LAST_M comes first.
     """
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)

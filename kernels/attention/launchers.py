@@ -194,10 +194,8 @@ def attention_fwd(
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        last, (count, packed) = (
-            _last_keys(N, config["BLOCK_N"], options),
-            tiles_of(q, options.offsets, config["BLOCK_M"]),
-        )
+        last = _last_keys(N, config["BLOCK_N"], options)
+        count, packed = tiles_of(q, options.offsets, config["BLOCK_M"])
         launch(_attention_fwd_tiled_kernel, (count * H,), **common, **packed, LAST_N=last)
     return o, lse
 
@@ -301,7 +299,7 @@ def attention_bwd_dq(
     common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq, options=options)
     common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
     common |= dict(UNROTATE=unrotate, **packed, **_terms(options, common["HEAD"]))
-    last = 0 if "MASKED" in config.meta else _last_keys(N, config["BLOCK_N"], options)
+    last = _last_keys(N, config["BLOCK_N"], options)
     short = _short_block(q, config["BLOCK_M"], options)
     launch(_attention_bwd_dq_kernel, (count * H,), **common, LAST_N=last, SHORT_M=short, **config.meta)
     return dq, sums.sum(0).flatten() if want_sums else None
@@ -334,7 +332,6 @@ def attention_bwd_dkdv(
     common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
     common |= dict(UNROTATE=unrotate, **packed, **_terms(options, common["HEAD"]))
     last = last_block(N, config["BLOCK_M"]) if options.offsets is None else config["BLOCK_M"]
-    last = 0 if "MASKED" in config.meta else last
     short = _short_block(q, config["BLOCK_N"], options)
     common |= dict(SUMS=want_sums, LAST_M=last, SHORT_N=short, **config.meta)
     launch(_attention_bwd_dkdv_kernel, (count * H,), **common)

@@ -181,9 +181,9 @@ ATTENTION = set(libraries.PROVIDERS)
 @pytest.mark.parametrize(
     "op, shape, dtype, where, wanted, absent",
     [
-        ("attention_fwd", "d64n256", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
+        ("attention_fwd", "d64n256", FP16, "here", "single_pass tiled flash", ATTENTION - {"flash"}),
         ("attention_fwd", "d64nlong", FP16, "here", "flash", ATTENTION - {"flash"}),
-        ("attention_bwd", "d64n256", FP16, "here", "per_head per_head per_head phases flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d64n256", FP16, "here", "resident per_head per_head per_head phases flash", ATTENTION - {"flash"}),
         ("attention_bwd", "d80n320", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
         ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
@@ -194,7 +194,7 @@ ATTENTION = set(libraries.PROVIDERS)
         ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt tma triton tma", set()),
         ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
         # libraries are not compiled offline; there are no tensor descriptors before sm_90
-        ("attention_bwd", "d64n256", BF16, 90, "per_head per_head per_head phases", ATTENTION),
+        ("attention_bwd", "d64n256", BF16, 90, "resident per_head per_head per_head phases", ATTENTION),
         ("layer_norm_bwd", "3x256as", BF16, 90, "", {"torch"}),
         ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
     ],
