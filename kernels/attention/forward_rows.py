@@ -1,7 +1,8 @@
 """Attention forward, provider "single_pass": every key and value of a head in one program.
 
 It takes up to 256 tokens, with one softmax over whole rows of logits and no rescaling. The keys are cut into blocks of
-falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a program loops over blocks of queries.
+falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a program loops over blocks of queries. A last
+block of 16 queries has products of its own, with keys as rows.
 """
 
 import triton
