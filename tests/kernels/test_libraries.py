@@ -176,6 +176,7 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
 
 
 ATTENTION = set(libraries.PROVIDERS)
+BACKWARDS = "resident per_head per_head per_head phases"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ ATTENTION = set(libraries.PROVIDERS)
     [
         ("attention_fwd", "d64n256", FP16, "here", "single_pass tiled flash", ATTENTION - {"flash"}),
         ("attention_fwd", "d64nlong", FP16, "here", "flash", ATTENTION - {"flash"}),
-        ("attention_bwd", "d64n256", FP16, "here", "resident per_head per_head per_head phases flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d64n256", FP16, "here", f"{BACKWARDS} flash", ATTENTION - {"flash"}),
         ("attention_bwd", "d80n320", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
         ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
@@ -194,7 +195,7 @@ ATTENTION = set(libraries.PROVIDERS)
         ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt tma triton tma", set()),
         ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
         # libraries are not compiled offline; there are no tensor descriptors before sm_90
-        ("attention_bwd", "d64n256", BF16, 90, "resident per_head per_head per_head phases", ATTENTION),
+        ("attention_bwd", "d64n256", BF16, 90, BACKWARDS, ATTENTION),
         ("layer_norm_bwd", "3x256as", BF16, 90, "", {"torch"}),
         ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
     ],
