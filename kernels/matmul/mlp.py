@@ -217,7 +217,8 @@ def dgelu_matmul(
     fp32. act and dbias are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    config = tiles.lookup("dgelu_matmul", g, product_class(k, n), unfit(g, weight2))
+    shape = product_class(k, n) + ("a" if want_act else "")
+    config = tiles.lookup("dgelu_matmul", g, shape, unfit(g, weight2))
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)

@@ -171,6 +171,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
     qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
+    stream = [("fp32", (s.batch, s.tokens, d)), ("fp32", (d,)), ("fp32", (d,))]  # as autocast leaves it: x and the norm
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
@@ -192,16 +193,25 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
+        "patch_embed, fp32 images": (ops.patch_embed, [("fp32", pixels), *embed]),
         "patch_embed, packed": (
             embed_together,
             [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
         ),
         "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
+        "attention_block, fp32 stream": (
+            scaled(ops.attention_block, num_heads=s.heads, residual_in_fp32=True),
+            [*stream, *qkv, *proj, vector, drop],
+        ),
         "attention_block, packed": (
             block_together,
             [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
         ),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
+        "mlp_block, fp32 stream": (
+            scaled(ops.mlp_block, residual_in_fp32=True),
+            [*stream, *fc1, *fc2, vector, drop],
+        ),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }
 

@@ -1,5 +1,6 @@
 """Sizes and random inputs of launchers and operations, in every layout that callers may hand over."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from ...model.presets import preset
 # Tensors are drawn as views of wider ones: (how far from the wider row's start, how many elements wider its rows are).
 LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
-# A random input's kind and shape: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
+# A random input's kind and shape: "values", "fp32" (values of that dtype), "weight" (scaled by its fan-in), "factor"
+# (fp32, no gradient), "uint8".
 Input = tuple[str, tuple[int, ...]]
 
 
@@ -108,5 +110,6 @@ class Draw:
     def leaves(self, inputs: list[Input]) -> list[Tensor]:
         """Tensors of these kinds and shapes; values and weights require a gradient."""
         kinds = dict(values=self.values, weight=self.weight, uint8=self.pixels, factor=self.factors)
+        kinds["fp32"] = functools.partial(self.values, dtype=torch.float32)
         drawn = [(kind, kinds[kind](*shape)) for kind, shape in inputs]
-        return [t.requires_grad_(kind in ("values", "weight")) for kind, t in drawn]
+        return [t.requires_grad_(kind in ("values", "fp32", "weight")) for kind, t in drawn]

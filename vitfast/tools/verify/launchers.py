@@ -189,12 +189,18 @@ def _sums(s: Sizes) -> dict[str, Launcher]:
 
 
 def _patch_embedding(
-    s: Sizes, prefix: int = 1, mean: tuple | None = None, std: tuple | None = None, across: int = 0, together=False
+    s: Sizes,
+    prefix: int = 1,
+    mean: tuple | None = None,
+    std: tuple | None = None,
+    across: int = 0,
+    together: bool = False,
+    floats: torch.dtype | None = None,
 ) -> tuple[Launcher, Launcher]:
     """Forward and backward; the images are raw pixels where a mean is given.
 
-    across: patches in a row of an oblong image, whose prefix tokens have no position. together: the images have many
-    sizes and come as patches.
+    floats: the dtype of other images, by default that of the products. across: patches in a row of an oblong image,
+    whose prefix tokens have no position. together: the images have many sizes and come as patches.
     """
     d, edge, tall = s.width, across > 0, s.image // s.patch
     patches = tall * (across or tall)
@@ -204,7 +210,7 @@ def _patch_embedding(
     upstream = (count + 2 * s.batch, d) if together else (s.batch, prefix + patches, d)
 
     def make(t: Draw) -> tuple:
-        images = t.values(*pixels) if mean is None else t.pixels(*pixels)
+        images = t.values(*pixels, dtype=floats) if mean is None else t.pixels(*pixels)
         parameters = t.weight(d, 3, s.patch, s.patch), t.values(d), *((t.values(1, prefix, d),) if prefix else ())
         return images, *parameters, t.values(*positions), *((t.offsets(2 * s.batch, count),) if together else ())
 
@@ -223,7 +229,7 @@ def _patch_embedding(
         return ref.patch_embed(images, w, b, cls, pos, mean=mean, std=std, rows=lie)
 
     def backward(dy, images, w, b, *tokens):
-        prefixes, of_images = w.dtype if prefix else None, w.dtype if mean is None else None
+        prefixes, of_images = w.dtype if prefix else None, images.dtype if mean is None else None
         wanted = patch_embed.Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
         options = dict(prefix=prefix, pos_len=positions[-2], packed=unpack(*tokens)[2])
         return patch_embed.patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
@@ -244,6 +250,7 @@ def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:
     for name, both in {
         ", uint8": _patch_embedding(s, 1, HALF, HALF),
         "": _patch_embedding(s),
+        ", fp32 images": _patch_embedding(s, floats=torch.float32),
         ", packed": _patch_embedding(s, 1, HALF, HALF, together=True),
         ", oblong, 4 prefix tokens": _patch_embedding(s, 4, across=across),
         ", uint8, oblong, no prefix": _patch_embedding(s, 0, MEAN, STD, across=across),
