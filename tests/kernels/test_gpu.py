@@ -98,18 +98,22 @@ def test_attention_and_gemm_beyond_2_31_elements():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
 def test_training_follows_plain_pytorch(compiled):
-    """200 AdamW steps of a small ViT on digits in bf16: losses within bf16 noise of plain PyTorch's."""
+    """200 AdamW steps of a small ViT on digits in bf16: losses within bf16 noise of plain PyTorch's.
+
+    On a CPU plain PyTorch goes from 2.23 to 1.09; its means of 20 steps in bf16 and in fp32 differ by 0.012 at most.
+    """
     from sklearn.datasets import load_digits
 
     scans = load_digits()
     small = torch.tensor(scans.images / 16 * 255, device=GPU).byte()[:, None].repeat(1, 3, 1, 1)
     images, labels = small.repeat_interleave(4, 2).repeat_interleave(4, 3), torch.tensor(scans.target, device=GPU)
-    sizes = dict(img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10)
+    sizes = dict(img_size=32, patch_size=8, embed_dim=128, depth=3, num_heads=2, num_classes=10)
     curves = {}
     for mode in ("on", "off"):
         torch.manual_seed(0)
-        model = ViT(**sizes, weight_init="jax").to(GPU)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        model = ViT(**sizes).to(GPU)
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-4)
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 20))
         step = torch.compile(model) if compiled else model
         losses = []
         with ops.use_kernels(mode):
@@ -119,11 +123,12 @@ def test_training_follows_plain_pytorch(compiled):
                     loss = torch.nn.functional.cross_entropy(step(images[chosen]).float(), labels[chosen])
                 loss.backward()
                 optimizer.step()
+                warmup.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach())
         curves[mode] = torch.stack(losses).view(10, 20).mean(1)
         torch._dynamo.reset()
-    assert curves["on"][-1] < 0.5 * curves["on"][0]
+    assert all(curve[-1] < 0.6 * curve[0] for curve in curves.values()), curves
     assert (curves["on"] - curves["off"]).abs().max() < 0.08, curves
 
 
