@@ -27,8 +27,10 @@ def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
     names = lambda *only: list(dict.fromkeys(name for name, _ in doctor.tasks(only)))  # noqa: E731
     assert names("attention") == ["attention", "attention, N = 300"]
     assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp", "mlp, quick_gelu"]
-    blocks = ["attention_block", "attention_block, packed", "mlp_block", "gated_mlp_block"]
-    assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "patch_embed, packed", *blocks]
+    forms = {"attention_block": ("", ", fp32 stream", ", packed"), "mlp_block": ("", ", fp32 stream")}
+    blocks = [name + form for name, of in forms.items() for form in of] + ["gated_mlp_block"]
+    patches = [f"patch_embed{form}" for form in ("", ", uint8", ", fp32 images", ", packed")]
+    assert names("_block", "patch") == [*patches, *blocks]
     assert names() == list(doctor.cases(doctor.SMALL_SIZES, doctor.ops)) and len(doctor.tasks()) == 3 * len(names())
     assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
     both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")]
