@@ -142,9 +142,9 @@ FEW_ROWS = 4096
 
 
 def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
-    """ "768x3072": a product that sums over 768 and writes 3072 columns; "768x3072f" where it has few rows.
+    """ "768x3072": a product that sums over 768 and writes 3072 columns.
 
-    In the batch-invariant mode the rows choose nothing.
+    "768x3072f" has few rows. In the batch-invariant mode the rows choose nothing.
     """
     return f"{k}x{n}" if rows >= FEW_ROWS or batch_invariant() else f"{k}x{n}f"
 

@@ -188,7 +188,7 @@ BACKWARDS = "resident per_head per_head per_head phases"
         ("attention_bwd", "d80n320", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
         ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
-        ("linear_fwd", "768x2304", FP16, "here", "triton tma triton tma", set()),  # both again with wide tiles
+        ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # both again with wide tiles
         ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas tma triton tma", set()),
         ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
         ("linear_residual_fwd", "768x768", BF16, "here", "cublas tma triton tma", {"cublaslt"}),

@@ -63,6 +63,12 @@ def products(s: Sizes) -> dict[str, Launcher]:
     ):
         variant = backward not in ("dgelu", "dgated")
         found[name], found[backward] = with_activation(count, activation, save, variant)
+    found["dgelu, act kept"] = Launcher(
+        lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
+        lambda *t: mlp.dgelu_matmul(*t, "gelu", True, want_act=False),
+        lambda g, w, pre: activation_backward(g @ w, pre, activation="gelu", want_h=False),
+        variant=True,
+    )
     for name, (out, inner) in weights.items():
         found[f"weight gradient, {name}"] = Launcher(
             lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
