@@ -130,9 +130,9 @@ def _attention_bwd_resident_kernel(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
-    """Whether the kernel can read these: few tokens, heads of one chunk, slices of one tensor."""
+    """Whether the kernel can read these: 16 bits, few tokens, heads of one chunk, slices of one tensor."""
     over_b, over_n, over_h, _ = q.stride()
-    small = 0 < q.numel() and q.shape[1] <= MOST_TOKENS and not chunks[1]
+    small = 0 < q.numel() and q.shape[1] <= MOST_TOKENS and not chunks[1] and q.element_size() == 2
     aligned = not (q.data_ptr() % 16 or (over_b | over_n | over_h) % (16 // q.element_size()))
     return small and aligned and min(over_b, over_n, over_h) > 0 and are_one_tensor(q, k, v)
 
