@@ -3,6 +3,8 @@
 Interpreted, against float64 and against PyTorch's own flash attention.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +130,61 @@ def test_few_rows_after_the_last_whole_block(N, each_path):
     for ran in launch.record(lambda: by_launchers(qkv, do)):
         if "dkdv" in ran.kernel.__name__ or "dq" in ran.kernel.__name__:
             assert 16 * few in (ran.arguments.get("SHORT_M"), ran.arguments.get("SHORT_N"))
+
+
+# One program a head
+
+
+def kernels_of(*call) -> list[str]:
+    return [found.kernel.__name__ for found in launch.record(lambda: kernels.attention_bwd(*call))]
+
+
+def for_backward(qkv, as_one=True):
+    """q, k, v, o, lse and do; not as_one: separate tensors."""
+    q, k, v = qkv.unbind(2) if as_one else (x.contiguous() for x in qkv.unbind(2))
+    return q, k, v, torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1]), q, 0.2
+
+
+@pytest.mark.parametrize("N", [1, 16, 17, 64, 65, 80, 81, 128, 129, 145, 192, 197, 208])
+def test_a_resident_head_of_every_division_into_parts(N):
+    with path("whole"):
+        for dtype, D in ((torch.bfloat16, 64), (torch.float16, (56, 32)[N % 2])):
+            qkv, do = random(2, N, 2, D, dtype)
+            check_attention(qkv, do)
+            assert kernels_of(*for_backward(qkv)) == ["_attention_bwd_resident_kernel"]
+
+
+def test_what_one_program_cannot_hold_or_read_takes_two_kernels():
+    """More tokens, a head of two chunks, fp32, separate tensors, rows that no descriptor can describe."""
+    half = torch.bfloat16
+    narrow = torch.randn(2, 20, 3, 2, 67).to(half)[..., 3:]  # rows of 67 elements are no multiple of 16 bytes
+    shifted = torch.randn(2 * 20 * 3 * 2 * 64 + 1).to(half)[1:].view(2, 20, 3, 2, 64)
+    other = [random(1, N, 2, D, dtype)[0] for N, D, dtype in ((209, 64, half), (20, 80, half), (20, 64, torch.float32))]
+    between = torch.randn(2, 20, 2, 3, 64).to(half).transpose(2, 3)  # q, k and v side by side within a head
+    two = ["_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"]
+    with path("whole"):
+        for qkv in (*other, narrow, shifted, between):
+            assert kernels_of(*for_backward(qkv)) == two
+        good = random(2, 20, 2, 64, half)[0]
+        assert kernels_of(*for_backward(good, as_one=False)) == two
+        q, k, v, *rest = for_backward(good)
+        assert kernels_of(k, q, v, *rest) == two  # slices of one tensor, in another order
+        assert kernels_of(*for_backward(good), False, AttentionOptions(), True, False) == two  # gradients apart
+        assert kernels_of(*for_backward(good)) == ["_attention_bwd_resident_kernel"]
+
+
+@pytest.mark.parametrize("far", [300.0, -300.0])
+def test_far_logits_give_no_nan_in_a_resident_head(far):
+    """exp(-lse) is infinite, or zero; keys past N, whose rows are zeros, must not bring in a NaN."""
+    qkv, do = random(1, 70, 2, 64, torch.bfloat16)
+    qkv[:, :, :2] *= 0.05
+    qkv[:, :, 0, :, 0], qkv[:, :, 1, :, 0] = far, 1.0
+    with path("whole"):
+        ours = by_launchers(qkv, do, 1.0)
+    lse = ours["lse"]
+    assert (lse.sign() == math.copysign(1, far)).all() and lse.abs().min() > 200
+    truth = by_autograd(qkv.double(), do.double(), 1.0)
+    compare(ours, by_autograd(qkv, do, 1.0), {n: truth[n] for n in ("o", "dqkv", "bias gradient")}, torch.bfloat16)
 
 
 # Where things lie in memory
