@@ -1,11 +1,11 @@
-"""Attention backward with a whole head in one program: all queries as rows, blocks of keys in one loop.
+"""Attention backward, provider "resident": all queries of a head in one program.
 
 It serves samples of up to 208 tokens and heads of 64 in 16 bits on sm_90. Q, dO, lse and delta = rowsum(o do) of a head
-stay in the program, dQ in its registers, so that the loop reads K and V alone and writes dK and dV once: 5 products, no
-scratch, no atomics. For a block of keys, each part of the queries gives S = Q K^T and dP = dO V^T; over all parts, the
-sums dV^T = dO^T P and dK^T = Q^T dS each become one product, while dQ += dS K. The queries lie in parts of falling
-sizes (197 = 128 + 64 + 5), so that S and dP take few registers, two programs fit a multiprocessor and few rows are past
-the end.
+stay in the program, dQ in its registers, so that one loop over blocks of keys reads K and V alone and writes dK and dV
+once: 5 products, no scratch, no atomics. For a block of keys, each part of the queries gives S = Q K^T and dP = dO V^T;
+over all parts, the sums dV^T = dO^T P and dK^T = Q^T dS each become one product, while dQ += dS K. The queries lie in
+parts of falling sizes (197 = 128 + 64 + 5), so that S and dP take few registers, two programs fit a multiprocessor and
+few rows are past the end.
 
 The rows of dS sum to zero, so the sum of dK over the keys is zero. The algorithm is FlashAttention-2's (Dao, 2023), its
 loops exchanged.

@@ -123,6 +123,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(4, 3, BLOCK_M=32, BLOCK_N=64), WGMMA, shape="d64[mn]*"),
         Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64), WGMMA, shape=_SHORT),
         *_row(WGMMA, ANY, (8, 2, 64, 128), (8, 2, 64, 128), (8, 2, 32, 128)),
+        *_row(TCGEN05, ANY, (4, 2, 64, 64), heads="d48m"),
         *_row(TCGEN05, ANY, (4, 3, 64, 64), (4, 3, 64, 64), (8, 2, 64, 128)),
         Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
