@@ -26,7 +26,10 @@ MOST_TOKENS = 208
 
 @functools.cache
 def query_parts(n: int) -> tuple[int, ...]:
-    """The sizes of the parts that n queries lie in: 197 -> 128, 64, 16; 50 -> 64. Two of 128 would spill registers."""
+    """The sizes of the parts that n queries lie in: 197 -> 128, 64, 16; 50 -> 64.
+
+    Two parts of 128 would spill registers.
+    """
     parts = [128] if n > 80 else []
     rest = n - sum(parts)
     if rest > 16:
