@@ -1,11 +1,11 @@
-"""Attention backward with a whole head in one program: all queries as rows, blocks of keys in one loop.
+"""Attention backward, provider "resident": all queries of a head in one program.
 
 It serves samples of up to 208 tokens and heads of 64 in 16 bits on sm_90. Q, dO, lse and delta = rowsum(o do) of a head
-stay in the program, dQ in its registers, so that the loop reads K and V alone and writes dK and dV once: 5 products, no
-scratch, no atomics. For a block of keys, each part of the queries gives S = Q K^T and dP = dO V^T; over all parts, the
-sums dV^T = dO^T P and dK^T = Q^T dS each become one product, while dQ += dS K. The queries lie in parts of falling
-sizes (197 = 128 + 64 + 5), so that S and dP take few registers, two programs fit a multiprocessor and few rows are past
-the end.
+stay in the program, dQ in its registers, so that one loop over blocks of keys reads K and V alone and writes dK and dV
+once: 5 products, no scratch, no atomics. For a block of keys, each part of the queries gives S = Q K^T and dP = dO V^T;
+over all parts, the sums dV^T = dO^T P and dK^T = Q^T dS each become one product, while dQ += dS K. The queries lie in
+parts of falling sizes (197 = 128 + 64 + 5), so that S and dP take few registers, two programs fit a multiprocessor and
+few rows are past the end.
 
 The rows of dS sum to zero, so the sum of dK over the keys is zero. The algorithm is FlashAttention-2's (Dao, 2023), its
 loops exchanged.
@@ -26,7 +26,10 @@ MOST_TOKENS = 208
 
 @functools.cache
 def query_parts(n: int) -> tuple[int, ...]:
-    """The sizes of the parts that n queries lie in: 197 -> 128, 64, 16; 50 -> 64. Two of 128 would spill registers."""
+    """The sizes of the parts that n queries lie in: 197 -> 128, 64, 16; 50 -> 64.
+
+    Two parts of 128 would spill registers.
+    """
     parts = [128] if n > 80 else []
     rest = n - sum(parts)
     if rest > 16:
@@ -130,9 +133,9 @@ def _attention_bwd_resident_kernel(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
-    """Whether the kernel can read these: few tokens, heads of one chunk, slices of one tensor."""
+    """Whether the kernel can read these: 16 bits, few tokens, heads of one chunk, slices of one tensor."""
     over_b, over_n, over_h, _ = q.stride()
-    small = 0 < q.numel() and q.shape[1] <= MOST_TOKENS and not chunks[1]
+    small = 0 < q.numel() and q.shape[1] <= MOST_TOKENS and not chunks[1] and q.element_size() == 2
     aligned = not (q.data_ptr() % 16 or (over_b | over_n | over_h) % (16 // q.element_size()))
     return small and aligned and min(over_b, over_n, over_h) > 0 and are_one_tensor(q, k, v)
 

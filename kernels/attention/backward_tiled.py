@@ -1,8 +1,7 @@
 """Attention backward in blocks: dQ of some queries, dK and dV of some keys, against all others.
 
-The part for dQ also writes delta = rowsum(o do), which the other reads. The two parts are two kernels with a program
-for each block; or, where a head is short enough to stay in the cache, two phases of one program for each head. They
-compute seven matrix products where backward_head.py has five, but carry nothing from one block to the next. The inner
+The kernel for dQ also writes delta = rowsum(o do), which the other reads. They compute seven matrix products where
+backward_resident.py has five, but carry nothing from one block to the next, and take samples of any length. The inner
 loop has blocks as in forward_tiled.py: first a short masked one, then whole ones without masks. The outer blocks too
 end with a short one of 16 rows where that is enough, as for 197 = 3 x 64 + 5, which would else cost as much as 64.
 """
@@ -85,7 +84,6 @@ def queries_bwd(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
-    MASKED: tl.constexpr,
     VARIES: tl.constexpr,
     MASK: tl.constexpr = True,  # whether the queries may pass N
 ):
@@ -100,14 +98,14 @@ def queries_bwd(
     # +inf past N: those queries weigh nothing
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     dq = zero_head_rows(BLOCK_M, QK)
-    whole = keys if MASKED else whole_blocks(keys, BLOCK_N, VARIES)
-    if LAST_N > 0 and MASKED == 0:
+    whole = whole_blocks(keys, BLOCK_N, VARIES)
+    if LAST_N > 0:
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
         )
     for start in tl.range(0, whole, BLOCK_N, disable_licm=ROTATES):
         dq = _dq_step(
-            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, MASKED, QK, HEAD
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, False, QK, HEAD
         )
     return store_unrotated_rows(dq_head, [chunk * scale for chunk in dq], rope, rows, N, UNROTATE, QK)
 
@@ -171,7 +169,6 @@ def keys_bwd(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
-    MASKED: tl.constexpr,
     VARIES: tl.constexpr,
     MASK: tl.constexpr = True,  # whether some keys may not count
 ):
@@ -181,12 +178,12 @@ def keys_bwd(
     k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
-    whole = N if MASKED else whole_blocks(N, BLOCK_M, VARIES)
+    whole = whole_blocks(N, BLOCK_M, VARIES)
     loads, rest = (q_head, do_head), (lse_row, delta_row, cols)
-    if LAST_M > 0 and MASKED == 0:
+    if LAST_M > 0:
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
-        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, MASKED, QK, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
     dk = [chunk * scale for chunk in dk]
     if MASK:  # keys that do not count have gathered gradients like the others, in their own rows; they are zeroed here
         dk = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dk]
@@ -231,12 +228,8 @@ def _attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
     SHORT_M: tl.constexpr,
-    MASKED: tl.constexpr = 0,
 ):
-    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block.
-
-    MASKED: the loop masks its blocks, and no block of LAST_N comes first.
-    """
+    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block."""
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
@@ -253,13 +246,13 @@ def _attention_bwd_dq_kernel(
     if SHORT_M > 0:
         if index == n // BLOCK_M:
             dq_block = queries_bwd(
-                heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_M, BLOCK_N, LAST_N, MASKED, VARIES
+                heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_M, BLOCK_N, LAST_N, VARIES
             )
             if SUMS:
                 store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
             return
     dq_block = queries_bwd(
-        heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, MASKED, VARIES, SHORT_M == 0
+        heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES, SHORT_M == 0
     )
     if SUMS:
         store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
@@ -286,12 +279,8 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
     SHORT_N: tl.constexpr,
-    MASKED: tl.constexpr = 0,
 ):
-    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block.
-
-    MASKED: the loop masks its blocks, and no block of LAST_M comes first.
-    """
+    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block."""
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
@@ -307,70 +296,12 @@ def _attention_bwd_dkdv_kernel(
     rows = (keys_of(terms[2], b, n), lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n, scale)
     if SHORT_N > 0:
         if index == n // BLOCK_N:
-            dkdv = keys_bwd(
-                heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_N, BLOCK_M, LAST_M, MASKED, PACKED
-            )
+            dkdv = keys_bwd(heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, SHORT_N, BLOCK_M, LAST_M, PACKED)
             if SUMS:
                 store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
             return
     dkdv = keys_bwd(
-        heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, MASKED, PACKED, SHORT_N == 0
+        heads, grad_heads, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED, SHORT_N == 0
     )
     if SUMS:
         store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
-
-
-@triton.jit
-def _attention_bwd_phases_kernel(
-    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
-    grads,  # dq, dk, dv, likewise
-    lse_ptr,  # (B, H, N)
-    delta_ptr,  # (B, H, N), written and read here
-    q_sums_ptr,  # (B * blocks of queries, H, Dh)
-    kv_sums_ptr,  # (B * blocks of keys, 2, H, Dh)
-    terms,  # rope, bias, key lengths, each may be None: as forward_tiled.py takes them
-    N,
-    H,
-    scale,
-    UNROTATE: tl.constexpr,
-    QK: tl.constexpr,
-    HEAD: tl.constexpr,
-    SUMS: tl.constexpr,
-    BLOCK_M1: tl.constexpr,
-    BLOCK_N1: tl.constexpr,
-    LAST_N1: tl.constexpr,
-    BLOCK_M2: tl.constexpr,
-    BLOCK_N2: tl.constexpr,
-    LAST_M2: tl.constexpr,
-):
-    """The gradients of one head, in two phases: dQ of every query, then dK and dV of every key.
-
-    The first takes BLOCK_M1 queries against BLOCK_N1 keys at a time, the second BLOCK_N2 keys against BLOCK_M2 queries.
-    """
-    VARIES: tl.constexpr = terms[2] is not None
-    bh = tl.program_id(0)
-    b, h = bh // H, bh % H
-    heads = [head_of(x, b, h, HEAD) for x in inputs]
-    dq_head, kv_heads = head_of(grads[0], b, h, HEAD), [head_of(x, b, h, HEAD) for x in (grads[1], grads[2])]
-    lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    blocks_m, blocks_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
-    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
-    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys = keys_of(terms[2], b, N)
-    for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
-        rows = (keys, lse_row, delta_row, index * BLOCK_M1, N, scale)
-        dq_block = queries_bwd(
-            heads, dq_head, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, 0, VARIES
-        )
-        if SUMS:
-            store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
-    # delta was written by other threads of this program
-    tl.debug_barrier()
-    without_o = (heads[0], heads[1], heads[2], heads[4])
-    for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
-        rows = (keys, lse_row, delta_row, index * BLOCK_N2, N, scale)
-        dkdv = keys_bwd(
-            without_o, kv_heads, rope, bias, *rows, UNROTATE, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, 0, False
-        )
-        if SUMS:
-            store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

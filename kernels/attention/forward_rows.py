@@ -1,8 +1,7 @@
 """Attention forward, provider "single_pass": every key and value of a head in one program.
 
 It takes up to 256 tokens, with one softmax over whole rows of logits and no rescaling. The keys are cut into blocks of
-falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a program loops over blocks of queries. A last
-block of 16 queries has products of its own, with keys as rows.
+falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a program loops over blocks of queries.
 """
 
 import triton
@@ -27,32 +26,6 @@ def load_keys(head, rope, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl
         return (first,)
 
 
-@triton.jit
-def _hide(s, FIRST: tl.constexpr, KEYS: tl.constexpr, N, AXIS: tl.constexpr):
-    """The logits s of KEYS keys from FIRST on, along AXIS: -inf past N."""
-    return tl.where(tl.expand_dims(FIRST + tl.arange(0, KEYS) < N, 1 - AXIS), s, float("-inf"))
-
-
-@triton.jit
-def _largest(s, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, AXIS: tl.constexpr):
-    """(s with the keys past N hidden, each query's largest logit); s: blocks of logits, with the keys along AXIS."""
-    if KEYS2 > 0:
-        s = (s[0], s[1], _hide(s[2], KEYS0 + KEYS1, KEYS2, N, AXIS))
-        return s, tl.maximum(tl.maximum(tl.max(s[0], AXIS), tl.max(s[1], AXIS)), tl.max(s[2], AXIS))
-    elif KEYS1 > 0:
-        s = (s[0], _hide(s[1], KEYS0, KEYS1, N, AXIS))
-        return s, tl.maximum(tl.max(s[0], AXIS), tl.max(s[1], AXIS))
-    else:
-        s = (_hide(s[0], 0, KEYS0, N, AXIS),)
-        return s, tl.max(s[0], AXIS)
-
-
-@triton.jit
-def _dot_tn(v, p, HEAD: tl.constexpr, acc=None):
-    """acc + v^T p of a head of one chunk; p takes v's dtype."""
-    return tl.dot(tl.trans(v[0]), p.to(v[0].dtype), acc, input_precision=HEAD.precision)
-
-
 @triton.jit(do_not_specialize=["query_blocks"])
 def _attention_fwd_short_kernel(
     q,  # (pointer, strides of B, N, H) of (B, N, H, Dh); so are the next three
@@ -71,13 +44,9 @@ def _attention_fwd_short_kernel(
     KEYS1: tl.constexpr,
     KEYS2: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SHORT_M: tl.constexpr,
 ):
-    """query_blocks x BLOCK_M queries of one head against all of its keys.
-
-    SHORT_M: the size of the last block, where it is not 0; the last program of a head takes it too.
-    """
-    groups = N // (BLOCK_M * query_blocks) if SHORT_M > 0 else tl.cdiv(N, BLOCK_M * query_blocks)
+    """query_blocks x BLOCK_M queries of one head against all of its keys."""
+    groups = tl.cdiv(N, BLOCK_M * query_blocks)
     pid = tl.program_id(0)
     bh = pid // groups
     b, h = bh // H, bh % H
@@ -85,33 +54,21 @@ def _attention_fwd_short_kernel(
     rope = rope_of(rope, b, h) if rope is not None else None
     k_blocks = load_keys(head_of(k, b, h, HEAD), rope, N, KEYS0, KEYS1, KEYS2, QK)
     v_blocks = load_keys(head_of(v, b, h, HEAD), None, N, KEYS0, KEYS1, KEYS2, HEAD)
-    first = pid % groups * query_blocks
-    end = first + query_blocks
-    if SHORT_M > 0:
-        if (end + 1) * BLOCK_M > N:
-            # Keys are the rows of these products, since wgmma takes 64 rows at least. They share K and V with the loop.
-            rows = end * BLOCK_M + tl.arange(0, SHORT_M)
-            q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)
-            s = [dot_nt(k_block, q_block, QK) for k_block in k_blocks]
-            s, m = _largest(s, N, KEYS0, KEYS1, KEYS2, 0)
-            p = [exp_difference(logits, m[None, :], scale) for logits in s]
-            l = tl.sum(p[0], 0)
-            acc = _dot_tn(v_blocks[0], p[0], HEAD)
-            if KEYS1 > 0:
-                l += tl.sum(p[1], 0)
-                acc = _dot_tn(v_blocks[1], p[1], HEAD, acc)
-            if KEYS2 > 0:
-                l += tl.sum(p[2], 0)
-                acc = _dot_tn(v_blocks[2], p[2], HEAD, acc)
-            store_head_rows(o_head, (tl.trans(acc * (1 / l)[None, :]),), rows, N, HEAD)
-            tl.store(lse_ptr + bh.to(tl.int64) * N + rows, tl.fma(m, scale, tl.log2(l) * LN2), mask=rows < N)
     # disable_licm: addresses are computed again for every block of queries, which leaves the registers for a third
     # program on a multiprocessor
-    for i in tl.range(first, end, num_stages=1, disable_licm=True):
-        rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_block = load_rotated_rows(q_head, rope, rows, N, SHORT_M == 0, QK)
+    for i in tl.range(0, query_blocks, num_stages=1, disable_licm=True):
+        rows = (pid % groups * query_blocks + i) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)
         s = [dot_nt(q_block, k_block, QK) for k_block in k_blocks]
-        s, m = _largest(s, N, KEYS0, KEYS1, KEYS2, 1)
+        if KEYS2 > 0:
+            s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
+            m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))
+        elif KEYS1 > 0:
+            s = (s[0], tl.where((KEYS0 + tl.arange(0, KEYS1) < N)[None, :], s[1], float("-inf")))
+            m = tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1))
+        else:
+            s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
+            m = tl.max(s[0], 1)
         p = [exp_difference(logits, m[:, None], scale) for logits in s]
         l = tl.sum(p[0], 1)
         acc = accumulate(zero_head_rows(BLOCK_M, HEAD), p[0], v_blocks[0], HEAD)

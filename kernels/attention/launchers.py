@@ -6,14 +6,13 @@ logits never in memory, made for the short, odd sequences of vision (50, 197, 25
 - forward, "single_pass" (forward_rows.py): every key and value of a head in one program, one softmax over whole rows
   without rescaling, several blocks of queries one after the other;
 - forward, "tiled" (forward_tiled.py): online softmax over blocks of keys;
-- backward, "per_head" (backward_head.py): one program for a head, 5 matrix products;
-- backward, "resident" (backward_resident.py): the same, with all of Q, dO and dQ in the program;
-- backward, "tiled" (backward_tiled.py): one kernel for dQ (which also writes delta = rowsum(o do)), one for dK and
-  dV; or "phases": both in one program for a head, one after the other. Either way there are 7 matrix products.
+- backward, "resident" (backward_resident.py): one program for a head of a short sample, with all of Q, dO and dQ in
+  it: 5 matrix products;
+- backward, "tiled" (backward_tiled.py): one kernel for dQ, which also writes delta = rowsum(o do), and one for dK and
+  dV: 7 matrix products.
 
-No atomics are needed: where keys are the outer loop, dQ's fp32 sums lie in a scratch that one program alone adds to. A
-head is one or two power-of-two chunks (80 = 64 + 16), so that it is not padded to the next power of two where that
-wastes much. Which path runs is data, in configs/attention.py.
+No atomics are needed: one program has all of what it sums. A head is one or two power-of-two chunks (80 = 64 + 16), so
+that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs/attention.py.
 """
 
 import functools
@@ -23,14 +22,12 @@ import sys
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
 from ..launch import batch_invariant, cdiv, fp32_precision, launch
-from ..rows import row_programs, scale_rows
-from .backward_head import _attention_bwd_head_kernel
-from .backward_resident import are_one_tensor, launch_resident, serves
-from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
+from ..rows import scale_rows
+from .backward_resident import launch_resident, serves
+from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .common import Head, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
 from .forward_tiled import _attention_fwd_tiled_kernel
@@ -85,16 +82,14 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
     return f"d{padded}{'n' if head_dim == padded else 'm'}{longest}{suffix}"
 
 
-# Providers that lack rotary positions; that lack a bias and key lengths; that lack packed samples.
-_NO_ROPE = ("per_head", "resident", *tiles.ATTENTION_LIBRARIES)
+# Providers that lack rotary positions; that lack a bias, key lengths and packed samples.
+_NO_ROPE = ("resident", *tiles.ATTENTION_LIBRARIES)
 _NO_MASK = ("single_pass", *_NO_ROPE)
-_NO_OFFSETS = ("phases", *_NO_MASK)
 
 
 def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
     suffix = options.suffix(q.shape[-1])
     without = unfit if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
-    without = without if options.offsets is None else _NO_OFFSETS
     whole = op == "attention_fwd" and batch_invariant()  # padded samples have the tokens of a neighbour
     tokens = sys.maxsize if whole else q.shape[1]
     return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix), without)
@@ -185,11 +180,7 @@ def attention_fwd(
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
     if config.provider == "single_pass":
-        short = N > config["BLOCK_M"] and _short_block(q, config["BLOCK_M"], options) == common.get("SHORT_M")
-        if not short:  # a limit of registers is for the short block's kernel
-            common |= dict(SHORT_M=0)
-            common.pop("maxnreg", None)
-        blocks = N // config["BLOCK_M"] if short else cdiv(N, config["BLOCK_M"])
+        blocks = cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
@@ -338,33 +329,6 @@ def attention_bwd_dkdv(
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 
-_BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))
-
-
-def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str, TensorDescriptor | None]:
-    """Tensor descriptors (for TMA) of all that backward_head.py reads and writes in blocks.
-
-    Each describes (B, heads, N, Dh) in blocks of rows of a head's first or second chunk. All are None, and the kernel
-    uses pointers, where rows of a head do not start at multiples of 16 bytes, where q, k and v (or their gradients) are
-    not slices of one tensor, where there are no elements, or where blocks of queries and keys differ in size.
-    """
-    (B, N, H, D), rows, step = q.shape, config["BLOCK_M"], 16 // q.element_size()
-    if rows != config["BLOCK_N"] or not q.numel() or not (are_one_tensor(q, k, v) and are_one_tensor(dq, dk, dv)):
-        return _BOXES
-    first, second = head_chunks(D)
-    boxes = dict(_BOXES)
-    for name, x, heads in (("qkv", q, 3 * H), ("do", do, H), ("dqkv", dq, 3 * H)):
-        over_b, over_n, over_h, _ = x.stride()
-        if x.data_ptr() % 16 or (over_b | over_n | over_h) % step or not (over_b > 0 and over_n > 0 and over_h > 0):
-            return _BOXES
-        shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
-        x = x.as_strided(shape, strides)
-        boxes[f"{name}_box"] = TensorDescriptor(x, shape, strides, [1, 1, rows, first])
-        if second:
-            boxes[f"{name}_rest"] = TensorDescriptor(x, shape, strides, [1, 1, rows, second])
-    return boxes
-
-
 def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options, unrotate) -> Tensor | None:
     """Fills dq, dk, dv (equal strides) by our kernels; returns their sums, (3 H Dh,) in fp32, if wanted."""
     if config.provider == "tiled":
@@ -373,28 +337,8 @@ def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options
         *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums, options, unrotate)
         return torch.cat([q_sums, kv_sums]) if want_sums else None
 
-    B, N, H, D = q.shape
-    common, pairs = _arguments(scale, q, k, v, o, do, dq, dk, dv)
-    common |= dict(inputs=tuple(pairs[:5]), grads=tuple(pairs[5:]), lse_ptr=lse, SUMS=want_sums, **config.meta)
-    if config.provider == "phases":
-        q_sums = _sums(q, want_sums, B * cdiv(N, config["BLOCK_M1"]))
-        kv_sums = _sums(q, want_sums, B * cdiv(N, config["BLOCK_N2"]), 2)
-        common |= dict(delta_ptr=torch.empty_like(lse), q_sums_ptr=q_sums, kv_sums_ptr=kv_sums)
-        common |= dict(UNROTATE=unrotate, **_terms(options, common["HEAD"]))
-        last = dict(LAST_N1=_last_keys(N, config["BLOCK_N1"], options), LAST_M2=last_block(N, config["BLOCK_M2"]))
-        launch(_attention_bwd_phases_kernel, (B * H,), **common, **last)
-        return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
-
-    if config.provider == "resident":
-        sums = _sums(q, want_sums, B, 3)
-        launch_resident(common, common.pop("inputs"), common.pop("grads")[0], sums)
-        return sums.sum(0).flatten() if want_sums else None
-
-    block_n, padded = config["BLOCK_N"], cdiv(N, config["BLOCK_M"]) * config["BLOCK_M"]
-    programs = row_programs(q.device, common.pop("PER_SM"), B * H)
-    sums, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
-    common |= dict(stat_ptr=torch.empty((programs, 2, padded), **scratch), sums_ptr=sums, heads=B * H, padded=padded)
-    common |= dict(dq_acc_ptr=torch.empty((programs, N, D), **scratch))
-    common |= dict(LAST_N=16 if N > block_n and 0 < N % block_n <= 16 else 0)
-    launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, config))
+    sums = _sums(q, want_sums, q.shape[0], 3)
+    common, (*inputs, grad) = _arguments(scale, q, k, v, o, do, dq)
+    common |= dict(lse_ptr=lse, SUMS=want_sums, **config.meta)
+    launch_resident(common, tuple(inputs), grad, sums)
     return sums.sum(0).flatten() if want_sums else None

@@ -3,9 +3,11 @@
 A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128, or one for
 the heads that it names. Each is (warps, stages, BLOCK_M, BLOCK_N): of a few, tried from large to small, the first that
 compiled without spills and with every product on the tensor cores: in Triton 3.9 for every case of its cell in
-tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. None was timed but those of HEADS_64. Options cost
-registers: rotary positions hold a second half of each head and its tables, masks a block of numbers beside the logits,
-and padded heads the mask of their columns ("m": 104 to 120 with interleaved pairs is the narrowest).
+tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. Only those were timed whose comments say so, on an
+NVIDIA H100 in bf16 with a cold L2: 197 tokens with 12 heads of 64 (batch 256), 577 with 12 of 64 and 257 with 16 of 80
+(batch 64). Options cost registers: rotary positions hold a second half of each head and its tables, masks a block of
+numbers beside the logits, and padded heads the mask of their columns ("m": 104 to 120 with interleaved pairs is the
+narrowest).
 
 Shape classes (attention_class in attention/launchers.py): the padded head size, "n", or "m" where the head is padded;
 tokens up to 64, 128, 256, 320 or "long"; "r" or "f" for rotary positions, "b" for a bias, "k" for lengths of keys; for
@@ -19,7 +21,7 @@ from .tiles import ATTENTION_LIBRARIES, Rule, config
 # GPU generations by the instruction of their products; the last two run it beside other instructions.
 MMA_SYNC, WGMMA, TCGEN05 = (80, 89, 120), (90,), (100,)
 ASYNC = WGMMA + TCGEN05
-HEADS_64 = "d64n[1-6]*[0-9]"  # heads of 64, up to 320 tokens, no options
+_SHORT = "d[3489][0268][mn][1-6]*"  # heads of 32, 48, 80 and 96, up to 320 tokens
 MASKED, ROTARY, PACKED, PLAIN, ANY = "*[bk]", "*[rf]*", "p", "*[0-9g]", "*"  # ends of shape classes
 Cell = tuple[int, int, int, int]
 
@@ -29,22 +31,6 @@ def _row(sm: tuple[int, ...], options: str, *cells: Cell, provider: str = "trito
     classes = ("d[1-6]?[mn]", "d[89]?[mn]", "d128[mn]") if len(cells) > 1 else (heads or "d*[mn]",)
     for of_heads, (warps, stages, m, n) in zip(classes, cells):
         yield Rule(config(warps, stages, provider, BLOCK_M=m, BLOCK_N=n), sm, shape=of_heads + options)
-
-
-def _per_head(
-    sm: int,
-    shape: str,
-    programs: int,
-    maxnreg: int = 0,
-    exact: int = 0,
-    stages: int = 2,
-    warps: int = 4,
-    keys: int = 64,
-    variant: str = "",
-) -> Rule:
-    """Attention's backward in one program a head, `programs` of them on a multiprocessor."""
-    blocks = dict(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, PER_SM=programs, EXACT=exact)
-    return Rule(config(warps, 1, "per_head", maxnreg, **blocks), (sm,), "16", shape, variant)
 
 
 def _forward(sm: tuple[int, ...], options: str, *cells: Cell, heads: str = "") -> Iterator[Rule]:
@@ -75,22 +61,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
         # Most packed samples are short: blocks of 64 rows.
         *_forward(ASYNC, PACKED, (4, 3, 64, 64)),
         *_forward(ASYNC, "long", (8, 3, 128, 64)),
+        # Of 257 tokens, heads of 80: 112 us, with 3 stages 118, 128 queries 136.
+        *_forward(WGMMA, "320", (4, 2, 64, 64), heads="d80[mn]"),
         *_forward(ASYNC, "320", (4, 3, 64, 64)),
         *_forward(TCGEN05, ANY, (8, 3, 128, 64), heads="d128?"),
         Rule(config(8, 1, "single_pass", BLOCK_M=64), TCGEN05, shape="d[89]?m*"),
         Rule(config(4, 1, "single_pass", BLOCK_M=64)),
     ),
-    # One program a head where Q, K, V and dO of a head and its sums fit: 5 products in place of 7. Three of them on a
-    # multiprocessor wait for loads most of their time, so at heads of 64 small programs of two kernels are faster: 607
-    # us against 946 on an H100 (B/16, batch 256, 197 tokens, bf16), 246 of them for dQ. Other sizes were not timed.
+    # One program a head where all of it fits (up to 208 tokens): 5 products in place of 7. 197 tokens: 393 us, with 2
+    # stages 452, with 4 402, two kernels 510; with 16 heads and batch 128 271 and 373. Other generations, and heads of
+    # less than 64, were not timed; those that are padded spill above 128 tokens.
     "attention_bwd": (
-        Rule(config(provider="tiled"), WGMMA, "16", HEADS_64),
-        _per_head(90, "d[13][26][mn][1-6]*[0-9]", programs=4, maxnreg=128),
-        _per_head(90, "d[46][48][mn][1-6]*[0-9]", programs=3, maxnreg=168),
-        _per_head(90, "d[89][06][mn][1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
-        _per_head(100, "d64[mn]64", programs=4, stages=1, exact=1),
-        _per_head(100, "d[89]?m[1-6]*[0-9]", programs=2, stages=1, exact=1),
-        _per_head(100, "d[1-9][024568][mn][1-6]*[0-9]", programs=2, exact=1),
+        Rule(config(4, 1, "resident", BLOCK_N=32, STAGES=3), WGMMA, "16", "d64?64 d64?128 d64n256"),
         Rule(config(provider="tiled")),
     ),
     "attention_bwd_dq": (
@@ -112,7 +94,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_row(WGMMA, PACKED, (4, 2, 64, 64)),
         *_row(TCGEN05, PACKED, (4, 2, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
         *_row(TCGEN05, "64", (8, 2, 64, 64), heads="d64?"),
-        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=32), WGMMA, shape=HEADS_64),
+        # Many small programs hide the waits for loads. 577 tokens: 282 us, 64 x 64 296, 8 warps 128 x 64 326. 197: 245.
+        # 257 tokens, heads of 80: 195, with 64 x 64 201. Heads of 32, 48 and 96 were not timed.
+        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=32), WGMMA, shape=f"d64[mn]* {_SHORT}"),
         Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), shape="*320 *64"),
         Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64)),
     ),
@@ -133,8 +117,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_row(TCGEN05, ROTARY, (8, 2, 64, 128), (8, 1, 32, 64), (8, 1, 32, 64)),
         *_row(WGMMA, PACKED, (4, 3, 64, 64), (8, 2, 32, 64), (8, 2, 32, 64)),
         *_row(TCGEN05, PACKED, (4, 3, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
-        Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64), WGMMA, shape=HEADS_64),
+        # 577 tokens: 422 us, 32 x 64 426, 8 warps 64 x 128 570. 197: 279, with 2 stages 320, 64 x 64 433. 257 tokens,
+        # heads of 80: 241, 64 x 64 245, 8 warps 64 x 128 336. Heads of 32, 48 and 96 were not timed.
+        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=64), WGMMA, shape="d64[mn]long"),
+        Rule(config(4, 3, BLOCK_M=32, BLOCK_N=64), WGMMA, shape="d64[mn]*"),
+        Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64), WGMMA, shape=_SHORT),
         *_row(WGMMA, ANY, (8, 2, 64, 128), (8, 2, 64, 128), (8, 2, 32, 128)),
+        *_row(TCGEN05, ANY, (4, 2, 64, 64), heads="d48m"),
         *_row(TCGEN05, ANY, (4, 3, 64, 64), (4, 3, 64, 64), (8, 2, 64, 128)),
         Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
@@ -156,29 +145,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 _ATTENTION = tuple(Rule(config(provider=library), shape=PLAIN) for library in ATTENTION_LIBRARIES)
 
-_SHORT = "d[1-6][24568][mn][1-6]*"  # attention over at most 320 tokens, heads of one chunk or 32 + 16
-
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "attention_fwd": (
-        # SHORT_M: the size of the last block where it is enough, as for 197 = 3 x 64 + 5, and then maxnreg holds.
-        Rule(config(4, 1, "single_pass", 168, BLOCK_M=64, SHORT_M=16), WGMMA, "16", "d64n256", "short"),
         Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16", shape="d*[0-9]n*"),
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
         *_ATTENTION,
     ),
     "attention_bwd": (
-        Rule(config(4, 1, "resident", BLOCK_N=32, STAGES=3), (90,), "16", "d64[nm]64 d64[nm]128 d64[nm]256"),
-        _per_head(90, HEADS_64, programs=3, maxnreg=168),
-        _per_head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
-        _per_head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
-        Rule(config(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), (90,), "16", _SHORT),
         Rule(config(provider="tiled")),
         *_ATTENTION,
-    ),
-    # MASKED: one loop over all blocks, where else a short masked one comes first, whose loads nothing hides.
-    "attention_bwd_dq": (Rule(config(4, 3, BLOCK_M=64, BLOCK_N=32, MASKED=1), WGMMA, "16", HEADS_64, "masked"),),
-    "attention_bwd_dkdv": (
-        Rule(config(4, 3, maxnreg=128, BLOCK_M=32, BLOCK_N=64, MASKED=1), WGMMA, "16", HEADS_64, "masked"),
-        Rule(config(4, 3, BLOCK_M=32, BLOCK_N=64), WGMMA, "16", HEADS_64, "stages"),
     ),
 }

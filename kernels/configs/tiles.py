@@ -130,7 +130,7 @@ def _wrong_number(value: KernelConfig) -> str:
     """The first number of a configuration that no kernel runs with, as "SPLIT_K = 0", or ""."""
     numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
     for name, number in numbers.items():
-        least = 0 if name in ("EXACT", "maxnreg") else 1
+        least = 0 if name == "maxnreg" else 1
         whole = type(number) is int and number >= least
         power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
         if not whole or (power_of_two and number & (number - 1)):

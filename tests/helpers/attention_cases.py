@@ -22,8 +22,8 @@ HALVES = DTYPES[1:]
 SCALE = 0.19  # not the one that a library would take by itself
 
 WHOLE = {
-    "attention_fwd": tiles.config(4, 1, "single_pass", BLOCK_M=64, SHORT_M=16),
-    "attention_bwd": tiles.config(4, 1, "per_head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
+    "attention_fwd": tiles.config(4, 1, "single_pass", BLOCK_M=64),
+    "attention_bwd": tiles.config(4, 1, "resident", BLOCK_N=32, STAGES=1),
 }
 TILED = {
     "attention_fwd": tiles.config(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),
@@ -32,15 +32,7 @@ TILED = {
     "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64),
     "column_sums": tiles.config(8, 1, BLOCK_P=256, BLOCK_D=1024),  # the interpreter pays per program
 }
-MASKED = TILED | {
-    "attention_bwd_dq": tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32, MASKED=1),
-    "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64, MASKED=1),
-}
-PHASES = TILED | {
-    "attention_fwd": tiles.config(4, 1, "single_pass", BLOCK_M=64),
-    "attention_bwd": tiles.config(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64),
-}
-PATHS = {"whole": WHOLE, "tiled": TILED, "masked": MASKED, "phases": PHASES}
+PATHS = {"whole": WHOLE, "tiled": TILED}
 
 
 @contextlib.contextmanager

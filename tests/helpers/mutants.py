@@ -24,6 +24,9 @@ the last block of keys unmasked | attention | attention/forward_tiled.py
 lse of a query past N | attention backward, dk and dv | attention/backward_tiled.py
 - delta_row + rows, mask=rows < N,
 + delta_row + rows, mask=rows <= N,
+lse of a query past N, all in one program | attention backward | attention/backward_resident.py
+- lse_row + rows, mask=rows < N,
++ lse_row + rows, mask=rows <= N,
 a row of the workspace too many | sum of rows | rows.py
 - P=programs, D=D
 + P=programs + 1, D=D
@@ -79,9 +82,12 @@ rows shared by two programs | scaled rows | rows.py
 a row tile of sums for two | dgelu | matmul/mlp.py
 - sums_ptr + index_m.to(tl.int64) * N
 + sums_ptr + (index_m // 2).to(tl.int64) * N
-a scratch for two programs | attention backward | attention/backward_head.py
-- dq_acc_ptr + pid *
-+ dq_acc_ptr + pid // 2 *
+sums of two samples in one | attention backward | attention/backward_resident.py
+- sums_ptr + (b.to(tl.int64)
++ sums_ptr + (b.to(tl.int64) // 2
+dk of two heads in one | attention backward | attention/backward_resident.py
+- dqkv_box.store([b, 1, h, start
++ dqkv_box.store([b, 1, h // 2, start
 row tiles of one group | linear + gelu | matmul/product.py
 - first = pid // (GROUP_M * blocks_n) * GROUP_M
 + first = 0
@@ -92,24 +98,9 @@ patches without the prefix before them | patch embedding, packed | patch_embed/p
 - tl.load(packed[0] + row, mask=mask, other=0)
 + row
 # missing barrier
-no barrier between the phases | attention backward | attention/backward_tiled.py | silent
-- this program\n    tl.debug_barrier()\n
-+ this program\n
-no barrier between the parts of keys | attention backward | attention/backward_head.py | silent
--             tl.debug_barrier()\n\n        dq_sums
-+ \n        dq_sums
-no barrier before the next head | attention backward | attention/backward_head.py | silent
-- have read\n        tl.debug_barrier()\n
-+ have read\n
-no barrier before the parts of keys | attention backward | attention/backward_head.py | silent
--         tl.debug_barrier()\n\n        for first
-+ \n        for first
 rows one element short | layer_norm | rows.py
 - ptr + rows.to(tl.int64) * D + offs_d
 + ptr + rows.to(tl.int64) * (D - 1) + offs_d
-a barrier for the sums alone | attention backward, separate tensors | attention/backward_tiled.py | silent
-- this program\n    tl.debug_barrier()\n
-+ this program\n    if SUMS:\n        tl.debug_barrier()\n
 # two values
 two rows in one | linear + gelu | matmul/mlp.py
 - at = offs_m[:, None] * stride_om
@@ -124,6 +115,9 @@ a grid one row tile short | linear + residual, fc2 | matmul/product.py
 a split of the workspace for nobody | patch embedding backward | patch_embed/backward.py | silent
 - torch.empty(splits, width
 + torch.empty(splits + 1, width
+the sums of dk | attention backward | attention/backward_resident.py
+-         tl.store(row + step, tl.zeros((D,), tl.float32), mask=inside)\n
++
 the last mean | layer_norm | layer_norm/forward.py
 - mean_ptr + rows, mean, mask=rows < M
 + mean_ptr + rows, mean, mask=rows < M - 1
@@ -155,9 +149,6 @@ delta of nobody | attention backward, dk and dv | attention/launchers.py
 the last folded weight | patch embedding, uint8 | patch_embed/forward.py
 - folded.to(folded_ptr.dtype.element_ty), mask=k < K
 + folded.to(folded_ptr.dtype.element_ty), mask=k < K - 1
-statistics of whole tiles alone | attention backward | attention/backward_head.py
-- tl.store(stat[1] + rows, ndelta)
-+ tl.store(stat[1] + rows, ndelta, mask=rows < N)
 # false hint
 a hint of 16 for heads of 72 | attention | attention/launchers.py | silent
 - 1 if misaligned % 8 else 8,
@@ -182,12 +173,21 @@ one slice of dweight | patch embedding backward | patch_embed/backward.py
 channels of another order | patch embedding, uint8, oblong, no prefix | patch_embed/patches.py
 - C_INNER=1 if channels_last(images)
 + C_INNER=2 if channels_last(images)
-dQ of the last part alone | attention backward | attention/backward_head.py
-- if before:
-+ if rows is None:
-k for q in the box | attention backward | attention/backward_head.py
-- qkv_rest, b, h, rows
-+ qkv_rest, b, H + h, rows
+dQ of the last block of keys alone | attention backward | attention/backward_resident.py
+- tl.dot(ds, k, dqs[i])
++ tl.dot(ds, k)
+dk without its scale | attention backward | attention/backward_resident.py
+- (dk * scale).to(DTYPE)
++ dk.to(DTYPE)
+a key past N in the sums of dv | attention backward | attention/backward_resident.py
+- tl.arange(0, BLOCK_N) < N)[None, :]
++ tl.arange(0, BLOCK_N) <= N)[None, :]
+the sums of the last block of dv | attention backward | attention/backward_resident.py
+- dv_sums += tl.sum(dv, 1)
++ dv_sums = tl.sum(dv, 1)
+q for k in the box | attention backward | attention/backward_resident.py
+- qkv_box.load([b, H + h, start, 0])
++ qkv_box.load([b, h, start, 0])
 a misaligned descriptor | linear + gelu | matmul/product.py
 -  and x.data_ptr() % 16 == 0 and
 +  and

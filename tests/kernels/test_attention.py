@@ -3,6 +3,8 @@
 Interpreted, against float64 and against PyTorch's own flash attention.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,11 +44,11 @@ def each_path(request):
         yield request.param
 
 
-@pytest.fixture(params=["tiled", "masked", "phases"])
-def each_path_with_logits(request):
-    """Those that take rotary positions, biases and lengths of keys."""
-    with path(request.param):
-        yield request.param
+@pytest.fixture
+def tiled():
+    """The path that takes rotary positions, biases and lengths of keys."""
+    with path("tiled"):
+        yield
 
 
 @pytest.fixture
@@ -87,8 +89,6 @@ def by_flash(qkv, do, scale):
 @pytest.mark.parametrize("size", [30.0, 0.0, -1.0], ids=["peaked", "flat", "far below zero"])
 def test_peaked_and_flat_rows(size, dtype, each_path, dots_rounded_once):
     """Logits of +-3e4, all equal, and all near -1e4 (where a padded key's logit of 0 would win)."""
-    if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
-        pytest.skip("one program a head is for 16 bits: in fp32 its accumulator costs digits of such logits")
     qkv, do = random(1, 75, 1, 64, dtype)
     if size < 0:
         qkv[:, :, 0], qkv[:, :, 1] = 13, -12
@@ -128,10 +128,63 @@ def test_few_rows_after_the_last_whole_block(N, each_path):
     check_attention(qkv, do)
     few = 0 < N % 64 <= 16
     for ran in launch.record(lambda: by_launchers(qkv, do)):
-        if ran.kernel.__name__ == "_attention_fwd_short_kernel":
-            assert ran.arguments["SHORT_M"] == (16 if few and N > 64 and each_path == "whole" else 0)
-        elif "dkdv" in ran.kernel.__name__ or "dq" in ran.kernel.__name__:
+        if "dkdv" in ran.kernel.__name__ or "dq" in ran.kernel.__name__:
             assert 16 * few in (ran.arguments.get("SHORT_M"), ran.arguments.get("SHORT_N"))
+
+
+# One program a head
+
+
+def kernels_of(*call) -> list[str]:
+    return [found.kernel.__name__ for found in launch.record(lambda: kernels.attention_bwd(*call))]
+
+
+def for_backward(qkv, as_one=True):
+    """q, k, v, o, lse and do; not as_one: separate tensors."""
+    q, k, v = qkv.unbind(2) if as_one else (x.contiguous() for x in qkv.unbind(2))
+    return q, k, v, torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1]), q, 0.2
+
+
+@pytest.mark.parametrize("N", [1, 16, 17, 64, 65, 80, 81, 128, 129, 145, 192, 197, 208])
+def test_a_resident_head_of_every_division_into_parts(N):
+    with path("whole"):
+        for dtype, D in ((torch.bfloat16, 64), (torch.float16, (56, 32)[N % 2])):
+            qkv, do = random(2, N, 2, D, dtype)
+            check_attention(qkv, do)
+            assert kernels_of(*for_backward(qkv)) == ["_attention_bwd_resident_kernel"]
+
+
+def test_what_one_program_cannot_hold_or_read_takes_two_kernels():
+    """More tokens, a head of two chunks, fp32, separate tensors, rows that no descriptor can describe."""
+    half = torch.bfloat16
+    narrow = torch.randn(2, 20, 3, 2, 67).to(half)[..., 3:]  # rows of 67 elements are no multiple of 16 bytes
+    shifted = torch.randn(2 * 20 * 3 * 2 * 64 + 1).to(half)[1:].view(2, 20, 3, 2, 64)
+    other = [random(1, N, 2, D, dtype)[0] for N, D, dtype in ((209, 64, half), (20, 80, half), (20, 64, torch.float32))]
+    between = torch.randn(2, 20, 2, 3, 64).to(half).transpose(2, 3)  # q, k and v side by side within a head
+    two = ["_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"]
+    with path("whole"):
+        for qkv in (*other, narrow, shifted, between):
+            assert kernels_of(*for_backward(qkv)) == two
+        good = random(2, 20, 2, 64, half)[0]
+        assert kernels_of(*for_backward(good, as_one=False)) == two
+        q, k, v, *rest = for_backward(good)
+        assert kernels_of(k, q, v, *rest) == two  # slices of one tensor, in another order
+        assert kernels_of(*for_backward(good), False, AttentionOptions(), True, False) == two  # gradients apart
+        assert kernels_of(*for_backward(good)) == ["_attention_bwd_resident_kernel"]
+
+
+@pytest.mark.parametrize("far", [300.0, -300.0])
+def test_far_logits_give_no_nan_in_a_resident_head(far):
+    """exp(-lse) is infinite, or zero; keys past N, whose rows are zeros, must not bring in a NaN."""
+    qkv, do = random(1, 70, 2, 64, torch.bfloat16)
+    qkv[:, :, :2] *= 0.05
+    qkv[:, :, 0, :, 0], qkv[:, :, 1, :, 0] = far, 1.0
+    with path("whole"):
+        ours = by_launchers(qkv, do, 1.0)
+    lse = ours["lse"]
+    assert (lse.sign() == math.copysign(1, far)).all() and lse.abs().min() > 200
+    truth = by_autograd(qkv.double(), do.double(), 1.0)
+    compare(ours, by_autograd(qkv, do, 1.0), {n: truth[n] for n in ("o", "dqkv", "bias gradient")}, torch.bfloat16)
 
 
 # Where things lie in memory
@@ -221,14 +274,14 @@ def test_rotary_tables_of_every_form(dtype, layout, N, D, prefix, lead, full):
         (torch.bfloat16, (), 50, (100, -3)),
     ],
 )
-def test_biases_and_lengths_of_every_form(dtype, bias, N, lengths, each_path_with_logits):
+def test_biases_and_lengths_of_every_form(dtype, bias, N, lengths, tiled):
     """Also all at once, with rotary tables in the dtype of the inputs."""
     options = {} if lengths is None else dict(key_lengths=torch.tensor(lengths))
     tensors = acting(N, 2, 16, 0, (2,) if bias == (2,) else None, True, bias, dtype, dtype)
     check_logits(*random(2, N, 2, 16, dtype), tensors, **options)
 
 
-def test_hidden_keys_may_hold_anything(each_path_with_logits):
+def test_hidden_keys_may_hold_anything(tiled):
     """Padding is often uninitialised: NaN there must not spread, nor come back as a gradient."""
     qkv, do = random(2, 70, 2, 32)
     qkv[1, 20:, 1:] = float("nan")
@@ -239,7 +292,7 @@ def test_hidden_keys_may_hold_anything(each_path_with_logits):
         torch.testing.assert_close(ours[name].double(), truth[name], **CLOSE)
 
 
-def test_minus_infinity_in_a_bias_hides_keys(each_path_with_logits):
+def test_minus_infinity_in_a_bias_hides_keys(tiled):
     """Whole blocks of keys, whole rows: those queries give zeros, and take none."""
     qkv, do = random(1, 130, 2, 16)
     bias = torch.randn(2, 130, 130)
@@ -254,7 +307,7 @@ def test_minus_infinity_in_a_bias_hides_keys(each_path_with_logits):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_mask_of_least_numbers(dtype, each_path_with_logits):
+def test_a_mask_of_least_numbers(dtype, tiled):
     """As libraries write masks: padding's queries see nothing, so they see all keys alike; and come to no account."""
     qkv, do = random(1, 70, 2, 16, dtype)
     bias = torch.zeros(1, 2, 70, 70)
@@ -266,7 +319,7 @@ def test_a_mask_of_least_numbers(dtype, each_path_with_logits):
     torch.testing.assert_close(out.double(), alike, atol=ATOL[dtype], rtol=0)
 
 
-def test_strides_of_tables_and_bias(each_path_with_logits):
+def test_strides_of_tables_and_bias(tiled):
     """cos and sin of unlike strides, a bias with its keys outside, a mask that is read where it lies."""
     (qkv, do), given = random(2, 21, 2, 16), acting(21, 2, 16, 1, (2,), True, ())
     check_logits(qkv, do, given | dict(cos=given["cos"].mT.contiguous().mT, bias=given["bias"].mT), num_prefix=1)
@@ -286,13 +339,13 @@ def test_providers_that_know_no_logits_stand_back():
     with path("whole"):
         launches = launch.record(lambda: by_kernels(qkv, do, acting(70, 2, 32, 1, ()), num_prefix=1))
     names = [found.kernel.__name__ for found in launches]
-    assert names[0] == "_attention_fwd_short_kernel" and "_attention_bwd_head_kernel" not in names
+    assert names[0] == "_attention_fwd_short_kernel" and "_attention_bwd_resident_kernel" not in names
     q, packed = (
         torch.empty(1, 10, 2, 64, dtype=torch.bfloat16),
         AttentionOptions(offsets=torch.tensor([0, 10]), longest=10),
     )
     for op in ("attention_fwd", "attention_bwd"):
-        for provider in ("single_pass", "per_head", "phases"):
+        for provider in ("single_pass", "resident"):
             rules = [r.config for r in tiles.RULES[op] + tiles.CANDIDATES[op] if r.config.provider == provider]
             for config in rules[:1]:
                 with tiles.using(op, config):

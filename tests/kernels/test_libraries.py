@@ -176,26 +176,25 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
 
 
 ATTENTION = set(libraries.PROVIDERS)
-BACKWARDS = "resident per_head per_head per_head phases"
 
 
 @pytest.mark.parametrize(
     "op, shape, dtype, where, wanted, absent",
     [
-        ("attention_fwd", "d64n256", FP16, "here", "single_pass tiled flash", ATTENTION - {"flash"}),
+        ("attention_fwd", "d64n256", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
         ("attention_fwd", "d64nlong", FP16, "here", "flash", ATTENTION - {"flash"}),
-        ("attention_bwd", "d64n256", FP16, "here", f"{BACKWARDS} flash", ATTENTION - {"flash"}),
-        ("attention_bwd", "d80n320", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d64n256", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d80n320", FP16, "here", "flash", ATTENTION - {"flash"}),
         ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
-        ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # both again with wide tiles
+        ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # wide ones too
         ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas tma triton tma", set()),
         ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
         ("linear_residual_fwd", "768x768", BF16, "here", "cublas tma triton tma", {"cublaslt"}),
         ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt tma triton tma", set()),
         ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
         # libraries are not compiled offline; there are no tensor descriptors before sm_90
-        ("attention_bwd", "d64n256", BF16, 90, BACKWARDS, ATTENTION),
+        ("attention_bwd", "d64n256", BF16, 90, "tiled", ATTENTION),
         ("layer_norm_bwd", "3x256as", BF16, 90, "", {"torch"}),
         ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
     ],

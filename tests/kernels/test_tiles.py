@@ -54,7 +54,7 @@ FAULTS = [  # of a user's rows, and two that have none
     (
         "attention_bwd",
         config(8, 2, "single_pass", BLOCK_M=64),
-        "has no provider 'single_pass', only tiled, per_head, resident, phases, ",
+        "has no provider 'single_pass', only resident, tiled, ",
     ),
     ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
     ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),

@@ -21,8 +21,7 @@ LIMITS = {
 }
 # The limits of a thread's registers, if a tile has one: for four, three or two programs of 4 warps on a multiprocessor.
 REGISTERS = (128, 168, 248)
-STEPS = ("num_stages", "STAGES", "PER_SM")  # these change by one; all others but flags double or halve
-FLAGS = ("EXACT",)  # 0 or 1
+STEPS = ("num_stages", "STAGES", "PER_SM")  # these change by one; all others double or halve
 GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
 # A climb stops at a tile that takes longer than this times the best of all: in the first wave, and in later ones.
 REACH_AT_FIRST, REACH = 2.0, 1.25
@@ -31,14 +30,12 @@ WAVES = 6
 
 def _near(name: str, value: int) -> list[int]:
     """The values that a number may take in one step."""
-    if name in FLAGS:
-        return [1 - value]
     low, high = LIMITS.get(name, (1, 256))
     return [n for n in ((value - 1, value + 1) if name in STEPS else (value // 2, value * 2)) if low <= n <= high]
 
 
 def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
-    """Tiles with one number, flag or limit of registers changed; none for a library's."""
+    """Tiles with one number or the limit of registers changed; none for a library's."""
     if not config.blocks:
         return
     numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.blocks)}
