@@ -240,9 +240,9 @@ def problems(rows: list[dict]) -> list[str]:
         if r["registers"] < 0:
             found.append(f"{name}: {r['tensor_core']}")
             continue
-        if r["spills"] and r["dtype"] != "fp32":
+        if r["spills"] > FEW_SPILLS.get(r["kernel"], 0) and r["dtype"] != "fp32":
             found.append(f"{name}: {r['spills']} local loads and stores")
-        elif r["stack"] and r["dtype"] != "fp32":
+        elif r["stack"] and not r["spills"] and r["dtype"] != "fp32":
             found.append(f"{name}: {r['stack']} bytes of stack")
         if r["shared"] > tiles.SHARED_LIMIT[r["sm"]]:
             found.append(f"{name}: {r['shared']} bytes of shared memory, limit {tiles.SHARED_LIMIT[r['sm']]}")
@@ -271,8 +271,10 @@ def _rows(config: str) -> int:
     return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 
-# Of a kernel's HGMMAs, the share that may wait for all before them: at most 0.6 do (6 of 10, dQ at heads of 16; Triton
-# 3.6 and 3.9).
+# The most local loads and stores of two kernels in Triton 3.9; in 3.6 and 3.8 they have none. On an H100 with 3.6 the
+# tiles without any took 30 % (attention's backward) and 7 % longer (dGELU, act kept).
+FEW_SPILLS = {"_attention_bwd_resident_kernel": 9, "dgelu_matmul_kernel": 6}
+# Of a kernel's HGMMAs, the share that may wait for all before them: at most 6 of 9 do (dQ at heads of 16, Triton 3.6).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")

@@ -151,9 +151,9 @@ def are_one_tensor(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def launch_resident(common: dict, inputs: tuple, dq: tuple, sums: Tensor) -> None:
-    """Launches the kernel for q, k, v, o, do and dq, each with its strides; dk and dv lie behind dq in one tensor.
+    """Launches the kernel for q, k, v, o, do and dq, each with its strides.
 
-    common: the arguments that all of attention's kernels take.
+    dk and dv lie behind dq in one tensor. common: the arguments that all of attention's kernels take.
     """
     (q, _), (grad, _), rows, width = inputs[0], dq, common["BLOCK_N"], common["HEAD"].first
     B, N, H, D = q.shape

@@ -141,8 +141,9 @@ def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN
 
 
 def _short_block(q: Tensor, block: int, options: AttentionOptions) -> int:
-    """Rows of the last block where at most 16 follow the whole ones: 197 tokens in blocks of 64 leave 5; else 0.
+    """16, the rows of the last block, where at most as many follow the whole ones; else 0.
 
+    197 tokens in blocks of 64 leave 5.
     With options, and in heads of two chunks, the last block stays whole: a second path makes such kernels spill.
     """
     whole = bool(options.suffix(q.shape[3]) or head_chunks(q.shape[3])[1])
