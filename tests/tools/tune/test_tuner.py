@@ -44,14 +44,14 @@ def test_a_planted_gain_of_ten_percent_in_one_product_is_found_and_kept(table):
     work = make_tuner(clock)
     outcomes = list(work.run(work.problems(TINY, "linear")))
     (row,) = table()
-    assert (row["op"], row["gpu"], row["shape"], row["blocks"]["GROUP_M"]) == ("linear_gelu_fwd", "GPU", "64x96", 16)
+    assert (row["op"], row["gpu"], row["shape"], row["blocks"]["GROUP_M"]) == ("linear_gelu_fwd", "GPU", "64x96f", 16)
     changed = [s for s in outcomes if s.best != s.problem.start]
     assert [s.problem.op for s in changed] == ["linear_gelu_fwd"] and changed[0].before / changed[
         0
     ].after == pytest.approx(1 / 0.9)
     assert "1.11x" in str(changed[0]) and all(s.finished for s in outcomes)
     assert (
-        tiles.lookup("linear_gelu_fwd", torch.empty(0, dtype=torch.float16), "64x96")["GROUP_M"] == 16
+        tiles.lookup("linear_gelu_fwd", torch.empty(0, dtype=torch.float16), "64x96f")["GROUP_M"] == 16
     )  # in force at once
 
 
