@@ -17,6 +17,46 @@ from ..rows import contiguous_or_none, row_factors
 from .product import count_blocks, load_columns, output_block, product_class, row_product, unfit
 
 
+@triton.jit
+def linear_block(
+    pid,
+    a,  # as in linear_kernel, as is the rest
+    b,
+    pointers,  # bias, residual, layer scale, drop path, output
+    sizes,  # M, N, K
+    strides,
+    rows_per_sample,
+    stride_rm,
+    stride_om,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """Block `pid` of the output."""
+    bias_ptr, res_ptr, ls_ptr, dp_ptr, out_ptr = pointers
+    M, N = sizes[0], sizes[1]
+    _, offs_m, first_n, pieces = output_block(
+        pid, a, b, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        out = pieces[i]
+        if bias_ptr is not None:
+            out += load_columns(bias_ptr, cols, N)
+        if ls_ptr is not None:
+            out *= load_columns(ls_ptr, cols, N)
+        if dp_ptr is not None:
+            out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+        if res_ptr is not None:
+            out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     a_ptr,  # (M, K), or its descriptor
@@ -42,27 +82,14 @@ def linear_kernel(
     SUBTILES: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
-    for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=PERSISTENT):
-        _, offs_m, first_n, pieces = output_block(
-            pid, a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
-        )
-        for i in tl.static_range(SUBTILES):
-            cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-            mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-            out = pieces[i]
-            if bias_ptr is not None:
-                out += load_columns(bias_ptr, cols, N)
-            if ls_ptr is not None:
-                out *= load_columns(ls_ptr, cols, N)
-            if dp_ptr is not None:
-                out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
-            if res_ptr is not None:
-                out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(
-                    tl.float32
-                )
-            at = offs_m[:, None] * stride_om + cols[None, :]
-            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    pointers = (bias_ptr, res_ptr, ls_ptr, dp_ptr, out_ptr)
+    given = (a_ptr, b_ptr, pointers, (M, N, K), strides, rows_per_sample, stride_rm, stride_om)
+    if PERSISTENT:  # the loop costs registers, which masked operands do not leave
+        blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
+        for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+            linear_block(pid, *given, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
+    else:
+        linear_block(tl.program_id(0), *given, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
 
 
 def _launch_linear(

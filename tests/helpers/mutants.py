@@ -71,8 +71,8 @@ the sums of two heads in one slot | attention backward | attention/common.py
 - * H + h) * HEAD.dim
 + * H + h // 2) * HEAD.dim
 tiles of queries that overlap | attention backward, dq | attention/backward_tiled.py | silent
-- index * BLOCK_M, n)
-+ index * (BLOCK_M - 1), n)
+- index * BLOCK_M, n, scale)
++ index * (BLOCK_M - 1), n, scale)
 prefix tokens a row too far | patch embedding | patch_embed/forward.py
 - (first + token)[:, None] * D
 + (first + token + 1)[:, None] * D
