@@ -110,8 +110,8 @@ patches one pixel short | patch embedding backward | patch_embed/patches.py
 + (x * (AXES.k2 - 1))
 # left unwritten
 a grid one row tile short | linear + residual, fc2 | matmul/product.py
-- (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)
-+ (max(1, m // blocks[0]) * cdiv(n, blocks[1]),)
+- programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
++ programs = max(1, m // blocks[0]) * cdiv(n, blocks[1])
 a split of the workspace for nobody | patch embedding backward | patch_embed/backward.py | silent
 - torch.empty(splits, width
 + torch.empty(splits + 1, width
