@@ -21,8 +21,8 @@ _PRODUCT = (
 )
 _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # A program for each multiprocessor, whose loads for the next block hide the epilogue of this one. An H100 measured at
-# ViT-B/16, batch 256: fc1 + GELU 480 us (the pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its
-# residual 332 (462, 359, cuBLASLt 343), proj and its residual 132 (171, 144, cuBLASLt 126).
+# ViT-B/16, batch 256: fc1 + GELU 482 us (the pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its
+# residual 329 (descriptors and a program for each block 415, cuBLASLt 320), proj and its residual 132 (139, 116).
 # Where a product has few rows, there are too few of its blocks.
 _PERSISTENT, _MANY_ROWS = (
     (Rule(_product(8, 4, 128, 256, 64, 4, "persistent"), sm=(90,), bits="16", shape=shape),)
