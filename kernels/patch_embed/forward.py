@@ -110,8 +110,8 @@ def patch_embed_fwd_kernel(
         mask_m = row < rows
         image, patch, corner = locate(row, layout, strides, AXES)
         # Images of another dtype, uint8 or fp32 under autocast, take the weights' in registers. A wgmma reads its first
-        # operand from there, and Triton before 3.9 overwrites such registers too early (triton-lang/triton#9433: on an
-        # H100 the tokens of fp32 images were wrong). The second operand lies in shared memory.
+        # operand from there, and Triton before 3.9 overwrites such registers too early (triton-lang/triton#9433; on an
+        # H100 a model of fp32 images was wrong). The second operand lies in shared memory.
         SECOND: tl.constexpr = image_ptr.dtype.element_ty != weight_ptr.dtype.element_ty
         acc = tl.zeros((BLOCK_D, BLOCK_M) if SECOND else (BLOCK_M, BLOCK_D), tl.float32)
         for start in range(0, K, BLOCK_K):
