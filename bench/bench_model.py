@@ -61,6 +61,10 @@ def best_batch(library: str, model: str) -> int:
     """
     if not machine.GPU:
         return MODELS[model].batch
+    return machine.once(f"batch of {library} at {model}", lambda: _fastest_batch(library, model))
+
+
+def _fastest_batch(library: str, model: str) -> int:
     speed = {}
     for batch in BATCHES:
         try:

@@ -50,6 +50,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    machine.turns()
     torch.backends.cudnn.benchmark = machine.GPU  # the peers' convolutions run as timm's own benchmark runs them
     if not machine.GPU:
         torch.set_num_threads(1)  # the clock is the process's time, in which threads would wait for each other

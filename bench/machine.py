@@ -4,11 +4,15 @@ On a GPU the clock is device events around a call, on a CPU the process's own ti
 runs for a while, so that the chip's clocks are up: for WARM_SECONDS in the first case of a process and for every whole
 model, for CASE_WARM_SECONDS for every other operation, and for WARMUP calls at least. A CPU makes these calls alone.
 
+Processes that share a file, named by the environment variable VITFAST_TURNS, compile and check side by side and are
+timed one at a time, while the others wait (`alone`).
+
 Other files read `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the
 plan of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import json
@@ -18,7 +22,7 @@ import statistics
 import subprocess
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -97,6 +101,32 @@ def cold(lead: float = 0.0) -> None:
 def lead_of(run: Callable[[], object]) -> float:
     """Seconds of head start that hide Python's launches of `run`, warm already; a CPU needs none."""
     return between_calls.head_start(run, margin=1e-4) if GPU else 0.0
+
+
+@functools.cache
+def turns() -> int | None:
+    """The file that says whose turn it is, held with others by whoever uses the device untimed."""
+    path = os.environ.get("VITFAST_TURNS")
+    if not path:
+        return None
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """No other process that shares $VITFAST_TURNS uses the device inside; it begins once all have come to theirs."""
+    if (file := turns()) is None:
+        yield
+        return
+    if GPU:
+        torch.cuda.empty_cache()  # the others may need the memory
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:
@@ -180,13 +210,12 @@ def facts() -> dict[str, str]:
 def ceilings() -> dict[str, float]:
     """This device's best rates: "copy" in bytes/s, read and written; products by dtype in FLOP/s.
 
-    They are measured once a process. Where the environment variable VITFAST_CEILINGS names a file, as in a stage of
-    bench/gpu.sh, whose end removes it, the first process measures and writes it, and later ones read it: their ceilings
-    are then of the same stage on the same machine, not of the same process.
+    They are measured once a process, or once a stage (`once`).
     """
-    path = os.environ.get("VITFAST_CEILINGS")
-    if path and Path(path).is_file():
-        return json.loads(Path(path).read_text())
+    return once("ceilings", _measured_ceilings)
+
+
+def _measured_ceilings() -> dict[str, float]:
     size, n = (2**31, 8192) if GPU else (2**22, 256)
     source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
@@ -194,6 +223,20 @@ def ceilings() -> dict[str, float]:
     for dtype in ("float32",) if SMALL else ("bfloat16", "float16", "float32"):
         a, b = (torch.randn(n, n, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
         found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
-    if path:
-        write_text(path, json.dumps(found) + "\n")
+    return found
+
+
+def once(what: str, measure: Callable[[], object]) -> object:
+    """What `measure()` returns, kept under the name `what` in the JSON file that $VITFAST_CEILINGS names, if any.
+
+    A stage of bench/gpu.sh has such a file, and its end removes it: the first process measures, and what later ones
+    read is of the same stage on the same machine, not of the same process.
+    """
+    path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    if what in known:
+        return known[what]
+    found = measure()
+    if path != Path(os.devnull):
+        write_text(path, json.dumps(known | {what: found}) + "\n")
     return found

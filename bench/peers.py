@@ -81,6 +81,10 @@ def best_backend(s: Shape, training: bool) -> str:
     """The fastest backend of SDPA at this shape, by a measurement made now."""
     if not machine.GPU:
         return "math"
+    return machine.once(f"SDPA at {s.name}, {training=}", lambda: _fastest_backend(s, training))
+
+
+def _fastest_backend(s: Shape, training: bool) -> str:
     size = (s.batch, s.tokens, s.heads, s.head)
     qkv = [torch.randn(size, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training) for _ in range(3)]
     upstream = torch.randn(size, device=machine.DEVICE).to(harness.DTYPE)
@@ -329,7 +333,8 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
-        with peer.mode():
+        run()  # compiled before anybody waits
+        with peer.mode(), machine.alone():
             warm_up(run, seconds=machine.WARM_SECONDS)
             peak = peak_bytes(run, peer.before)
             if graph:
