@@ -71,13 +71,39 @@ def settle(kernel) -> None:
         kernel.cache_key  # noqa: B018
 
 
-def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among arguments, in tuples too."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _tensors(argument)
+_NUMBERS = frozenset({int, bool, float, str, type(None)})
+
+
+def signature(kernel, arguments: dict) -> tuple[tuple, torch.device]:
+    """All that Triton compiles a kernel for, by its arguments; and the device of its tensors."""
+    found = [kernel, *arguments]
+    device = _describe(arguments.values(), found)
+    return tuple(found), device
+
+
+def _describe(values: Iterable[object], found: list) -> torch.device | None:
+    """Adds to `found` what Triton sees of these values; returns the device of one of the tensors.
+
+    It is the dtype of a tensor and whether it begins at a multiple of 16 bytes; of a descriptor its dtype and block;
+    and every other value, of which Triton itself tells fewer apart.
+    """
+    device = None
+    for value in values:
+        kind = type(value)
+        if kind in _NUMBERS:
+            found += kind, value
+        elif isinstance(value, Tensor):
+            device = value.device
+            found += value.dtype, value.data_ptr() % 16 == 0
+        elif isinstance(value, tuple):
+            found += kind, len(value)
+            device = _describe(value, found) or device
+        elif kind.__name__ == "TensorDescriptor":
+            device = value.base.device
+            found += value.base.dtype, value.padding, *value.block_shape
+        else:
+            found += kind, value
+    return device
 
 
 def missing_for_launchers() -> str | None:
@@ -99,6 +125,35 @@ def missing_for_launchers() -> str | None:
     return f"there is no Python.h in {folder}; install Python's headers (on Debian: apt install {package})"
 
 
+# (GPU, signature) -> the kernel, compiled; emptied when it has MOST_COMPILED, as the sizes of packed samples change at
+# every step.
+_compiled: dict[tuple, object] = {}
+MOST_COMPILED = 4096
+
+
+def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
+    """`kernel[grid](**arguments)` on the current device, the first of `key`.
+
+    Triton asks for every argument's type, for its options and for the kernel's globals at each launch. A kernel that
+    has run with the same `key` before is launched without that, unless somebody hooks launches, as Proton does.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    compiled, hooks = _compiled.get(key), (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    if compiled is None or any(getattr(hook, "calls", hook) for hook in hooks):
+        settle(kernel)
+        compiled = kernel[grid](**arguments)
+        if len(_compiled) >= MOST_COMPILED:
+            _compiled.clear()
+        if arguments.keys() >= set(kernel.arg_names):
+            _compiled[key] = compiled
+        return
+    where = *(*grid, 1, 1)[:3], driver.active.get_current_stream(key[0])
+    known = compiled.function, compiled.packed_metadata, None, None, None
+    compiled.run(*where, *known, *[arguments[name] for name in kernel.arg_names])
+
+
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
     global _made
@@ -108,16 +163,17 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     if 0 in grid:
         return
     _made += 1
-    if not INTERPRETED:
-        settle(kernel)
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
-    device = next(_tensors(arguments.values())).device
+    if INTERPRETED:
+        return kernel[grid](**arguments)
+    key, device = signature(kernel, arguments)
+    key = device.index, key
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                kernel[grid](**arguments)
+                _run(kernel, grid, arguments, key)
         else:
-            kernel[grid](**arguments)
+            _run(kernel, grid, arguments, key)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
         missing = missing_for_launchers() if building and not INTERPRETED else None

@@ -280,8 +280,29 @@ def test_residual_dtype_can_be_chosen_under_autocast():
     assert seen(vitfast.accelerate(timm_vit(**WITHOUT), residual_in_fp32=True))[:2] == [fp32, fp32]
     model = vitfast.accelerate(vitfast.accelerate(timm_vit(), residual_in_fp32=False))
     assert seen(model)[0] == fp32, "the last call decides"
-    model = vitfast.restore(vitfast.accelerate(timm_vit(), residual_in_fp32=False))
-    assert not any("residual_in_fp32" in module.__dict__ for module in model.modules())
+    model = vitfast.restore(vitfast.accelerate(timm_vit(), residual_in_fp32=False, keep="all"))
+    assert not {"residual_in_fp32", "vitfast_keep"} & {name for module in model.modules() for name in module.__dict__}
+
+
+@interpreted
+def test_what_backward_would_compute_again_can_be_kept():
+    """Of each layer two norms' outputs and the input of the MLP's last layer; results are the same."""
+    model, original = pair(timm_vit())
+
+    def numbers(**options) -> int:
+        kept = {}
+        remember = lambda t: kept.update({t.data_ptr(): t.numel()}) or t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t), ops.use_kernels("on"):
+            run(vitfast.accelerate(model, **options), dict(x=IMAGES))
+        with ops.use_kernels("on"):
+            assert_same(model, original, dict(x=IMAGES))
+        return sum(kept.values())
+
+    tokens, (block, *_) = 2 * 5, model.blocks
+    more = len(model.blocks) * tokens * (2 * block.norm1.weight.numel() + block.mlp.fc1.out_features)
+    assert numbers(keep="all") - numbers() == more
+    with pytest.raises(vitfast.InputError, match="keep must be 'least' or 'all', got 'auto'"):
+        vitfast.accelerate(model, keep="auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

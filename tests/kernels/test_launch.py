@@ -1,11 +1,15 @@
-"""What launches kernels: what Triton lacks to build it is said."""
+"""What launches kernels: what Triton lacks to build it is said, and a kernel known already is launched at once."""
 
 import subprocess
 import sysconfig
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from triton.runtime import build
+from triton import knobs
+from triton.runtime import build, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch
 
@@ -62,3 +66,72 @@ def test_a_launch_says_what_is_missing(failure, says, monkeypatch):
     monkeypatch.setattr(launch, "settle", lambda kernel: None)
     with pytest.raises(type(failure), match=says):
         launch.launch(Kernel(), (1,), x=torch.empty(1))
+
+
+def known_kernel(monkeypatch):
+    """A kernel of x, y and z, its calls through Triton, and those of what Triton compiled."""
+    through, at_once = [], []
+
+    class Kernel:
+        arg_names, hash = ["x", "y", "z"], "known"
+
+        def __getitem__(self, grid):
+            def run(**arguments):
+                through.append(arguments)
+                return SimpleNamespace(function="f", packed_metadata="m", run=lambda *values: at_once.append(values))
+
+            return run
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_compiled", {})
+    stream = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(driver, "_active", stream)
+    return Kernel(), through, at_once
+
+
+X = torch.zeros(64)
+GIVEN = dict(z=(1, X), x=X, y=1, num_warps=4)
+OTHERS = (
+    dict(y=2),
+    dict(y=True),
+    dict(y=1.0),
+    dict(y=None),
+    dict(x=X.half()),
+    dict(x=X[1:]),
+    dict(x=None),
+    dict(z=(1, X[1:])),
+    dict(z=(True, X)),
+    dict(z=(X, 1)),
+    dict(num_warps=8),
+    dict(x=TensorDescriptor(X, [64], [1], [16])),
+    dict(x=TensorDescriptor(X, [64], [1], [32])),
+)
+
+
+def test_triton_looks_at_a_launch_once_and_again_at_what_differs(monkeypatch):
+    kernel, through, at_once = known_kernel(monkeypatch)
+    launch.launch(kernel, (7,), **GIVEN)
+    assert len(through) == 1 and not at_once
+    y = torch.ones(64)
+    launch.launch(kernel, (8, 9), **GIVEN | dict(x=y))
+    (values,) = at_once
+    assert len(through) == 1 and values[:9] == (8, 9, 1, "stream of None", "f", "m", None, None, None)
+    assert values[9] is y and values[10:] == (1, GIVEN["z"])
+    for other in OTHERS:
+        before = len(through)
+        launch.launch(kernel, (7,), **GIVEN | other)
+        assert len(through) == before + 1, other
+        launch.launch(kernel, (7,), **GIVEN | other)
+        assert len(through) == before + 1, other
+
+
+def test_hooks_of_a_launch_run_and_memory_stays_bounded(monkeypatch):
+    kernel, through, at_once = known_kernel(monkeypatch)
+    with mock.patch.object(knobs.runtime, "launch_enter_hook", lambda metadata: None):
+        for _ in range(2):
+            launch.launch(kernel, (7,), **GIVEN)
+    assert len(through) == 2 and not at_once, "Triton itself calls the hook"
+    monkeypatch.setattr(launch, "MOST_COMPILED", 3)
+    for y in range(10):
+        launch.launch(kernel, (7,), **GIVEN | dict(y=y))
+        assert len(launch._compiled) <= 3

@@ -8,11 +8,13 @@ around the model stay as they are. A library is imported only where the model is
 
 import logging
 import sys
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import nn
 
+from ..errors import InputError
+from ..ops._blocks import Keep
 from ..ops.fusable import set_class
 from .descriptions import Attention, Layer, Mlp
 from .fallbacks import said
@@ -42,7 +44,13 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
         torch.compiler.reset()
 
 
-def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
+def _forget_options(module: nn.Module) -> None:
+    """Takes off what an earlier `accelerate` chose for a layer."""
+    for name in ("residual_in_fp32", "vitfast_keep"):
+        module.__dict__.pop(name, None)
+
+
+def accelerate(model: Model, residual_in_fp32: bool | None = None, keep: Keep = "least") -> Model:
     """Replaces the ViT layers of a model by vitfast's operations, in place; returns the model.
 
     It knows timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and
@@ -66,10 +74,15 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
     parameter is added to the stream). False takes autocast's dtype, which moves less memory. True takes fp32. Outside
     autocast the stream has the dtype of the weights.
 
+    keep: with "least", backward computes the norms' outputs and the input of each MLP's last layer again. With "all"
+    they are kept, which is faster where the memory has room (see ops.attention_block).
+
     Call it before or after you set up DDP, torch.compile, fully_shard and activation checkpointing. Raises InputError
-    if `model` is no module.
+    if `model` is no module, or for another `keep`.
     """
     require_module("accelerate", model)
+    if keep not in get_args(Keep):
+        raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     modules = replaceable_modules(model).values()
     towers = [module for module in model.modules() if hasattr(accelerated_class(type(module)), "vitfast_tower")]
     _set_classes(
@@ -81,9 +94,11 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None) -> Model:
     )
     for module in modules:
         if hasattr(module, "vitfast_layer"):
-            module.__dict__.pop("residual_in_fp32", None)
+            _forget_options(module)
             if residual_in_fp32 is not None:
                 module.residual_in_fp32 = residual_in_fp32
+            if keep != "least":
+                module.vitfast_keep = keep
     if (interface := transformers_attention()) is not None:
         interface.set_attention(model)
     report = acceleration_report(model)
@@ -102,7 +117,7 @@ def restore(model: Model) -> Model:
     classes = [(module, original_class(type(module))) for module in model.modules()]
     classes = [(module, cls) for module, cls in classes if cls is not None]
     for module, _ in classes:
-        module.__dict__.pop("residual_in_fp32", None)
+        _forget_options(module)
     _set_classes(classes)
     if (interface := transformers_attention()) is not None:
         interface.restore_attention(model)

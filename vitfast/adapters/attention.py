@@ -98,7 +98,7 @@ class AttentionBlock(FusedBlock):
         if found.around is None:
             options = dict(num_heads=self.heads(modules), **self.norm_options(modules), **options)
             tensors = norm_weight, norm_bias, *self._packed(found), proj_weight, proj_bias
-            return ops.attention_block(x, *tensors, **options, **factors())
+            return ops.attention_block(x, *tensors, **options, **factors(), keep=found.keep)
         part, attention = self.part, modules[self.part.path]
         q, k, v = self._qkv(found, normalized(modules[self.norm], x))
         if part.qk_norms is not None:

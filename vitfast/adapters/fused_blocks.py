@@ -151,6 +151,7 @@ class Found(NamedTuple):
     layer_scale: Tensor | None
     around: str | None
     wrapped: tuple[str, ...] = ()
+    keep: str = "least"  # as in ops.attention_block
 
 
 class FusedBlock:
@@ -269,7 +270,7 @@ class FusedBlock:
             if not are_plain(scale) or (scale is not None and scale.shape != tensors[0].shape):
                 return "its layer scale is no tensor per channel"
         around = ", ".join(filter(None, (self.around(layer, modules), *wrapped))) or None
-        return Found(self, modules, tensors, scale, around, wrapped)
+        return Found(self, modules, tensors, scale, around, wrapped, getattr(layer, "vitfast_keep", "least"))
 
     def around(self, layer: nn.Module, modules: Modules) -> str | None:
         """The modules in the part that must be called, in words; None if there are none."""

@@ -162,5 +162,5 @@ def accelerated_layer(cls: type, description: Layer, blocks: Blocks, entries: in
     entries: the length of the tuple (tokens, None, ...) that it returns, 0 for bare tokens. of_users: the class is a
     user's, so an argument that the description does not name may do anything.
     """
-    attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None)
+    attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None, vitfast_keep="least")
     return subclass(cls, _forward(cls, description, entries, of_users), **attributes)

@@ -75,12 +75,13 @@ class MlpBlock(FusedBlock):
         modules, act = found.modules, dict(activation=self.activation(found.modules))
         norm, tensors = found.tensors[:2], found.tensors[2:]
         if self.part.gate is None and found.around is None:
-            return ops.mlp_block(x, *norm, *tensors, **act, **self.norm_options(modules), **factors())
+            options = self.norm_options(modules)
+            return ops.mlp_block(x, *norm, *tensors, **act, **options, **factors(), keep=found.keep)
         if self.part.gate is not None:
             tensors = self._gated(tensors)
         if found.around is None:
             options = {**self.norm_options(modules), **self._inner_norm(modules)}
-            return ops.gated_mlp_block(x, *norm, *tensors, **act, **options, **factors())
+            return ops.gated_mlp_block(x, *norm, *tensors, **act, **options, **factors(), keep=found.keep)
         *first, fc2_weight, fc2_bias = tensors
         h = normalized(modules[self.norm], x)
         y = ops.linear_gelu(h, *first[-2:], **act)

@@ -6,7 +6,7 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
@@ -83,10 +83,21 @@ def _fields(arguments: type) -> list[_Field]:
     return [field for part in parts for field in part]
 
 
-def _build(arguments: type, values: Iterator):
-    """A NamedTuple of this type with these values, in the order of _fields."""
-    parts = (_build(f.kind, values) if hasattr(f.kind, "_fields") else next(values) for f in _own_fields(arguments))
-    return arguments(*parts)
+@functools.cache
+def _builder(arguments: type) -> Callable[[Iterable], tuple]:
+    """A function that makes a NamedTuple of this type from its values, in the order of _fields."""
+    inner = [(i, f.kind) for i, f in enumerate(_own_fields(arguments)) if hasattr(f.kind, "_fields")]
+    parts = [(i, i + len(_fields(kind)), _builder(kind)) for i, kind in inner]
+    if not parts:
+        return arguments._make
+
+    def build(values: Iterable):
+        values = list(values)
+        for start, end, part in parts:  # from left to right, so that what comes before is one value each
+            values[start:end] = [part(values[start:end])]
+        return arguments._make(values)
+
+    return build
 
 
 def flat(t: tuple) -> list:
@@ -145,7 +156,7 @@ class custom_op:
         backward: Callable,
         reads: Callable | None = None,
     ):
-        self.arguments, self.saved, self.backward, self.reads = arguments, saved, backward, reads
+        self.saved, self.backward, self.reads, self.build = saved, backward, reads, _builder(arguments)
         taken, self.kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in taken], [name for name in self.kept if name != "out"]
         self.tensors = [*(field.name for field in taken if field.is_tensor), *self.kept]
@@ -165,7 +176,7 @@ class custom_op:
 
     def _forward(self, function: Callable, *values):
         """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
-        out, held = function(_build(self.arguments, iter(values)))
+        out, held = function(self.build(values))
         held = dict(zip(self.kept, flat(held)))
         return _several((out, *(out.new_empty(_ABSENT) if held[n] is None else held[n] for n in self.written)))
 
@@ -175,7 +186,7 @@ class custom_op:
         ctx.mark_non_differentiable(*more)
         if self.reads is not None:
             needs = self._needs(dict(zip(self.taken, ctx.needs_input_grad)))
-            inputs = flat(self.reads(_build(self.arguments, iter(inputs)), needs))
+            inputs = flat(self.reads(self.build(inputs), needs))
         more = [None if x.dim() == len(_ABSENT) else x for x in more]
         values = dict(zip((*self.taken, *self.written), (*inputs, *more)), out=out) | dict.fromkeys(self.passed_on)
         ctx.save_for_backward(*(values[name] for name in self.tensors))
@@ -183,7 +194,7 @@ class custom_op:
 
     def _needs(self, flags: dict[str, bool]) -> NamedTuple:
         """Whether the gradient of each argument is needed; False for those that have none."""
-        return _build(self.arguments, iter([name in self.trained and flags[name] for name in self.taken]))
+        return self.build([name in self.trained and flags[name] for name in self.taken])
 
     def _differentiate(self, ctx, dout, *_):
         asked, found = dict(zip(self.taken, ctx.needs_input_grad)), {}
@@ -198,8 +209,8 @@ class custom_op:
     def _backward(self, dout, *values):
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
         values, needs = dict(zip((*self.tensors, *self.options), values)), dict(zip(self.trained, values[-1]))
-        t = _build(self.arguments, iter([values[name] for name in self.taken]))
-        held = _build(self.saved, iter([values[name] for name in self.kept]))
+        t = self.build(values[name] for name in self.taken)
+        held = _builder(self.saved)(values[name] for name in self.kept)
         found = self.backward(dout, t, held, self._needs(needs))
         return _several(tuple(found[name] if need else dout.new_empty(0) for name, need in needs.items()))
 
