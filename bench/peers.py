@@ -102,7 +102,7 @@ class Setting:
 
     library: a key of BUILDERS. how: eager, compile or max-autotune (harness.compiled). precision:
     bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts. invariant: by
-    vitfast.batch_invariant, in inference alone.
+    vitfast.batch_invariant, in inference alone. lean: ours keeps the least for backward, in place of all.
     """
 
     library: str
@@ -110,10 +110,11 @@ class Setting:
     precision: str
     again: bool = False
     invariant: bool = False
+    lean: bool = False
 
     @property
     def name(self) -> str:
-        more = " again" * self.again + " batch-invariant" * self.invariant
+        more = " again" * self.again + " batch-invariant" * self.invariant + " least memory" * self.lean
         return f"{self.library} {self.how} {self.precision}{more}"
 
     # dtypes: of the matrix products, and of weights and images
@@ -150,13 +151,14 @@ def _torchvision(s: Shape) -> nn.Module:
     return VisionTransformer(s.image, s.patch, **sizes)
 
 
+ACCELERATED = "vitfast.accelerate(timm)"
 BACKEND = "vitfast backend (timm)"  # in each setting compiled by the backend: "eager" is its inner compiler then
 BUILDERS = {
     "vitfast": lambda s: ViT.from_preset(s.model, img_size=s.image),
     "timm": _timm,
     "huggingface": _hugging_face,
     "torchvision": _torchvision,
-    "vitfast.accelerate(timm)": lambda s: vitfast.accelerate(_timm(s)),
+    ACCELERATED: lambda s: vitfast.accelerate(_timm(s)),
     BACKEND: _timm,
 }
 
@@ -202,7 +204,10 @@ class Peer:
         ours = setting.library == "vitfast"
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
+            self.model.set_keep("least" if setting.lean else "auto")
             choose_saved_activations(self.model, shape.rows, setting.dtype)
+        elif training and setting.library == ACCELERATED:
+            vitfast.accelerate(self.model, keep="least" if setting.lean else "all")
         self.function = self.model
         if setting.library == BACKEND:
             self.function = compiled(self.model, setting.how, fullgraph=True, backend="vitfast")

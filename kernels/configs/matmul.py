@@ -106,7 +106,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "input_grad": _PRODUCT + _PERSISTENT + _TMA + _WIDE,
     "linear_gelu_fwd": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
     "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_PERSISTENT, *_TMA, *_WIDE),
-    "dgelu_matmul": _CUBLAS + _TMA + _WIDE,
+    "dgelu_matmul": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
     "gelu_bwd": _TORCH,
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
     "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),

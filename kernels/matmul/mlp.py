@@ -22,6 +22,7 @@ from ..launch import cdiv, launch
 from ..rows import column_sums, contiguous_or_none
 from .activations import activate, activate_and_slope, activated, activation_bwd
 from .product import (
+    DESCRIBED,
     block_offsets,
     count_blocks,
     described,
@@ -125,6 +126,50 @@ def store_dgelu(
         tl.store(sums_ptr + index_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
 
 
+@triton.jit
+def dgelu_block(
+    pid,
+    a_ptr,
+    b_ptr,
+    pre_ptr,
+    outputs,  # dpre_ptr, act_ptr, sums_ptr
+    sizes,
+    strides,
+    stride_pm,
+    stride_om,
+    ACT: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Block `pid` of dpre, and of act."""
+    BOX: tl.constexpr = LOADS == "nn"
+    COLS: tl.constexpr = BLOCK_N // SUBTILES
+    M, N = sizes[0], sizes[1]
+    index_m, first_m, first_n = block_offsets(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    pres = ()
+    for i in tl.static_range(SUBTILES if EARLY else 0):
+        pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
+    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    pieces = split_columns(acc, SUBTILES)
+    dpre_ptr, act_ptr, sums_ptr = outputs
+    for i in tl.static_range(SUBTILES):
+        first = first_n + i * COLS
+        if EARLY:
+            pre = pres[i]
+        else:
+            pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
+        store_dgelu(
+            pieces[i], pre, dpre_ptr, act_ptr, sums_ptr, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX
+        )
+
+
 @triton.jit(do_not_specialize=["M"])
 def dgelu_matmul_kernel(
     a_ptr,  # g (M, K), or its descriptor
@@ -147,26 +192,21 @@ def dgelu_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    BOX: tl.constexpr = LOADS == "nn"
-    COLS: tl.constexpr = BLOCK_N // SUBTILES
-    index_m, first_m, first_n = block_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
-    # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act.
-    EARLY: tl.constexpr = BOX and act_ptr is None
-    pres = ()
-    for i in tl.static_range(SUBTILES if EARLY else 0):
-        pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
-    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-    pieces = split_columns(acc, SUBTILES)
-    for i in tl.static_range(SUBTILES):
-        first = first_n + i * COLS
-        if EARLY:
-            pre = pres[i]
-        else:
-            pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
-        outputs = (dpre_ptr, act_ptr, sums_ptr)
-        store_dgelu(pieces[i], pre, *outputs, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX)
+    given = (a_ptr, b_ptr, pre_ptr, (dpre_ptr, act_ptr, sums_ptr), (M, N, K), strides, stride_pm, stride_om)
+    if PERSISTENT:
+        blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
+        for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+            dgelu_block(
+                pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY=False
+            )
+    else:
+        # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act
+        early: tl.constexpr = LOADS == "nn" and act_ptr is None
+        dgelu_block(
+            tl.program_id(0), *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, early
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -224,11 +264,12 @@ def dgelu_matmul(
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
     grid, shared = row_product(g, weight2, config, "nn")
     outputs = dict(dpre_ptr=dpre, act_ptr=act)
-    if config.provider == "tma":
+    persistent = config.provider == "persistent"
+    if config.provider in DESCRIBED:
         piece = config["BLOCK_M"], config["BLOCK_N"] // config["SUBTILES"]
         outputs = {name: None if x is None else described(x, *piece) for name, x in outputs.items()}
     shared |= dict(pre_ptr=pre, **outputs, sums_ptr=sums, stride_pm=pre.stride(0), stride_om=n)
-    launch(dgelu_matmul_kernel, grid, **shared, ACT=activation)
+    launch(dgelu_matmul_kernel, grid, **shared, ACT=activation, PERSISTENT=persistent)
     return dpre, act, *column_sums(sums, [sums])
 
 

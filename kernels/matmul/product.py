@@ -190,5 +190,5 @@ def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> 
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
     programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
     if config.provider == "persistent":
-        programs = row_programs(a.device, 1, programs)
+        programs = row_programs(a.device, max(1, 256 // blocks[1]), programs)
     return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)
