@@ -23,11 +23,16 @@ _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # A program for each multiprocessor, whose loads for the next block hide the epilogue of this one. An H100 measured at
 # ViT-B/16, batch 256: fc1 + GELU 482 us (the pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its
 # residual 329 (descriptors and a program for each block 415, cuBLASLt 320), proj and its residual 132 (139, 116).
-# Where a product has few rows, there are too few of its blocks.
-_PERSISTENT, _MANY_ROWS = (
-    (Rule(_product(8, 4, 128, 256, 64, 4, "persistent"), sm=(90,), bits="16", shape=shape),)
-    for shape in ("*", "*[0-9]")
-)
+# Where a product has few rows, there are too few of its blocks. Back to back on an H200, where the power limit binds,
+# GELU takes 515 us in two pieces and 524 in four.
+_WIDE_BLOCK = _product(8, 4, 128, 256, 64, 4, "persistent")
+_PERSISTENT = (Rule(_WIDE_BLOCK, sm=(90,), bits="16"),)
+_MANY_ROWS = (Rule(_WIDE_BLOCK, sm=(90,), bits="16", shape="*[0-9]"),)
+_GELU = (Rule(_product(8, 4, 128, 256, 64, 2, "persistent"), sm=(90,), bits="16", shape="*[0-9]"),)
+# Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. They are
+# faster only where 256 columns do not fit, as in S/16: fc2 and its residual 241 us (in blocks of 256 305), proj 92
+# (113), and for dGELU that writes act, 754 us at B/16 (descriptors and a program for each block 799).
+_NARROW = (Rule(_product(8, 3, 128, 128, 64, 2, "persistent", maxnreg=128), sm=(90,), bits="16", shape="*x384"),)
 # These read three quarters as much from L2, but only one program fits a multiprocessor, so nothing hides its epilogue.
 _WIDE = tuple(
     Rule(_product(8, 4, 128, 256, 64, 4, provider), sm=(90, 100), bits="16", variant="wide")
@@ -41,8 +46,8 @@ _DGELU = (Rule(_product(8, 3, 128, 128, 64, 4, maxnreg=128), sm=(90,), bits="16"
 # cuBLAS and a second kernel 704, a program for each multiprocessor at least 645. Where act is written ("a"), one piece
 # spills.
 _DGELU_TMA = tuple(
-    Rule(_product(8, 3, 128, 128, 64, pieces, "tma", maxnreg=128), sm=(90,), bits="16", shape=shape)
-    for pieces, shape in ((1, "*[0-9]"), (4, "*a"))
+    Rule(_product(8, 3, 128, 128, 64, pieces, provider, maxnreg=128), sm=(90,), bits="16", shape=shape)
+    for pieces, provider, shape in ((1, "tma", "*[0-9]"), (4, "persistent", "*a"))
 )
 # Two products at once have blocks like _PRODUCT's, with half the columns for each. Backward reads and writes two of
 # everything, so its blocks are narrower or cut into smaller pieces.
@@ -84,8 +89,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # Products have shape class "KxN" (product.py). cuBLAS does those in which no epilogue saves a pass over memory.
     "linear_fwd": _CUBLAS,
     "input_grad": _CUBLAS,
-    "linear_gelu_fwd": _MANY_ROWS + _PRODUCT,
-    "linear_residual_fwd": _MANY_ROWS + _PRODUCT,
+    "linear_gelu_fwd": _GELU + _PRODUCT,
+    "linear_residual_fwd": _NARROW + _MANY_ROWS + _PRODUCT,
     # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
@@ -106,7 +111,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "input_grad": _PRODUCT + _PERSISTENT + _TMA + _WIDE,
     "linear_gelu_fwd": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
     "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_PERSISTENT, *_TMA, *_WIDE),
-    "dgelu_matmul": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
+    "dgelu_matmul": _CUBLAS + _TMA + _WIDE,
     "gelu_bwd": _TORCH,
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
     "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),

@@ -198,15 +198,12 @@ def dgelu_matmul_kernel(
     if PERSISTENT:
         blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
         for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
-            dgelu_block(
-                pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY=False
-            )
+            dgelu_block(pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY=False)
     else:
         # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act
-        early: tl.constexpr = LOADS == "nn" and act_ptr is None
-        dgelu_block(
-            tl.program_id(0), *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, early
-        )
+        EARLY: tl.constexpr = LOADS == "nn" and act_ptr is None
+        pid = tl.program_id(0)
+        dgelu_block(pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY)
 
 
 @triton.jit(do_not_specialize=["M"])

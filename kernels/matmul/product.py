@@ -5,8 +5,9 @@ read through pointers or, with providers "tma" and "persistent" on sm_90 and new
 thread asks the copy engine for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue
 takes the sums in SUBTILES pieces of columns, one after the other, which takes a fraction of the registers. In quarters,
 128 x 128 leaves room for two programs per multiprocessor on sm_90, so that one's epilogue runs during the other's main
-loop. With "persistent" there is one program for each multiprocessor, which goes from block to block and asks for the
-next one's operands before the epilogue of this one: on an H100 it takes as long as cuBLAS for fc1 of ViT-B/16.
+loop. With "persistent" there is one program for each multiprocessor, or two where blocks have 128 columns. It goes from
+block to block and asks for the next one's operands before the epilogue of this one: on an H100 it takes as long as
+cuBLAS for fc1 of ViT-B/16.
 
 Every kernel repeats the list of a configuration's constexprs, since Triton takes them by name. The shape class of a
 product is "KxN": the length it sums over and the columns it writes.
@@ -190,5 +191,5 @@ def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> 
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
     programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
     if config.provider == "persistent":
-        programs = row_programs(a.device, max(1, 256 // blocks[1]), programs)
+        programs = row_programs(a.device, 2 if blocks[1] == 128 else 1, programs)
     return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)

@@ -129,11 +129,27 @@ def test_persistent_programs_go_from_block_to_block(monkeypatch):
         ),
         "linear_fwd": (lambda: (linear.linear(x, weight, bias),), (pre,)),
     }
-    for op, (call, expected) in calls.items():
-        with tiles.using(op, small):
-            assert record(call)[0].grid == (3,), op
+    for want_act in (False, True):  # g (100, 40) times W2 (40, 72), with pre (100, 72)
+        slope = torch.autograd.functional.vjp(F.gelu, pre.double(), x.double() @ weight.double().T)[1].float()
+        call = lambda act=want_act: mlp.dgelu_matmul(x, weight.T.contiguous(), pre, "gelu", True, act)  # noqa: E731
+        truth = slope, F.gelu(pre) if want_act else None, slope.sum(0)
+        calls["dgelu_matmul" + ", act" * want_act] = call, truth
+    for name, (call, expected) in calls.items():
+        with tiles.using(name.partition(",")[0], small):
+            assert record(call)[0].grid == (3,), name
             for result, exact in zip(call(), expected):
-                torch.testing.assert_close(result, exact, **CLOSE)
+                assert (result is None) == (exact is None)
+                if exact is not None:
+                    torch.testing.assert_close(result, exact, **CLOSE)
+
+
+def test_two_persistent_programs_share_a_multiprocessor_where_blocks_are_narrow(monkeypatch):
+    monkeypatch.setattr(rows, "_multiprocessors", lambda device: 3)
+    x, weight = torch.empty(4096, 64, device="meta"), torch.empty(512, 64, device="meta")
+    for columns, programs in ((128, 6), (256, 3)):
+        tile = tiles.config(8, 3, "persistent", BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=8, SUBTILES=2)
+        with tiles.using("linear_fwd", tile, sm=90):
+            assert record(lambda: linear.linear(x, weight))[0].grid == (programs,)
 
 
 def test_few_rows_take_smaller_blocks():
