@@ -50,7 +50,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    machine.turns()
     torch.backends.cudnn.benchmark = machine.GPU  # the peers' convolutions run as timm's own benchmark runs them
     if not machine.GPU:
         torch.set_num_threads(1)  # the clock is the process's time, in which threads would wait for each other
@@ -84,6 +83,7 @@ def pytest_runtest_setup(item):
     ends = item.config.getoption("ends")
     if ends is not None and time.time() > ends - LEAST_SECONDS:
         pytest.skip(f"out of time: fewer than {LEAST_SECONDS} s were left for this case")
+    machine.together()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -54,17 +54,17 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile, from a clean start. how: "compile" or "max-autotune"; options: torch.compile's.
+    """torch.compile, from a clean start. how: "compile", "max-autotune" or "reduce-overhead"; options: torch.compile's.
 
-    how "eager" is for backend="vitfast", whose graph then runs as it is. CUDA graphs are ours to capture: inside
-    torch.compile they would copy every input first.
+    how "eager" is for backend="vitfast", whose graph then runs as it is. torch's CUDA graphs, which copy every input
+    first, are for "reduce-overhead" alone.
     """
     torch._dynamo.reset()
     if machine.REHEARSED or how == "eager":  # traced, nothing generated
         inner = dict(options={"inner": "eager"}) if options.get("backend") == "vitfast" else dict(backend="eager")
         return torch.compile(function, **options, **inner)
-    mode = dict(mode="max-autotune-no-cudagraphs") if how == "max-autotune" else {}
-    return torch.compile(function, **mode, **options)
+    mode = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}.get(how)
+    return torch.compile(function, mode=mode, **options)
 
 
 def checked_samples(batch: int) -> Tensor:

@@ -104,29 +104,42 @@ def lead_of(run: Callable[[], object]) -> float:
 
 
 @functools.cache
-def turns() -> int | None:
-    """The file that says whose turn it is, held with others by whoever uses the device untimed."""
+def _turns() -> tuple[int, ...]:
+    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, and who is next; () where there are none."""
     path = os.environ.get("VITFAST_TURNS")
-    if not path:
-        return None
-    file = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+    return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
+
+
+def together() -> None:
+    """From here on other processes may use the device too; waits for those that are alone, or wait to be."""
+    if turns := _turns():
+        file, gate = turns
+        wall()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.flock(gate, fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other process that shares $VITFAST_TURNS uses the device inside; it begins once all have come to theirs."""
-    if (file := turns()) is None:
+    """No other process that shares $VITFAST_TURNS uses the device inside; it begins once each is here, or waits."""
+    if not (turns := _turns()):
         yield
         return
+    file, gate = turns
+    wall()
     if GPU:
         torch.cuda.empty_cache()  # the others may need the memory
+    fcntl.flock(file, fcntl.LOCK_UN)
+    fcntl.flock(gate, fcntl.LOCK_EX)
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        wall()
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        together()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:

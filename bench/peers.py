@@ -100,7 +100,7 @@ def _fastest_backend(s: Shape, training: bool) -> str:
 class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
-    library: a key of BUILDERS. how: eager, compile or max-autotune (harness.compiled). precision:
+    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision:
     bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts. invariant: by
     vitfast.batch_invariant, in inference alone. lean: ours keeps the least for backward, in place of all.
     """
