@@ -30,9 +30,10 @@ _PERSISTENT = (Rule(_WIDE_BLOCK, sm=(90,), bits="16"),)
 _MANY_ROWS = (Rule(_WIDE_BLOCK, sm=(90,), bits="16", shape="*[0-9]"),)
 _GELU = (Rule(_product(8, 4, 128, 256, 64, 2, "persistent"), sm=(90,), bits="16", shape="*[0-9]"),)
 # Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. They are
-# faster only where 256 columns do not fit, as in S/16: fc2 and its residual 241 us (in blocks of 256 305), proj 92
-# (113), and for dGELU that writes act, 754 us at B/16 (descriptors and a program for each block 799).
-_NARROW = (Rule(_product(8, 3, 128, 128, 64, 2, "persistent", maxnreg=128), sm=(90,), bits="16", shape="*x384"),)
+# faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105
+# (113; in two pieces 241 and 92, but factors would spill), and for dGELU that writes act, 754 us at B/16 (descriptors
+# and a program for each block 799).
+_NARROW = (Rule(_product(8, 3, 128, 128, 64, 4, "persistent"), sm=(90,), bits="16", shape="*x384"),)
 # These read three quarters as much from L2, but only one program fits a multiprocessor, so nothing hides its epilogue.
 _WIDE = tuple(
     Rule(_product(8, 4, 128, 256, 64, 4, provider), sm=(90, 100), bits="16", variant="wide")
@@ -64,6 +65,9 @@ _DGATED = (
     _PRODUCT[-1],
 )
 _CUBLAS = (Rule(config(provider="cublas")),)
+# Few rows and long sums, as fc2 of one image: few programs, each with 24 rounds and more, where cuBLAS splits the sum.
+# One image through B/16 took 0.85 ms on an H200 (timm's 0.59); fc2 by cuBLAS is not timed yet.
+_LONG_SUMS = (Rule(config(provider="cublas"), sm=(90,), bits="16", shape="1[5-9]??x*f [2-9]???x*f 1????x*f"),)
 
 
 def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -90,7 +94,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _CUBLAS,
     "input_grad": _CUBLAS,
     "linear_gelu_fwd": _GELU + _PRODUCT,
-    "linear_residual_fwd": _NARROW + _MANY_ROWS + _PRODUCT,
+    "linear_residual_fwd": _NARROW + _MANY_ROWS + _LONG_SUMS + _PRODUCT,
     # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
