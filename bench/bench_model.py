@@ -1,4 +1,4 @@
-"""Whole ViTs: latency, throughput and a training step, against timm, Hugging Face, torchvision.
+"""Whole ViTs: latency, throughput and a training step, against timm, Hugging Face, torchvision, TensorRT.
 
 Logits, and in training every gradient, are compared with float64 before anything is timed and again after it
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16 has
@@ -8,7 +8,9 @@ torch's own CUDA graphs, which reduce-overhead has: latency captures one for eve
 training are timed in whole steps back to back, launches included. Ours is measured first and,
 as "vitfast compile bf16 again", after timm's: the slower of the two counts. "least memory" is ours where backward
 computes again what it can. "batch-invariant" is inference of ours by
-vitfast.batch_invariant, whose cost is the difference to "vitfast eager".
+vitfast.batch_invariant, whose cost is the difference to "vitfast eager". TensorRT (engine.py), where it is installed,
+has inference alone: in fp16, which ours and timm's run in too, and in fp8, of which no other library has a model; its
+batch of throughput is timm's.
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
@@ -23,7 +25,7 @@ import machine
 import pytest
 import torch
 from machine import median_seconds
-from peers import ACCELERATED, BACKEND, BUILDERS, Peer, Setting, bench_peer, learner
+from peers import ACCELERATED, BACKEND, BUILDERS, TENSORRT, Peer, Setting, bench_peer, learner
 from shapes import MAIN, model_work, planned
 
 from vitfast import ops
@@ -46,13 +48,20 @@ LEADING = (  # what decides comes first, because a stage has no time for all
     Setting("timm", "max-autotune", "bf16"),
     Setting("timm", "max-autotune", "amp"),
 )
-EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compile", "max-autotune"), ("bf16", "amp")))
+HALF = (  # inference alone
+    *(Setting(library, "compile", "fp16") for library in ("vitfast", "timm")),
+    *(Setting(TENSORRT, "engine", precision) for precision in ("fp16", "fp8")),
+    *(Setting(library, "reduce-overhead", "fp16") for library in ("vitfast", "timm")),
+)
+TRAINED = [library for library in BUILDERS if library != TENSORRT]
+EVERY = [*itertools.starmap(Setting, itertools.product(TRAINED, ("eager", "compile", "max-autotune"), ("bf16", "amp")))]
 # The models, by names without the batch; their batch is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
-ON_CPU = [Setting(library, "eager", "fp32") for library in BUILDERS]
+ON_CPU = [Setting(library, "eager", "fp32") for library in TRAINED]
 CASES = {s.name: s for s in (ON_CPU if machine.SMALL else (*LEADING, *EVERY))}
 INVARIANT = [Setting("vitfast", "eager", p, invariant=True) for p in (("fp32",) if machine.SMALL else ("bf16", "amp"))]
-ONCE = {s.name: s for s in (*CASES.values(), *INVARIANT) if not (s.again or s.lean)}
+INFERENCE = (*ON_CPU, *INVARIANT) if machine.SMALL else (*LEADING, *HALF, *EVERY, *INVARIANT)
+ONCE = {s.name: s for s in INFERENCE if not (s.again or s.lean)}
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 
 
@@ -99,7 +108,8 @@ def test_train(benchmark, model, setting):
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
     benchmark.group = f"{what} {model}"
-    batch = 1 if what == "latency" else best_batch(ONCE[setting].library, model)
+    library = ONCE[setting].library.replace(TENSORRT, "timm")
+    batch = 1 if what == "latency" else best_batch(library, model)
     peer = Peer(ONCE[setting], replace(MODELS[model], batch=batch), training=False)
     kernels = model_work(peer.shape, peer.setting.dtype.itemsize).forward
     with torch.inference_mode():

@@ -6,19 +6,22 @@ Functions and inputs are those of vitfast.tools.verify.cases where that has them
 "attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
 sides. "attention separate" takes q, k and v apart, where nobody has gradients to stack. Peers do rotary positions and a
 bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
-attention block runs on the fastest backend of SDPA. For uint8 images the patch embedding's peers normalise first.
-"gemm" is the linear layers of a block alone, for which everybody uses cuBLAS.
+attention block runs on the fastest backend of SDPA. QuACK, where it is installed, has the norms, the MLP and, forward
+alone, the linear layer with GELU. For uint8 images the patch embedding's peers normalise first. "gemm" is the linear
+layers of a block alone, for which everybody uses cuBLAS.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+import libraries
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DTYPE, Case, bench, compiled
-from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa
+from libraries import FLASH, QUACK, library_function
+from peers import BACKENDS, best_backend, forced, sdpa
 from shapes import SHAPES, Shape, grid, patch_embed_work
 
 from vitfast import ops
@@ -37,7 +40,8 @@ class Op:
 
     case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: (Shape, bytes of an element) ->
     Work. batched: how many inputs have the batch as their first axis. peers: implementation -> a function of its own,
-    or None where it is ours or the formula; "compile" and "max-autotune" compile it.
+    or None where it is ours or the formula; "compile" and "max-autotune" compile it. forward_only: implementations
+    that have no backward.
     """
 
     case: Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]
@@ -45,6 +49,7 @@ class Op:
     impls: tuple[str, ...] = EAGER
     batched: int = 1
     peers: Callable[[str], Callable | None] = lambda impl: None
+    forward_only: tuple[str, ...] = ()
 
 
 def verified(name: str) -> Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]:
@@ -67,6 +72,12 @@ def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
 def row(name: str, *sizes: str, **more) -> Op:
     """An Op of the case and the count that are called `name`; the count takes the rows and these sizes."""
     return Op(verified(name), rows_work(name, *sizes), **more)
+
+
+def with_quack(name: str, *sizes: str, **more) -> Op:
+    """A row of which QuACK has the operation too."""
+    peers = lambda impl: getattr(libraries, f"quack_{name}")() if impl == QUACK else None  # noqa: E731
+    return row(name, *sizes, impls=(*EAGER[:2], QUACK, *EAGER[2:]), peers=peers, **more)
 
 
 def qkv(s: Shape) -> Input:
@@ -140,16 +151,16 @@ OPS = {
     "attention separate": Op(separate, ATTENTION, SDPA, batched=3, peers=attention_peer),
     "attention rotary": Op(rotary, ATTENTION),
     "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads")),
-    "layer_norm": row("layer_norm", "width"),
-    "rms_norm": row("rms_norm", "width"),
+    "layer_norm": with_quack("layer_norm", "width"),
+    "rms_norm": with_quack("rms_norm", "width"),
     "add_layer_norm": row("add_layer_norm", "width", batched=2),
     "patch_embed uint8": pixels("patch_embed, uint8", pixel_size=1),
     "patch_embed float": pixels("patch_embed"),
     "attention_block": row("attention_block", "tokens", "width"),
     "mlp_block": row("mlp_block", *MLP),
     "gated_mlp_block": row("gated_mlp_block", *MLP),
-    "linear_gelu": row("linear_gelu", *MLP),
-    "mlp": row("mlp", *MLP),
+    "linear_gelu": with_quack("linear_gelu", *MLP, forward_only=(QUACK,)),
+    "mlp": with_quack("mlp", *MLP),
     "gated_mlp": row("gated_mlp", *MLP),
     "gemm qkv": gemm(1, 3),
     "gemm proj": gemm(1, 1),
@@ -174,6 +185,8 @@ def function_of(name: str, s: Shape, impl: str) -> Callable:
 def _test(name: str):
     @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls))
     def test(benchmark, shape, direction, impl):
+        if direction != "forward" and impl in OPS[name].forward_only:
+            pytest.skip(f"{impl} has no backward of {name}")
         s, facts = SHAPES[shape], {}
         function = function_of(name, s, impl)
         if name == "attention_block" and impl != "vitfast":

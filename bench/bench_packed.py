@@ -18,7 +18,8 @@ import machine
 import pytest
 import torch
 from harness import DTYPE, Case, bench, compiled
-from peers import FLASH, Peer, Setting, bench_peer, library_function, randomised
+from libraries import FLASH, library_function
+from peers import Peer, Setting, bench_peer, randomised
 from shapes import MIXES, PATCH, Mix, model_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -41,7 +41,8 @@ MODEL_ROUNDS = 10 if GPU else 3
 WARM_SECONDS = 2.0
 CASE_WARM_SECONDS = 0.2
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these need not be installed
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these and the next need not be installed
+PACKAGES += ("quack-kernels", "tensorrt", "nvidia-modelopt")
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
 
 

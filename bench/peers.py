@@ -1,4 +1,4 @@
-"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
+"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face, torchvision and TensorRT.
 
 The models run in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a
 class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in
@@ -9,15 +9,15 @@ more, the peer's weights put back.
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import engine
 import harness
 import machine
-import pytest
 import torch
 import torch.nn.functional as F
+from engine import TENSORRT
 from harness import checked_samples, compiled, describe, judge, measure
 from machine import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from shapes import Mix, Shape, model_work
@@ -47,30 +47,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-FLASH = {  # name -> package, the module of its public functions, which have a backward; 2 is in torch
-    "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
-    "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
-}
-
-
-def library_function(package: str, module: str, name: str) -> Callable:
-    """A function of a package; skips the case where that is not installed or has none of that name.
-
-    Of several results it returns the first, because some versions of flash-attn return the logsumexp too.
-    """
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        pytest.skip(f"{package} cannot be used: {error}")
-
-    @functools.wraps(function)
-    def first_result(*args, **options):
-        result = function(*args, **options)
-        return result[0] if isinstance(result, tuple) else result
-
-    return first_result
-
-
 def forced(function: Callable, backend: str) -> Callable:
     """`function` with one backend of SDPA allowed; it raises where that one cannot run."""
     return sdpa_kernel(BACKENDS[backend if machine.GPU else "math"])(function)
@@ -96,13 +72,17 @@ def _fastest_backend(s: Shape, training: bool) -> str:
     return min(times, key=times.get, default="math")
 
 
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, amp=torch.bfloat16, fp16=torch.float16, fp8=torch.float16)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
-    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision:
-    bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts. invariant: by
-    vitfast.batch_invariant, in inference alone. lean: ours keeps the least for backward, in place of all.
+    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled), or TensorRT's
+    engine. precision: bf16 or fp16 (weights too), amp (fp32 weights), fp32, or an engine's fp8, with products of E4M3
+    and everything else in fp16, whose ceiling counts. again: measured a second time; the slower one counts. invariant:
+    by vitfast.batch_invariant, in inference alone. lean: ours keeps the least for backward, in place of all.
     """
 
     library: str
@@ -118,8 +98,10 @@ class Setting:
         return f"{self.library} {self.how} {self.precision}{more}"
 
     # dtypes: of the matrix products, and of weights and images
-    dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
-    stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
+    dtype = property(lambda self: DTYPES[self.precision])
+    stored = property(lambda self: torch.float32 if self.precision == "amp" else self.dtype)
+    # torch's allocator does not see the memory of a CUDA graph's pool or of an engine
+    peak_known = property(lambda self: self.how not in ("reduce-overhead", "engine"))
 
     def autocast(self):
         return torch.autocast(machine.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
@@ -160,6 +142,7 @@ BUILDERS = {
     "torchvision": _torchvision,
     ACCELERATED: lambda s: vitfast.accelerate(_timm(s)),
     BACKEND: _timm,
+    TENSORRT: _timm,
 }
 
 
@@ -201,7 +184,9 @@ class Peer:
     def __init__(self, setting: Setting, shape: Shape | Mix, training: bool):
         self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
         self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
-        ours = setting.library == "vitfast"
+        ours, fp8 = setting.library == "vitfast", setting.precision == "fp8"
+        if setting.how == "engine":
+            engine.needed(setting.precision)
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
             self.model.set_keep("least" if setting.lean else "auto")
@@ -211,6 +196,8 @@ class Peer:
         self.function = self.model
         if setting.library == BACKEND:
             self.function = compiled(self.model, setting.how, fullgraph=True, backend="vitfast")
+        elif setting.how == "engine":
+            self.function = engine.Engine(self.model, self.images, self.images[self.chosen] if fp8 else None)
         elif setting.how != "eager":
             self.function = compiled(self.model, setting.how, fullgraph=ours)
 
@@ -220,7 +207,7 @@ class Peer:
         self.model, self.backend = make_model(setting.library, shape).train(self.training).to(setting.stored), None
         self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=machine.DEVICE).to(setting.stored)
         self.chosen = checked_samples(shape.batch).tolist()
-        if not setting.library.startswith("vitfast"):
+        if not setting.library.startswith(("vitfast", TENSORRT)):
             self.backend = best_backend(shape, self.training)
 
     def __call__(self, images) -> Tensor:
@@ -251,6 +238,10 @@ class Peer:
         judge(fp32.name, self.shape.name, worst([logits], [truth]), worst([single], [truth]), fp32.dtype)
         return plain
 
+    def eager(self, plain: nn.Module) -> nn.Module:
+        """The model in eager PyTorch, in this setting's precision, whose error the limit comes from."""
+        return engine.rounded(self.model) if self.setting.precision == "fp8" else plain.to(self.setting.stored)
+
     def few(self, dtype: torch.dtype) -> list:
         """The samples that are compared, as batches for the plain model."""
         return [self.images[self.chosen].to(dtype)]
@@ -268,7 +259,7 @@ class Peer:
         with ops.use_kernels("off"), exact_fp32():
             truth = self._run(plain.double(), self.few(torch.float64), upstream)
             with self.setting.autocast():  # from fp32 to float64 and back nothing is lost
-                own = self._run(plain.to(self.setting.stored), self.few(self.setting.stored), upstream)
+                own = self._run(self.eager(plain), self.few(self.setting.stored), upstream)
         self.own, self.truth = worst(own, truth), [t.cpu() for t in truth]
         self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
         del plain, truth, own
@@ -341,7 +332,7 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
         run()  # compiled before anybody waits
         with peer.mode(), machine.alone():
             warm_up(run, seconds=machine.WARM_SECONDS)
-            peak = peak_bytes(run, peer.before)
+            peak = peak_bytes(run, peer.before) if setting.peak_known else None
             if graph:
                 seconds = measure(benchmark, captured(run), cold)
             else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
+LIBRARIES += ("tensorrt",)
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, and those that cases of some operations must have besides.

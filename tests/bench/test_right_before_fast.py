@@ -14,7 +14,8 @@ import pytest
 import shapes
 import torch
 from harness import WrongResult
-from peers import FLASH, Peer, Setting
+from libraries import FLASH
+from peers import Peer, Setting
 from shapes import Mix, Shape, model_work
 
 from vitfast import ops
