@@ -33,20 +33,24 @@ def needed(precision: str) -> None:
 def write_onnx(model: nn.Module, images: Tensor, path: Path, calibration: Tensor | None = None) -> None:
     """Writes the model, images -> logits, for the batch of these images (B, 3, H, W), in the model's dtype.
 
-    calibration: quantised to FP8, by the range of every tensor on these images. The batch is free until then, so that a
-    few images do, and ModelOpt runs the model on the CPU.
+    calibration: if given, the model is quantised to FP8 by the range of every tensor on these images. ModelOpt runs it
+    on the CPU, so that they should be few; until then the batch is free.
     """
-    import onnx
-
-    names = dict(input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},))
+    options = dict(input_names=["images"], output_names=["logits"], dynamo=True, verbose=False, external_data=False)
+    example = images
+    if calibration is not None:  # a free batch is shown as 2 or more
+        example, options["dynamic_shapes"] = images[[0, -1]], ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
-        torch.onnx.export(model, (images[:2].repeat(2, 1, 1, 1)[:2],), path, dynamo=True, verbose=False, **names)
-    if calibration is not None:
-        from modelopt.onnx.quantization import quantize
+        torch.onnx.export(model, (example,), path, **options)
+    if calibration is None:
+        return
+    import onnx
+    from modelopt.onnx.quantization import quantize
 
-        size = f"images:{'x'.join(map(str, calibration.shape))}"
-        options = dict(calibration_method="max", calibration_shapes=size, calibration_eps=["cpu"], log_level="ERROR")
-        quantize(str(path), "fp8", calibration.cpu().numpy(), output_path=str(path), **options)
+    size = f"images:{'x'.join(map(str, calibration.shape))}"
+    options = dict(calibration_method="max", calibration_shapes=size, calibration_eps=["cpu"], log_level="ERROR")
+    options |= dict(op_types_to_quantize=["MatMul", "Gemm"], output_path=str(path))  # the residual stream stays in fp16
+    quantize(str(path), "fp8", calibration.cpu().numpy(), **options)
     made = onnx.load(path)
     for value in (*made.graph.input, *made.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = len(images)
