@@ -1,4 +1,4 @@
-"""Whole ViTs: latency, throughput and a training step, against timm, Hugging Face, torchvision, TensorRT.
+"""Whole ViTs: latency, throughput and a training step, against timm and others.
 
 Logits, and in training every gradient, are compared with float64 before anything is timed and again after it
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16 has

@@ -1,13 +1,12 @@
-"""TensorRT: an engine built from the ONNX export of timm's model, in fp16, or in FP8 by ModelOpt's quantisation.
+"""TensorRT: an engine built from the ONNX export of timm's model, in fp16 or FP8.
 
 Written against the Python API of TensorRT 11.1 (NVIDIA/TensorRT, python/src), whose names 10.x has too, and ModelOpt
 0.47 (`modelopt.onnx.quantization.quantize`). Networks are strongly typed, as always in TensorRT 11: the types are those
 of the ONNX file. For FP8 that file has Q/DQ nodes (E4M3, a scale per tensor) around inputs and weights of the linear
 layers and around both products of attention; scales come from the largest values on the images that are compared.
 
-No engine computes what PyTorch does to the bit, so an engine is judged as every peer is. In FP8 the limit comes, as
-always, from the error of an eager model in the same precision: timm's, with everything that enters these products
-rounded to E4M3 (`rounded`).
+An engine is judged as every peer is, before and after it is timed. In FP8 the limit comes, as always, from the error of
+an eager model in the same precision: timm's, with what enters these products rounded to E4M3 (`rounded`).
 """
 
 import copy
@@ -31,7 +30,7 @@ def needed(precision: str) -> None:
 
 
 def write_onnx(model: nn.Module, images: Tensor, path: Path, calibration: Tensor | None = None) -> None:
-    """Writes the model, images -> logits, for the batch of these images (B, 3, H, W), in the model's dtype.
+    """Writes the model in its dtype: images (B, 3, H, W), of this batch size, -> logits (B, 1000).
 
     calibration: if given, the model is quantised to FP8 by the range of every tensor on these images. ModelOpt runs it
     on the CPU, so that they should be few; until then the batch is free.
@@ -112,7 +111,7 @@ def round_to_fp8(x: Tensor) -> Tensor:
 
 
 def rounded(model: nn.Module) -> nn.Module:
-    """A copy of timm's model in which inputs and weights of linear layers, and q, k and v, are rounded to FP8."""
+    """A copy of timm's model with inputs and weights of linear layers, and q, k, v, rounded to FP8."""
     model = copy.deepcopy(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

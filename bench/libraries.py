@@ -1,4 +1,6 @@
-"""Libraries that need not be installed: flash-attn 3 and 4, and QuACK. Where one is missing its cases are skipped.
+"""Libraries that need not be installed: flash-attn 3 and 4, and QuACK.
+
+Where one cannot be imported, its cases are skipped with the reason.
 
 QuACK (github.com/Dao-AILab/quack, package quack-kernels) is called as its versions 0.6.4 and 0.6.5 are written. They
 have a GEMM whose epilogue is the erf GELU, an MLP of it whose backward has the derivative in an epilogue too,
@@ -84,7 +86,10 @@ def quack_layer_norm() -> Callable:
 
 
 def quack_linear_gelu() -> Callable:
-    """gelu(x W^T + b) by one GEMM. It has no backward: QuACK's gradient of GELU is part of the product before it."""
+    """gelu(x W^T + b) by one GEMM, forward alone.
+
+    QuACK has GELU's gradient as the epilogue of the product that leads to it in backward, which is not in this.
+    """
     gemm_act = imported("quack-kernels", "quack.gemm_interface", "gemm_act")
 
     def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

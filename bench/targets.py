@@ -19,7 +19,7 @@ MAIN = "B/16 224"
 
 @dataclass(frozen=True)
 class Goals:
-    """What is realistic for whole models on a class of GPUs: how many times the best peer's speed.
+    """Realistic goals for whole models on a class of GPUs, in times the best peer's speed.
 
     flops: the least bf16 FLOP/s of the class, by the data sheet, or as measured for a GPU without one. peak: the share
     of the data sheet's peak in inference of B/16, or None.
