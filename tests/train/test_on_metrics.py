@@ -66,7 +66,7 @@ def test_an_error_stops_the_run_in_the_first_row_of_a_split_alone(split, tmp_pat
 def test_a_slow_one_is_named_and_its_seconds_are_not_those_of_training(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log, "SLOW_CALL", 0.3)
     train(digits(tmp_path, **FIELDS), on_metrics=lambda row: time.sleep(0.4))
-    assert sum("on_metrics took 0.4 s at step 2; training waits for it" in text for text in caplog.messages) == 1
+    assert sum("on_metrics took 0.4 s at step 4; training waits for it" in text for text in caplog.messages) == 1
     seconds = [2 * 16 / row["images_per_second"] for row in read_metrics(tmp_path) if row["split"] == "train"]
     assert seconds[-1] < 0.8  # two calls between these steps
 

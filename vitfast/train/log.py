@@ -76,8 +76,8 @@ class Events:
 class OnMetrics:
     """A function of the user that gets each record as a dictionary of its own.
 
-    An error stops the run only at the first record of each split, where little is lost: InputError. After that an error
-    is a warning, and so is a call that takes a second or longer, because training waits for it.
+    An error at the first record of a split, where little is lost, stops the run: InputError. After that an error is a
+    warning, and so is a call that takes a second or longer, because training waits for it.
     """
 
     def __init__(self, function: Callable[[dict], object]):
@@ -93,8 +93,9 @@ class OnMetrics:
             if split not in self.known:
                 raise InputError(f"{said}; correct on_metrics, and start the run again") from error
             self._warn(f"{said}; the run goes on, and metrics.csv has all rows; later errors are not shown", "error")
+        seconds, first = time.perf_counter() - start, split not in self.known  # the first may begin a logger's run
         self.known.add(split)
-        if (seconds := time.perf_counter() - start) >= SLOW_CALL:
+        if seconds >= SLOW_CALL and not first:
             self._warn(f"on_metrics took {seconds:.1f} s at step {record['step']}; training waits for it", "slow")
 
     def _warn(self, text: str, kind: str) -> None:
