@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from doc_blocks import PAGES, ROOT, Block, blocks
+from torch.distributed import run as torchrun
 from wandb_file import history
 
 from vitfast import cli, ops
@@ -165,6 +166,8 @@ def test_commands_are_ones_that_their_program_takes(capsys):
             assert not problem(found), f"{block}: {command}: {problem(found)}"
             continue
         try:
+            if found[0] == "torchrun":
+                torchrun.parse_args(found[1:])
             told = parse(arguments)
         except SystemExit:
             pytest.fail(f"{block}: {command}: {capsys.readouterr().err}")
