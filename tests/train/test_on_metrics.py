@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from children import logged_run
+from processes import done, ranks
 from runs import QUICK, changed, cut_at, digits, same_runs
 
 from vitfast import InputError
@@ -64,11 +66,21 @@ def test_an_error_stops_the_run_in_the_first_row_of_a_split_alone(split, tmp_pat
 
 
 def test_a_slow_one_is_named_and_its_seconds_are_not_those_of_training(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(log, "SLOW_CALL", 0.3)
-    train(digits(tmp_path, **FIELDS), on_metrics=lambda row: time.sleep(0.4))
-    assert sum("on_metrics took 0.4 s at step 4; training waits for it" in text for text in caplog.messages) == 1
+    monkeypatch.setattr(log, "SLOW_CALL", 0.15)
+    train(digits(tmp_path, **FIELDS), on_metrics=lambda row: time.sleep(0.2))
+    named = [text for text in caplog.messages if text.startswith("on_metrics took")]
+    assert len(named) == 1 and named[0].endswith(" s at step 4; training waits for it")
     seconds = [2 * 16 / row["images_per_second"] for row in read_metrics(tmp_path) if row["split"] == "train"]
-    assert seconds[-1] < 0.8  # two calls between these steps
+    assert seconds[-1] < 0.4  # two calls between these steps
+
+
+@pytest.mark.slow
+def test_it_runs_on_the_first_rank_alone_and_its_error_ends_all(tmp_path):
+    said = done(ranks(2, logged_run, str(tmp_path / "a"), False))
+    assert sorted(text.count("row of step") for text in said) == [0, 2]
+    said = done(ranks(2, logged_run, str(tmp_path / "b"), True), code=1)
+    assert sum("InputError: on_metrics raised KeyError for a train row of step 2: 'loss/train'" in t for t in said) == 1
+    assert sum("TrainingError: the first rank could not go on; its message says why" in t for t in said) == 1
 
 
 def test_what_is_no_function_is_refused_before_anything_is_written(tmp_path):
