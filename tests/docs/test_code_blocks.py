@@ -14,16 +14,20 @@ from unittest import mock
 
 import pytest
 from doc_blocks import PAGES, ROOT, Block, blocks
+from torch.distributed import run as torchrun
+from wandb_file import history
 
 from vitfast import cli, ops
 from vitfast.kernels.configs import tiles
+from vitfast.train.log import read_metrics
 
 LANGUAGES = ("python", "bash", "text")
 PYTHON = [page for page in PAGES if any(block.language == "python" or block.mark == "run" for block in blocks(page))]
 BASH = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
+NEEDING = [block for page in PYTHON for block in blocks(page) if block.mark == "needs"]
 COMMANDS = [(block, command) for block in BASH for command in block.commands()]
 # These run for seconds each: `make long` runs them, `make test` compiles them and runs their imports.
-SLOW_TUTORIALS = ("embeddings", "from-scratch", "torchvision")
+SLOW_TUTORIALS = ("embeddings", "from-scratch", "torchvision", "training-loops")
 SLOW = {"README.md", *(f"docs/tutorials/{page}.md" for page in SLOW_TUTORIALS)}
 PROGRAMS = ("pytest", "python", "sbatch")  # that a page may name, beside vitfast, make, pip and our own scripts
 
@@ -110,7 +114,7 @@ def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkey
     names, printed = {"__name__": "page"}, ""
     with mock.patch.dict(tiles.RULES), ops.use_kernels("auto"):
         for number, block in enumerate(blocks(page)):
-            if block.language == "python" and block.mark == "not run":
+            if block.mark in ("not run", "needs"):
                 compile(block.code, str(block), "exec")
             elif block.language == "python":
                 printed = execute(block, tmp_path / f"block_{number}.py", names)
@@ -122,12 +126,35 @@ def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkey
                     assert code == 0, f"{block}: {command}: {capsys.readouterr().err}"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("needing", NEEDING, ids=str)
+def test_python_runs_where_the_library_that_it_needs_is_installed(needing, tmp_path, monkeypatch, _no_downloads):
+    """After the blocks before it, of which some may need the same library."""
+    library = pytest.importorskip(needing.reason)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    names = {"__name__": "page"}
+    with mock.patch.dict(tiles.RULES), ops.use_kernels("auto"):
+        for block in blocks(needing.page):
+            if block.language == "python" and (not block.mark or block.reason == needing.reason):
+                execute(block, tmp_path / f"line_{block.line}.py", names)
+            if block == needing:
+                break
+    if needing.reason == "wandb":
+        library.teardown()  # its other process writes the file
+        [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        logged = [(row["_step"], name, row[name]) for row in history(file) for name in row if name[0] != "_"]
+        rows = read_metrics(tmp_path / "runs/python")
+        written = [(row["step"], f"{row['split']}/{name}", row[name]) for row in rows for name in [*row][1:]]
+        assert {*logged} == {one for one in written if one[2] is not None and not one[1].endswith("/split")}
+
+
 def test_every_block_compiles_and_finds_what_it_imports():
     for block in (block for page in PAGES for block in blocks(page) if block.language == "python"):
         tree = ast.parse(block.code, str(block))
         tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         compile(block.code, str(block), "exec")
-        if block.mark != "not run":
+        if block.mark not in ("not run", "needs"):
             exec(compile(tree, str(block), "exec"), {})
 
 
@@ -139,6 +166,8 @@ def test_commands_are_ones_that_their_program_takes(capsys):
             assert not problem(found), f"{block}: {command}: {problem(found)}"
             continue
         try:
+            if found[0] == "torchrun":
+                torchrun.parse_args(found[1:])
             told = parse(arguments)
         except SystemExit:
             pytest.fail(f"{block}: {command}: {capsys.readouterr().err}")
@@ -153,5 +182,7 @@ def test_blocks_say_their_language_and_why_they_are_not_run():
     for block in (block for page in PAGES for block in blocks(page)):
         assert block.language in LANGUAGES, f"{block}: language {block.language!r}"
         assert block.mark != "not run" or len(block.reason) > 10, f"{block}: not run without a reason"
-        meant_for = {"run": "bash", "not run": "python", "output": "text"}.get(block.mark, block.language)
+        assert block.mark != "needs" or block.reason.isidentifier(), f"{block}: it needs {block.reason!r}"
+        meant_for = {"run": "bash", "not run": "python", "needs": "python", "output": "text"}
+        meant_for = meant_for.get(block.mark, block.language)
         assert block.language == meant_for, f"{block}: a block of {block.language} cannot be marked {block.mark!r}"

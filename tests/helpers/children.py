@@ -47,6 +47,18 @@ def every_run(root: str, shards: str) -> int:
     return command_line(pretraining_command(root / "ddp", **COMMON))
 
 
+def logged_run(root: str, wrong: bool) -> None:
+    """A run whose `on_metrics` prints each row, or fails."""
+    trainer.write_report = lambda *_: None
+
+    def say(row: dict) -> None:
+        print(f"row of step {row['step']}, {row['split']}", flush=True)
+        if wrong:
+            raise KeyError("loss/train")
+
+    train(digits(root, **COMMON | dict(steps=2)), on_metrics=say)
+
+
 def spoiled(config) -> None:
     """A run in which the second rank's part of a gradient, which FSDP2 has sharded, is not finite in step 2."""
     run = Trainer(config)

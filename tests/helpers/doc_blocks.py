@@ -2,6 +2,7 @@
 
 <!-- run -->                 before a `bash` block: its `vitfast` commands are run, not only parsed
 <!-- not run: REASON -->     before a `python` block: it is compiled only
+<!-- needs: LIBRARY -->      before a `python` block: it runs where that library is installed
 <!-- output -->              before a `text` block: it is what the block of Python before it prints
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_COMMENT = re.compile(r"<!-- (run|not run|output)(?:: ([^>]*))? -->\s*\Z")
+_COMMENT = re.compile(r"<!-- (run|not run|needs|output)(?:: ([^>]*))? -->\s*\Z")
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Block:
     language: str
     code: str
     mark: str = ""
-    reason: str = ""  # why it is not run
+    reason: str = ""  # why it is not run, or which library it needs
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

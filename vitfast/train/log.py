@@ -1,4 +1,4 @@
-"""The log of a run: a progress bar, metrics.csv, TensorBoard events, its speed."""
+"""The log of a run: a progress bar, metrics.csv, TensorBoard events, the user's function, its speed."""
 
 import logging
 import os
@@ -6,15 +6,18 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
+from ..errors import InputError, both_ends
 from ..run.files import free_name, write_text
 from .run_folder import EVENTS
 
 COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")
+SLOW_CALL = 1.0  # seconds
 logger = logging.getLogger("vitfast")
 
 
@@ -70,14 +73,46 @@ class Events:
         self.records.close()
 
 
+class OnMetrics:
+    """A function of the user that gets each record as a dictionary of its own.
+
+    An error at the first record of a split, where little is lost, stops the run: InputError. After that an error is a
+    warning, and so is a call that takes a second or longer, because training waits for it.
+    """
+
+    def __init__(self, function: Callable[[dict], object]):
+        self.function, self.known, self.warned = function, set(), set()
+
+    def __call__(self, record: dict) -> None:
+        start, split = time.perf_counter(), record["split"]
+        try:
+            self.function(dict(record))
+        except Exception as error:
+            said = f"on_metrics raised {type(error).__name__} for a {split} row of step {record['step']}: "
+            said += both_ends(str(error))
+            if split not in self.known:
+                raise InputError(f"{said}; correct on_metrics, and start the run again") from error
+            self._warn(f"{said}; the run goes on, and metrics.csv has all rows; later errors are not shown", "error")
+        seconds, first = time.perf_counter() - start, split not in self.known  # the first may begin a logger's run
+        self.known.add(split)
+        if seconds >= SLOW_CALL and not first:
+            self._warn(f"on_metrics took {seconds:.1f} s at step {record['step']}; training waits for it", "slow")
+
+    def _warn(self, text: str, kind: str) -> None:
+        if kind not in self.warned:
+            logger.warning(text)
+        self.warned.add(kind)
+
+
 class Metrics:
-    """Appends records to metrics.csv and TensorBoard.
+    """Appends records to metrics.csv and TensorBoard, and hands them to `on_metrics`.
 
     A resumed run drops the records after the step that it resumes from. Lines that are no records are left out, and a
     copy of the file as it was is kept under another name.
     """
 
-    def __init__(self, run: Path, resumed_step: int):
+    def __init__(self, run: Path, resumed_step: int, on_metrics: Callable[[dict], object] | None = None):
+        self.on_metrics = OnMetrics(on_metrics) if on_metrics else None
         path = run / "metrics.csv"
         records, bad = _read_metrics(path) if resumed_step else ([], 0)
         if bad:
@@ -99,11 +134,13 @@ class Metrics:
         return ",".join(text(record.get(name)) for name in COLUMNS) + "\n"
 
     def write(self, **record) -> None:
-        """Writes one record; the columns that it lacks stay empty."""
+        """Writes one record; the columns that it lacks stay empty. Raises InputError by `on_metrics`."""
         self.file.write(self._line(record))
         self.file.flush()
         values = {f"{record['split']}/{k}": record[k] for k in COLUMNS[3:] if record.get(k) is not None}
         self.board.write(record["step"], values)
+        if self.on_metrics:
+            self.on_metrics({name: record[name] for name in COLUMNS if record.get(name) is not None})
 
     def close(self) -> None:
         for file in (self.file, self.board):

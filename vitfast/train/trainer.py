@@ -39,13 +39,21 @@ MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run
 class Trainer:
     """A run: its step, its data, its folder, and how far it is.
 
-    examples: train on this many images alone.
+    examples: train on this many images alone. on_metrics: as `train` has it.
     """
 
-    def __init__(self, config: Config, resume: str = "auto", examples: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        resume: str = "auto",
+        examples: int | None = None,
+        on_metrics: Callable[[dict], object] | None = None,
+    ):
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
-        self.config, self.run, self.resume = config, Path(config.output), resume
+        if on_metrics is not None and not callable(on_metrics):
+            raise InputError(f"on_metrics must be a function of one dictionary, got {type(on_metrics).__name__}")
+        self.config, self.run, self.resume, self.on_metrics = config, Path(config.output), resume, on_metrics
         check_output(self.run)
         self.ranks, self.device = join(choose_device(config.device))
         self._write(".", self.ranks.on_first, self._check_unlocked)
@@ -199,7 +207,7 @@ class Trainer:
         if self.resume == "auto" and (read_record(newest)["step"] if newest else 0) != self.step:
             raise InputError(f"another process has continued {self.run} meanwhile; the same command goes on from there")
         prepare(self.run, self.config, fresh=not self.checkpoint)
-        self.metrics = stack.enter_context(contextlib.closing(Metrics(self.run, self.step)))
+        self.metrics = stack.enter_context(contextlib.closing(Metrics(self.run, self.step, self.on_metrics)))
 
     def _write(self, name: str, function: Callable, *args) -> None:
         """Calls function(*args). Raises TrainingError if it cannot write file `name`, as on a full disk."""
@@ -377,14 +385,15 @@ class Trainer:
         return summary
 
 
-def train(config: Config, resume: str = "auto") -> dict:
+def train(config: Config, resume: str = "auto", on_metrics: Callable[[dict], object] | None = None) -> dict:
     """Trains as the config says, from the start or from where it stopped. Returns the summary.
 
-    Raises InputError and TrainingError.
+    on_metrics: called on the first rank with each new row of metrics.csv, without empty cells. The run waits for it.
+    Its error is an InputError in the first row of a split, and later a warning. Raises InputError and TrainingError.
     """
     with peers_told():
         summary = finished_summary(config, resume)
         if summary is None:
-            return Trainer(config, resume).fit()
+            return Trainer(config, resume, on_metrics=on_metrics).fit()
         complete(config, summary)
         return summary

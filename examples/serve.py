@@ -1,7 +1,7 @@
 """Embeddings of images behind LitServe, at /v1/embeddings as OpenAI's clients ask for them.
 
     pip install litserve
-    python examples/serve_litserve.py --weights runs/b16/checkpoints/last [--port 8000]
+    python examples/serve.py --weights runs/b16/checkpoints/last [--port 8000]
 
     curl localhost:8000/v1/embeddings -H "content-type: application/json" \
         -d "{\"model\": \"b16\", \"input\": [\"$(base64 -w0 cat.jpg)\"]}"

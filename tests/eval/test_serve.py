@@ -1,4 +1,4 @@
-"""examples/serve_litserve.py: a process of LitServe on a loopback port, asked as OpenAI's clients do."""
+"""examples/serve.py: a process of LitServe on a loopback port, asked as OpenAI's clients do."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def vectors(weights, images):
 
 @pytest.fixture
 def api(weights):
-    module = load("serve_litserve")
+    module = load("serve")
     batching = dict(batch_size=8, batch_timeout=0.01, weights=weights, normalize=False)
     made = module.EmbeddingAPI(Namespace(**batching, **LIMITS))
     before = module.Image.MAX_IMAGE_PIXELS
@@ -91,7 +91,7 @@ def server(weights, tmp_path_factory):
     """(URL, process) of a server that is ready; killed with its workers at the end."""
     root, port = Path(__file__).parents[2], free_port()
     flags = [word for name, value in LIMITS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "examples/serve_litserve.py", "--weights", str(weights), "--port", port, *flags]
+    command = [sys.executable, "examples/serve.py", "--weights", str(weights), "--port", port, *flags]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "no_proxy": "*"}
     log = tmp_path_factory.mktemp("server") / "log"
