@@ -54,10 +54,10 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile, from a clean start. how: "compile", "max-autotune" or "reduce-overhead"; options: torch.compile's.
+    """torch.compile, from a clean start.
 
-    how "eager" is for backend="vitfast", whose graph then runs as it is. torch's CUDA graphs, which copy every input
-    first, are for "reduce-overhead" alone.
+    how: "compile", "max-autotune" or "reduce-overhead", which alone has torch's CUDA graphs, as these copy every input
+    first; or "eager" for backend="vitfast", whose graph then runs as it is. options: torch.compile's.
     """
     torch._dynamo.reset()
     if machine.REHEARSED or how == "eager":  # traced, nothing generated

@@ -106,7 +106,7 @@ def lead_of(run: Callable[[], object]) -> float:
 
 @functools.cache
 def _turns() -> tuple[int, ...]:
-    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, and who is next; () where there are none."""
+    """The files of the turns and of who is next, $VITFAST_TURNS and $VITFAST_TURNS.gate; () without."""
     path = os.environ.get("VITFAST_TURNS")
     return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
 
@@ -124,7 +124,7 @@ def together() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other process that shares $VITFAST_TURNS uses the device inside; it begins once each is here, or waits."""
+    """No other process that shares $VITFAST_TURNS uses the device inside; begins once each waits too."""
     if not (turns := _turns()):
         yield
         return
@@ -241,10 +241,10 @@ def _measured_ceilings() -> dict[str, float]:
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """What `measure()` returns, kept under the name `what` in the JSON file that $VITFAST_CEILINGS names, if any.
+    """Measures once; the file $VITFAST_CEILINGS, if any, keeps the result under the name `what`.
 
-    A stage of bench/gpu.sh has such a file, and its end removes it: the first process measures, and what later ones
-    read is of the same stage on the same machine, not of the same process.
+    A stage of bench/gpu.sh has such a file, of JSON, and its end removes it: the first process measures, and what later
+    ones read is of the same stage on the same machine, not of the same process.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
     known = json.loads(path.read_text()) if path.is_file() else {}

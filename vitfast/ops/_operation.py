@@ -88,8 +88,6 @@ def _builder(arguments: type) -> Callable[[Iterable], tuple]:
     """A function that makes a NamedTuple of this type from its values, in the order of _fields."""
     inner = [(i, f.kind) for i, f in enumerate(_own_fields(arguments)) if hasattr(f.kind, "_fields")]
     parts = [(i, i + len(_fields(kind)), _builder(kind)) for i, kind in inner]
-    if not parts:
-        return arguments._make
 
     def build(values: Iterable):
         values = list(values)
@@ -369,20 +367,6 @@ def check_activation(op: str, activation: str) -> None:
     if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
         known = ", ".join(map(repr, ref.ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
-
-
-def one_activation(op: str, activation: str | None, approximate: str | None) -> str:
-    """The activation's name, "gelu" unless given; approximate: torch's word for the kind of GELU."""
-    if approximate not in (None, "none", "tanh"):
-        raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
-    named = "gelu_tanh" if approximate == "tanh" else "gelu"
-    if activation is None:
-        return named
-    check_activation(op, activation)
-    if approximate is not None and activation != named:
-        clash = f"approximate={approximate!r} means activation={named!r}, and activation={activation!r} is given too"
-        raise ValueError(f"{op}: {clash}; give one of the two")
-    return activation
 
 
 def check_counts(op: str, name: str, tensor: Tensor, device: torch.device) -> None:

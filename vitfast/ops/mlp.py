@@ -33,7 +33,6 @@ from ._operation import (
     check_linear,
     check_norm,
     custom_op,
-    one_activation,
     resized,
     tensors_of,
 )
@@ -256,6 +255,20 @@ def check_inner(op: str, t: Hidden) -> Hidden:
 
 
 # The public operations
+
+
+def one_activation(op: str, activation: str | None, approximate: str | None) -> str:
+    """The activation's name, "gelu" unless given; approximate: torch's word for the kind of GELU."""
+    if approximate not in (None, "none", "tanh"):
+        raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
+    named = "gelu_tanh" if approximate == "tanh" else "gelu"
+    if activation is None:
+        return named
+    check_activation(op, activation)
+    if approximate is not None and activation != named:
+        clash = f"approximate={approximate!r} means activation={named!r}, and activation={activation!r} is given too"
+        raise ValueError(f"{op}: {clash}; give one of the two")
+    return activation
 
 
 @autocasts

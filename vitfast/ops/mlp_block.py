@@ -25,7 +25,7 @@ from ._blocks import (
     saved_outputs,
 )
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import Constant, as_matrix, check_weight, custom_op, one_activation, resized, sample_rows
+from ._operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
@@ -39,6 +39,7 @@ from .mlp import (
     hidden_fwd,
     hidden_gradients,
     hidden_input_grad,
+    one_activation,
     recompute_inner,
 )
 
