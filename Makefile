@@ -73,9 +73,12 @@ build: $(READY)  ## build the sdist and, from it, the wheel; write dist/
 	rm -rf dist
 	$(BIN)/python -m build
 
-lint: $(READY)  ## check the code and its format with ruff, and the types of the public names with pyright
+lint: $(READY)  ## check code with ruff, the types of the public names with pyright, and .github
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[a-z]*_*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:  ## remove .venv, runs and caches

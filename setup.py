@@ -44,7 +44,7 @@ DOCS = [
     "mkdocstrings[python]>=0.29",
     "pymdown-extensions<12; python_version < '3.11'",  # the last mkdocstrings for 3.10 fails with 12
 ]
-LINT = ["mypy", "ruff", "pyright[nodejs]==1.1.414"]  # each version of pyright finds other mistakes
+LINT = ["check-jsonschema", "mypy", "ruff", "pyright[nodejs]==1.1.414"]  # each version of pyright finds other mistakes
 TEST = [
     *TRAIN,
     *BENCH,

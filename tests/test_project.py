@@ -56,15 +56,10 @@ def test_the_workflows_check_what_a_change_must_pass():
     assert commands and not [line for line in commands if missing(line)]
 
 
-def test_the_forms_have_a_label_and_an_id_for_each_question():
-    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
-    for form in forms:
-        text = yaml.safe_load(form.read_text())
-        questions = [part for part in text["body"] if part["type"] != "markdown"]
-        assert text["name"] and text["description"] and questions, form
-        ids = [part["id"] for part in questions]
-        assert len(ids) == len({*ids}) and all(part["attributes"]["label"] for part in questions), form
-    assert "vitfast doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
+def test_the_form_for_bugs_asks_what_doctor_says():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text())
+    (doctor,) = (part for part in form["body"] if part.get("id") == "doctor")
+    assert doctor["validations"]["required"] and "`vitfast doctor`" in doctor["attributes"]["label"]
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "README.md"])
@@ -110,9 +105,8 @@ def test_links_are_those_of_the_origin_or_of_the_sdist(tmp_path):
     assert links() == {}
     subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", "git@example.org:people/vitfast.git"], check=True)
     assert links()["Issues"] == "https://example.org/people/vitfast/issues"
-    (tmp_path / "PKG-INFO").write_text(
-        "Name: vitfast\nProject-URL: Source, https://example.org/a, b\n\nProject-URL: c, d"
-    )
+    head = "Name: vitfast\nProject-URL: Source, https://example.org/a, b\n"
+    (tmp_path / "PKG-INFO").write_text(f"{head}\nProject-URL: Not, in the head")
     assert links() == {"Source": "https://example.org/a, b"}
 
 
