@@ -8,7 +8,7 @@ another backend, Inductor unless told otherwise. `report()` says what it did.
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ _reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
 def compile(model: Model, **options) -> Model: ...
 @overload
 def compile(model: None = None, **options) -> Callable[[Model], Model]: ...
-def compile(model=None, **options):
+def compile(model: Callable | None = None, **options) -> Any:
     """Calls torch.compile(model, backend="vitfast", **options), also if no entry point is installed.
 
     options: the arguments of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph
