@@ -46,6 +46,7 @@ def models(images: Tensor, path: Path) -> None:
     assert_type(vitfast.pack(list(images), (16, 16)).cpu().pin_memory().device, torch.device)
     print(model(packed).shape, model([images[0], images[1]]).softmax(-1))
     tokens = model.forward_features(images, change_patches=lambda x: x * 2)
+    assert_type(model.forward_features([images[0], images[1]])[0], Tensor)
     assert_type(model.forward_head(tokens, pre_logits=True), Tensor)
     assert_type(model.pool(tokens, "avg"), Tensor)
     model.forward_intermediates(images, indices=4)

@@ -19,16 +19,16 @@ from .rewrite import rewrite_graph
 
 __all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
 
-Model = TypeVar("Model", bound=Callable)  # a module too
+Model = TypeVar("Model")  # a module or a function
 _log = logging.getLogger("vitfast")
 _reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
 
 
 @overload
-def compile(model: Model, **options) -> Model: ...
-@overload
 def compile(model: None = None, **options) -> Callable[[Model], Model]: ...
-def compile(model: Callable | None = None, **options) -> Any:
+@overload
+def compile(model: Model, **options) -> Model: ...
+def compile(model: Any = None, **options) -> Any:
     """Calls torch.compile(model, backend="vitfast", **options), also if no entry point is installed.
 
     options: the arguments of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph
