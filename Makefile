@@ -10,7 +10,7 @@ SMS ?= 80 or 89 or 90
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow oldest long planted tritons bench codegen docs lint clean
+.PHONY: help demo test slow oldest long gpu planted tritons bench codegen docs build lint clean
 help:  ## say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -35,11 +35,17 @@ test: $(READY)  ## run the tests of a change, in minutes (tests marked gpu run o
 slow: $(READY)  ## run the tests that take many seconds each: more shapes, compiled code, processes, packages
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "slow and not long" tests
 
-oldest:  ## run both with the oldest PyTorch, timm and transformers that vitfast supports, in .venv-oldest
-	$(MAKE) test slow VENV=.venv-oldest CONSTRAINTS=tests/oldest.txt
+oldest:  ## run both with the oldest versions that setup.py allows, in .venv-oldest
+	mkdir -p .venv-oldest
+	$(PYTHON) tests/oldest.py > .venv-oldest/constraints.txt
+	$(MAKE) test slow VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 long: $(READY)  ## run the tests that take minutes each: other seeds, runs that are killed, more shapes under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
+
+gpu: $(READY)  ## run the tests that need a GPU, and compare every kernel with float64 on it
+	$(BIN)/vitfast doctor
+	$(BIN)/python -m pytest -q -m gpu tests
 
 planted: $(READY)  ## plant bugs in copies of the package, and run the tests that must find them
 	$(BIN)/python -m pytest -n 2 -q tests/test_planted.py tests/tools/verify/test_edges.py -k planted
@@ -63,9 +69,17 @@ codegen: $(READY)  ## compile every kernel for every GPU generation, and write t
 docs: $(READY)  ## build the documentation, site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-lint: $(READY)  ## check the code and its format with ruff
+build: $(READY)  ## build the sdist and, from it, the wheel; write dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+lint: $(READY)  ## check code with ruff, the types of the public names with pyright, and .github
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[a-z]*_*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv .venv-oldest runs build dist site *.egg-info .pytest_cache .ruff_cache

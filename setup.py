@@ -6,6 +6,7 @@ checkers read it, unlike the finder that setuptools would write for the folders 
 
 import pathlib
 import re
+import runpy
 import sys
 
 from setuptools import find_packages, setup
@@ -43,6 +44,7 @@ DOCS = [
     "mkdocstrings[python]>=0.29",
     "pymdown-extensions<12; python_version < '3.11'",  # the last mkdocstrings for 3.10 fails with 12
 ]
+LINT = ["check-jsonschema", "mypy", "ruff", "pyright[nodejs]==1.1.414"]  # each version of pyright finds other mistakes
 TEST = [
     *TRAIN,
     *BENCH,
@@ -50,6 +52,7 @@ TEST = [
     *INTERPRETER,
     *NATIVE,
     *DOCS,
+    *LINT,
     "timm>=1.0.31",  # what the tests write with it
     "pytest-xdist",
     "hypothesis",
@@ -59,8 +62,7 @@ TEST = [
     "datasets",
     "webdataset",
     "litserve",
-    "mypy",
-    "ruff",
+    "build",
     "wheel",
 ]
 
@@ -73,6 +75,7 @@ setup(
     description="Vision Transformers: Triton kernels, a minimal ViT, a drop-in for timm, Hugging Face and torchvision",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    project_urls=runpy.run_path(str(HERE / "docs" / "address.py"))["links"](),
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
@@ -87,6 +90,7 @@ setup(
         "interpreter": INTERPRETER,
         "native": NATIVE,
         "docs": DOCS,
+        "lint": LINT,
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },

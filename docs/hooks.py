@@ -6,7 +6,7 @@ import io
 import itertools
 import os
 import re
-import subprocess
+import runpy
 import sys
 import typing
 from pathlib import Path
@@ -123,20 +123,11 @@ def titled(table: re.Match) -> str:
     return re.sub("<td", lambda _: f'<td data-title="{next(columns)}"', table[0])
 
 
-def web_address(remote: str) -> str | None:
-    """The address in a browser of a git remote, without a password; None for a folder."""
-    remote = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote.strip())
-    host = re.fullmatch(r"https?://(?:[^@/]*@)?(.+?)(?:\.git)?/?", remote)
-    return f"https://{host[1]}" if host else None
-
-
 def on_config(config):
     """mkdocs calls this once: every page has the version beside the name, and links the repository of this clone."""
     config.site_name += f" {__version__}"
-    with contextlib.suppress(OSError):  # there is no git
-        command = ["git", "-C", str(Path(__file__).parent), "remote", "get-url", "origin"]
-        if address := web_address(subprocess.run(command, capture_output=True, text=True).stdout):
-            config.repo_url, config.repo_name = address, "/".join(address.split("/")[-2:])
+    if address := runpy.run_path(str(Path(__file__).with_name("address.py")))["links"]().get("Source"):
+        config.repo_url, config.repo_name = address, "/".join(address.split("/")[-2:])
     return config
 
 

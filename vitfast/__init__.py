@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --he
     from .model import ViT
     from .model.checkpoint import load_checkpoint
     from .ops import batch_invariant
+    from .ops import reference as ref  # noqa: F401
     from .ops.packed import PackedImages, pack
 else:  # type checkers would take any name that there is a `__getattr__` for
 
@@ -89,7 +90,8 @@ class _Moved:
         package, _, inner = name.partition(".")
         for old, new in MOVED.items() if package == __name__ else ():
             if inner == old or inner.startswith(f"{old}."):
-                return importlib.machinery.ModuleSpec(name, _Moved, origin=f"{__name__}.{new}{inner[len(old) :]}")
+                home = f"{__name__}.{new}{inner[len(old) :]}"
+                return importlib.machinery.ModuleSpec(name, _Moved, origin=home)  # pyright: ignore[reportArgumentType]
         return None
 
     @staticmethod

@@ -87,18 +87,19 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None, keep: Keep = 
     towers = [module for module in model.modules() if hasattr(accelerated_class(type(module)), "vitfast_tower")]
     _set_classes(
         [
-            (module, accelerated_class(type(module)))
+            (module, cls)
             for module in (*modules, *towers)
             if original_class(type(module)) is None and unsupported_reason(module) is None
+            if (cls := accelerated_class(type(module))) is not None
         ]
     )
     for module in modules:
         if hasattr(module, "vitfast_layer"):
             _forget_options(module)
             if residual_in_fp32 is not None:
-                module.residual_in_fp32 = residual_in_fp32
+                module.__dict__["residual_in_fp32"] = residual_in_fp32
             if keep != "least":
-                module.vitfast_keep = keep
+                module.__dict__["vitfast_keep"] = keep
     if (interface := transformers_attention()) is not None:
         interface.set_attention(model)
     report = acceleration_report(model)

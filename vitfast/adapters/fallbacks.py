@@ -15,7 +15,7 @@ ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an a
 DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")
 quiet = ContextVar("vitfast.adapters.quiet", default=False)  # whether the log says nothing
-said: set[tuple[str, str, str]] = set()  # class, part and reason, which the log does not say again
+said: set[tuple[str, str, str | None]] = set()  # class, part and reason, which the log does not say again
 # By part, why the last call of a module ran the library's code: it asked for something that no operation does.
 _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 # For modules with a forward of their own, set on the instance: the id of the forward in which an operation ran.

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(Replacements):
+class Report(Replacements[Entry]):
     """A tuple of entries that prints as a summary.
 
     plain: why the operations run plain PyTorch on the model's present device, None if they run kernels.

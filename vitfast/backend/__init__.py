@@ -8,6 +8,7 @@ another backend, Inductor unless told otherwise. `report()` says what it did.
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -18,11 +19,16 @@ from .rewrite import rewrite_graph
 
 __all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
 
+Model = TypeVar("Model")  # a module or a function
 _log = logging.getLogger("vitfast")
 _reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
 
 
-def compile(model: nn.Module | Callable | None = None, **options):
+@overload
+def compile(model: None = None, **options) -> Callable[[Model], Model]: ...
+@overload
+def compile(model: Model, **options) -> Model: ...
+def compile(model: Any = None, **options) -> Any:
     """Calls torch.compile(model, backend="vitfast", **options), also if no entry point is installed.
 
     options: the arguments of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(Replacements):
+class Report(Replacements[Entry]):
     """A tuple of entries that prints as a summary; recognition and proof: seconds."""
 
     recognition = 0.0

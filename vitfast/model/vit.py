@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 P = ParamSpec("P")
+Change = Callable[[Tensor], Tensor]  # of the patch embeddings (B, N, D)
 for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
     torch.fx.wrap(_leaf)
 
@@ -179,7 +180,11 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         """Applies the norm after the last block, in the parameters' dtype even if the stream is fp32."""
         return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
 
-    def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    @overload
+    def forward_features(self, images: Tensor, change_patches: Change | None = None) -> Tensor: ...
+    @overload
+    def forward_features(self, images: list[Tensor] | tuple[Tensor, ...] | PackedImages) -> list[Tensor]: ...
+    def forward_features(self, images: ManyImages, change_patches: Change | None = None) -> Tensor | list[Tensor]:
         """Images (B, C, H, W) -> all tokens after the last norm (B, T+N, D); a list gives a list.
 
         change_patches: a function of the patch embeddings (B, N, D), which is applied before prefix tokens and

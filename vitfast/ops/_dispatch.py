@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar, get_args, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "kee
 def autocasts(function: Function) -> Function: ...
 @overload
 def autocasts(*, keep: tuple[str, ...] = ()) -> Callable[[Function], Function]: ...
-def autocasts(function=None, *, keep: tuple[str, ...] = ()):
+def autocasts(function: Callable | None = None, *, keep: tuple[str, ...] = ()) -> Any:
     """Decorates an operation: autocast casts its arguments but _KEPT and `keep`; it takes ALIASES too."""
     if function is None:
         return functools.partial(autocasts, keep=keep)

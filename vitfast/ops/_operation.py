@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Annotated, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ class custom_op:
         self.operation.register_autograd(self._differentiate, setup_context=self._save)
         only_once(self.derivative, name)
 
-    def __call__(self, t: NamedTuple) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, t: NamedTuple) -> Any:  # a tensor, or a tuple of them
         return self.operation(*flat(t))
 
     def _forward(self, function: Callable, *values):

@@ -5,24 +5,26 @@ Modules are read through their dictionaries, which takes a tenth of the time of 
 """
 
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
+Entry = TypeVar("Entry", bound=Any)
 Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
-class Replacements(tuple):
+class Replacements(tuple[Entry, ...], Generic[Entry]):
     """Entries on parts of a model; `why` says why one was left, None that an operation replaces it."""
 
     @property
-    def replaced(self) -> list:
+    def replaced(self) -> list[Entry]:
         return [entry for entry in self if entry.why is None]
 
     @property
-    def left(self) -> list:
+    def left(self) -> list[Entry]:
         return [entry for entry in self if entry.why is not None]
 
 

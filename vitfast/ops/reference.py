@@ -6,14 +6,18 @@ fp32 at least.
 """
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+Result = TypeVar("Result")
 
-def _upcastable(function):
+
+def _upcastable(function: Callable[..., Result]) -> Callable[..., Result]:
     """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
 
     def double(a):
