@@ -214,8 +214,9 @@ def facts() -> dict[str, str]:
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0")
+        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", index)
         found.update(zip(fields, _output(*query).split(", ")))
     return found
 
