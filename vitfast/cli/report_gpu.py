@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     results.unlink()
     print(f"\nThe archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB)")
     print("It holds times, errors, logs and versions, and the name of the GPU; look into it before you send it.")
-    print(f"Attach it to a new issue{' by the form ' + form if (form := _form()) else ', form `GPU results`'}. Thank you!")
+    print(
+        f"Attach it to a new issue{' by the form ' + form if (form := _form()) else ', form `GPU results`'}. Thank you!"
+    )
     return code
 
 
@@ -198,7 +200,13 @@ def sample_clocks() -> dict | None:
     """One reading of nvidia-smi: a number or None by each name in SAMPLED, and the bits of `reasons`."""
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     for reasons in REASONS:
-        query = ["nvidia-smi", "-i", index, f"--query-gpu={','.join((*SAMPLED, reasons))}", "--format=csv,noheader,nounits"]
+        query = [
+            "nvidia-smi",
+            "-i",
+            index,
+            f"--query-gpu={','.join((*SAMPLED, reasons))}",
+            "--format=csv,noheader,nounits",
+        ]
         try:
             read = subprocess.run(query, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
