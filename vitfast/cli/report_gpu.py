@@ -1,9 +1,11 @@
 """Measure vitfast on this GPU in at most ten minutes, and leave one archive to send in."""
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import re
@@ -22,9 +24,10 @@ from ..version import __version__
 SCHEMA = 1
 PACKAGE = Path(__file__).resolve().parents[1]
 NEEDED = "triton pytest pytest_benchmark timm transformers torchvision"  # what the measurements import
-FORM = "issues/new?template=gpu_results.yml"
+FORM = "new?template=gpu_results.yml"
 SAMPLED = "clocks.sm clocks.mem temperature.gpu power.draw utilization.gpu".split()
 REASONS = "clocks_event_reasons.active", "clocks_throttle_reasons.active"  # of new drivers and old ones
+KEPT = ("VITFAST_SECONDS", "VITFAST_CACHE")  # of the environment: what changes no kernel, as the user's own table would
 GLANCE, SHOWN = 5, 6  # seconds between samples, and samples between lines of progress
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
 PLAN = """This measures vitfast on {device} and takes at most 10 minutes; nothing leaves this machine:
@@ -70,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
     results.unlink()
     print(f"\nThe archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB)")
     print("It holds times, errors, logs and versions, and the name of the GPU; look into it before you send it.")
-    print(
-        f"Attach it to a new issue{' by the form ' + form if (form := _form()) else ', form `GPU results`'}. Thank you!"
-    )
+    print(f"Attach it to a new issue: {_form()}. Thank you!")
     return code
 
 
@@ -81,10 +82,9 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
 
 
-def source_files(root: Path | None = None) -> dict[str, bytes]:
-    """The code by its path in the repository: of a checkout, or of the package that is running."""
-    package = root / "vitfast" if root else PACKAGE
-    folders = dict(kernels=package / "kernels", vitfast=package, bench=_bench(package))
+def source_files() -> dict[str, bytes]:
+    """The code that runs, by its path in the repository, wherever it is installed."""
+    folders = dict(kernels=PACKAGE / "kernels", vitfast=PACKAGE, bench=_bench())
     found = {}
     for name, folder in folders.items():
         for path in sorted(folder.resolve().rglob("*")):
@@ -115,7 +115,6 @@ def pack(results: Path, archive: Path, manifest: dict, more: Mapping[str, bytes]
 
 def write_archive(archive: Path, files: Mapping[str, bytes]) -> None:
     """Writes files by name as .tar.gz, whole or not at all."""
-    import io
 
     def write(path: Path) -> None:
         with tarfile.open(path, "w:gz") as tar:
@@ -140,15 +139,15 @@ def _device() -> str:
     return torch.cuda.get_device_name()
 
 
-def _bench(package: Path) -> Path:
+def _bench() -> Path:
     """The folder of the benchmarks: bench/ beside the package in a checkout, else a part of the package."""
-    beside = package.parent / "bench"
-    return beside if (beside / "gpu.sh").is_file() and (package.parent / "setup.py").is_file() else package / "_bench"
+    beside = PACKAGE.parent / "bench"
+    return beside if (beside / "gpu.sh").is_file() and (PACKAGE.parent / "setup.py").is_file() else PACKAGE / "_bench"
 
 
 def _tree(output: Path) -> Path:
     """The folder in which bench/gpu.sh runs: the checkout, or a copy of the package's benchmarks in `output`."""
-    bench = _bench(PACKAGE)
+    bench = _bench()
     if bench.name == "bench":
         return bench.parent
     tree = output / "tree"
@@ -159,19 +158,27 @@ def _tree(output: Path) -> Path:
 
 def _commit() -> str | None:
     """The checkout's commit; None for an installed package, which knows its version alone."""
-    if _bench(PACKAGE).name != "bench":
+    if _bench().name != "bench":
         return None
+    if changed := _git("status", "--porcelain", "--", "kernels", "vitfast", "bench"):
+        changes = ", ".join(line[3:] for line in changed.splitlines()[:3])
+        print(f"Not committed: {changes}. Results of changed code are not taken: measure a clean checkout for these.\n")
+    return _git("rev-parse", "HEAD") or None
+
+
+def _git(*command: str) -> str:
     try:
-        git = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
-        return subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip() or None
+        run = subprocess.run(["git", "-C", str(PACKAGE.parent), *command], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return ""
+    return run.stdout.rstrip() if run.returncode == 0 else ""
 
 
 def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int, list[dict]]:
     """Runs bench/gpu.sh first and samples the clocks meanwhile; its exit code, and the samples."""
     command = ["bash", str(root / "bench" / "gpu.sh"), "first", str(output), *["--rehearse"] * rehearse]
-    environment = {"PYTHON": sys.executable, **os.environ, "VITFAST_COMMIT": commit}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VITFAST_") or k in KEPT}
+    environment |= dict(PYTHON=sys.executable, VITFAST_COMMIT=commit, VITFAST_TILES=os.devnull)
     samples, start = [], time.monotonic()
     process = subprocess.Popen(command, env=environment)
     try:
@@ -181,13 +188,12 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
                 if len(samples) % SHOWN == 0:
                     at = "{utilization.gpu:.0f} % busy, {clocks.sm:.0f} MHz, {temperature.gpu:.0f} C"
                     print(f"   {samples[-1]['seconds']:.0f} s: the GPU is " + _filled(at, sample), flush=True)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GLANCE)
-            except subprocess.TimeoutExpired:
-                pass
     except BaseException:  # such as Ctrl-C, which the script has got too
         process.terminate()
-        process.wait(30)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
         raise
     return process.returncode, samples
 
@@ -225,10 +231,10 @@ def _number(word: str) -> float | None:
 
 
 def _form() -> str:
-    """The address of the issue form, from the links of the installed package; "" where it has none."""
-    try:
-        links = importlib.metadata.metadata("vitfast").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    addresses = [link.split(", ", 1)[1].rstrip("/") for link in links if "issues" in link.lower()]
-    return f"{addresses[0].removesuffix('issues').rstrip('/')}/{FORM}" if addresses else ""
+    """The address of the issue form, by the links of the installed package, or its name where it has none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for link in importlib.metadata.metadata("vitfast").get_all("Project-URL") or []:
+            address = link.split(", ", 1)[-1].rstrip("/")
+            if address.endswith("/issues"):
+                return f"{address}/{FORM}"
+    return "the form `GPU results` of the project's issues"
