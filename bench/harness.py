@@ -54,10 +54,11 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile, from a clean start. how: "compile", "max-autotune" or "reduce-overhead"; options: torch.compile's.
+    """torch.compile, from a clean start.
 
-    how "eager" is for backend="vitfast", whose graph then runs as it is. torch's CUDA graphs, which copy every input
-    first, are for "reduce-overhead" alone.
+    how: "compile", "max-autotune" or "reduce-overhead"; options: torch.compile's. how "eager" is
+    for backend="vitfast", whose graph then runs as it is. torch's CUDA graphs, which copy every input first, are for
+    "reduce-overhead" alone.
     """
     torch._dynamo.reset()
     if machine.REHEARSED or how == "eager":  # traced, nothing generated

@@ -106,7 +106,7 @@ def lead_of(run: Callable[[], object]) -> float:
 
 @functools.cache
 def _turns() -> tuple[int, ...]:
-    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, and who is next; () where there are none."""
+    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, who is next; or ()."""
     path = os.environ.get("VITFAST_TURNS")
     return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
 
@@ -124,7 +124,10 @@ def together() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other process that shares $VITFAST_TURNS uses the device inside; it begins once each is here, or waits."""
+    """Inside, no other process that shares $VITFAST_TURNS uses the device.
+
+    It begins once each of them is here, or waits.
+    """
     if not (turns := _turns()):
         yield
         return
@@ -242,10 +245,11 @@ def _measured_ceilings() -> dict[str, float]:
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """What `measure()` returns, kept under the name `what` in the JSON file that $VITFAST_CEILINGS names, if any.
+    """Returns what `measure()` does, and keeps it under the name `what`.
 
-    A stage of bench/gpu.sh has such a file, and its end removes it: the first process measures, and what later ones
-    read is of the same stage on the same machine, not of the same process.
+    It is kept in the JSON file that $VITFAST_CEILINGS names, if any. A stage of bench/gpu.sh has such a file, and its
+    end removes it: the first process measures, and what later ones read is of the same stage on the same machine, not
+    of the same process.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
     known = json.loads(path.read_text()) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Whether the numbers of a GPU's results can be true: correct, complete, consistent, and physically possible.
+"""Whether a GPU's results can be true: correct, complete, consistent, and physically possible.
 
 FLOPs and bytes are counted again from the shape (vitfast/tools/cost/work.py) and rates from the times, so that a number
 that was changed alone is found. No time may be shorter than its FLOPs at the GPU's peak, or its bytes at its bandwidth:
@@ -87,7 +87,7 @@ def agree(where: str, what: str, said: float, true: float) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU that all files say they were measured on, its ceilings, and what no GPU of its kind exceeds."""
+    """The GPU that all files were measured on, its ceilings, and what no GPU of its kind exceeds."""
 
     device: str
     driver: str

@@ -1,4 +1,4 @@
-"""Results that others send in: an archive of `vitfast report-gpu` is checked, and then added to bench/results/.
+"""Results that others send in: an archive of `vitfast report-gpu` is checked and added.
 
 Nothing in an archive is believed that can be found otherwise. It holds regular files of known names, of which
 manifest.json has the sha256; the code is that of a commit of this repository; every operation agreed with float64; the
@@ -222,10 +222,10 @@ def check(archive: Path, root: Path) -> tuple[dict[str, bytes], dict, plausible.
 
 
 def add(archive: Path, results: Path, root: Path, replace: bool = False) -> Path:
-    """Adds a good archive's JSON files to a folder of its GPU, which it returns; raises Refused and writes nothing.
+    """Adds a good archive's JSON files to a folder of its GPU, which it returns.
 
-    Results of a GPU that has a folder already go to a second one, named by driver and commit; with `replace` they take
-    the place of the first one.
+    Raises Refused, before anything is written, where the archive is not good. Results of a GPU that
+    has a folder already go to a second one, named by driver and commit; with `replace` they take the first one's place.
     """
     files, manifest, machine = check(archive, root)
     folder = results / slug(machine.device)

@@ -105,7 +105,7 @@ def digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def pack(results: Path, archive: Path, manifest: dict, more: Mapping[str, bytes]) -> None:
-    """Writes the archive: the files of gpu.sh's archive, `more`, and manifest.json with the sha256 of each."""
+    """Writes the files of gpu.sh's archive and `more`, and manifest.json with the sha256 of each."""
     with tarfile.open(results) as tar:
         files = {Path(member.name).name: tar.extractfile(member).read() for member in tar if member.isfile()}
     files |= more
@@ -146,7 +146,7 @@ def _bench() -> Path:
 
 
 def _tree(output: Path) -> Path:
-    """The folder in which bench/gpu.sh runs: the checkout, or a copy of the package's benchmarks in `output`."""
+    """The folder in which bench/gpu.sh runs: the checkout, or a copy of the package's in `output`."""
     bench = _bench()
     if bench.name == "bench":
         return bench.parent
@@ -231,7 +231,7 @@ def _number(word: str) -> float | None:
 
 
 def _form() -> str:
-    """The address of the issue form, by the links of the installed package, or its name where it has none."""
+    """The issue form's address, by the links of the installed package, or its name without them."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for link in importlib.metadata.metadata("vitfast").get_all("Project-URL") or []:
             address = link.split(", ", 1)[-1].rstrip("/")
