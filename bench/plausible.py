@@ -40,6 +40,7 @@ THROTTLED_SHARE = 0.1
 MOST_TORCH_ERROR = 16  # roundings of the dtype: PyTorch's own error has been at most 4
 MOST_LIMIT = 0.1  # of a benchmark's error limit: bf16 has been at most 0.05
 MAIN = "B/16 224 B256"
+WORDS = re.compile(r"[\w .,+/:%()\[\]-]{0,120}")  # these are shown in a page: no tags
 DIRECTIONS = ("forward", "backward", "both")
 SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "sdpa math")
 BLOCK = ("eager", "compile")
@@ -113,8 +114,10 @@ def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machin
     facts = every["train.json"]
     if odd := [name for name, other in every.items() if other != facts]:
         raise Refused(f"{odd[0]} was measured on another machine than train.json, or in another run")
-    if not device.startswith("NVIDIA ") or facts.get("device") != device:
+    if not re.fullmatch("NVIDIA [A-Z0-9][A-Za-z0-9 .+-]{1,60}", device) or facts.get("device") != device:
         raise Refused(f"it was measured on {facts.get('device')!r}, the manifest says {device!r}: no NVIDIA GPU")
+    if odd := [k for k, v in facts.items() if not WORDS.fullmatch(k) or (type(v) is str and not WORDS.fullmatch(v))]:
+        raise Refused(f"machine_info: {odd[0][:60]!r} holds what is no version or size")
     for package in ("torch", "triton", "timm"):
         _find(r"\d+\.\d+.*", facts, package)
     if take(facts, "commit", str, "machine_info") != commit:
@@ -167,8 +170,10 @@ def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> Non
         where, eps = f"{name}: {op} in {dtype}", EPS.get(getattr(torch, dtype, None))
         if eps is None or (op, dtype) in found:
             raise Refused(f"{where} is there twice, or of an unknown dtype")
+        if not take(result, "passed", bool, where):
+            raise Refused(f"{where} has not passed: please open an issue about that")
         error, own = (take(result, key, float, where) for key in ("error", "torch_error"))
-        if take(result, "passed", bool, where) is not True or error > max(2 * own, eps):
+        if error > max(2 * own, eps):
             raise Refused(f"{where} is wrong: error {error:.1e}, PyTorch's {own:.1e}: please open an issue about that")
         if not (0 < error and 0 < own <= MOST_TORCH_ERROR * eps):
             raise Refused(f"{where} has errors {error:.1e} and {own:.1e} (PyTorch's), which rounding does not make")
@@ -202,6 +207,8 @@ def check_benchmarks(content: dict, name: str, machine: Machine) -> None:
     for state in ("failed", "skipped"):
         for case in take(content, state, list, name):
             title, reason = take(case, "name", str, name), take(case, "reason", str, name)
+            if not WORDS.fullmatch(title) or take(case, "fullname", str, name).partition("::")[2] != title:
+                raise Refused(f"{name}: {title[:80]!r} is not the name of a case, or not that of its fullname")
             if "WrongResult" in reason and "-vitfast" in title:
                 raise Refused(f"{title} is wrong: please open an issue about that")
             if title in told or not reason:
@@ -246,6 +253,8 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
     title, info = take(case, "name", str, name), take(case, "extra_info", dict, name)
     op, impl, shape, direction = (take(info, key, str, title) for key in ("op", "impl", "shape", "direction"))
     whole = op in ("train", "latency", "throughput")
+    if not WORDS.fullmatch(impl) or (whole and not WORDS.fullmatch(take(info, "attention", str, title))):
+        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
     if op not in MODELS.get(name, PEERS.get(name, ())) or direction not in DIRECTIONS:
         raise Refused(f"{title} of {name} is of the operation {op!r} {direction}, which is not in that file")
     if whole and direction != ("both" if op == "train" else "forward"):

@@ -29,8 +29,8 @@ NOTHING = (
 
 
 def cell(text: object) -> str:
-    """One line without a bare "|", which would end the cell."""
-    return " ".join(str(text).split()).replace("|", "\\|")
+    """One line without a bare "|", which would end the cell, and without tags."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

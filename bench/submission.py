@@ -161,6 +161,10 @@ def check_steps(content: dict, seconds: int) -> None:
     if content.get("stage") != "first":
         raise Refused(f"steps_first.json is of the stage {content.get('stage')!r}")
     checks, took = take(content, "checks", dict, "steps_first.json"), 0
+    if odd := [
+        n for n, code in checks.items() if not plausible.WORDS.fullmatch(n) or type(code) not in (int, type(None))
+    ]:
+        raise Refused(f"steps_first.json: {odd[0][:60]!r} has no exit code")
     for name in CHECKED:
         if checks.get(name) != 0:
             raise Refused(f"{name} has not passed (exit code {checks.get(name)}): please open an issue about that")
@@ -168,6 +172,9 @@ def check_steps(content: dict, seconds: int) -> None:
         raise Refused("the gpu tests have failed: please open an issue about that")
     for step in take(content, "steps", list, "steps_first.json"):
         took += take(step, "seconds", int, "steps_first.json")
+        for key in ("name", "state"):
+            if not plausible.WORDS.fullmatch(take(step, key, str, "steps_first.json")):
+                raise Refused(f"steps_first.json: {key} is {step[key][:60]!r}")
     if took > seconds + 5:
         raise Refused(f"its steps took {took} s, and the whole run {seconds} s")
 

@@ -137,9 +137,9 @@ def ceiling(key: str, value: float) -> Callable[[dict], None]:
     return everywhere("ceilings", lambda old: old | {key: value})
 
 
-def rehearsal(files: dict) -> None:
-    everywhere("device", "cpu")(files)
-    files["manifest.json"]["device"] = "cpu"
+def named(files: dict, device: str) -> None:
+    everywhere("device", device)(files)
+    files["manifest.json"]["device"] = device
 
 
 def faster(name: str, number: int, factor: float) -> Callable[[dict], None]:
@@ -261,9 +261,22 @@ FILES = {
     "a list": (lambda f: f.update({"train.json": b"[]"}), "train.json is not a JSON object"),
     "another object": (lambda f: f.update({"train.json": b"{}"}), "another form .* 'machine_info'"),
     "no stage of ours": (lambda f: f.update({"mine.json": f["train.json"]}), "mine.json is not a file of this stage"),
-    "a rehearsal": (rehearsal, "it was measured on 'cpu'"),
+    "a rehearsal": (lambda f: named(f, "cpu"), "it was measured on 'cpu'"),
     "two machines": (put("attention/machine_info/vitfast/power.limit", "300.00 W"), "attention.json was .* another"),
     "another GPU in the manifest": (put("manifest/device", "NVIDIA B200"), "the manifest says 'NVIDIA B200'"),
+    "a GPU that is a path": (lambda f: named(f, "NVIDIA ../.."), "no NVIDIA GPU"),
+    "a GPU of no name": (lambda f: named(f, "NVIDIA +"), "no NVIDIA GPU"),
+    "a tag among versions": (everywhere("ptxas", "<b>12.8"), "'ptxas' holds what is no version"),
+    "a tag as a failure": (
+        lambda f: f["train.json"]["failed"].append(dict(name="<b>", fullname="a::<b>", reason="no")),
+        "'<b>' is not the name of a case",
+    ),
+    "a tag as an implementation": (
+        put("train/benchmarks/0/extra_info/impl", "<b>"),
+        "'<b>' is not the name of an impl",
+    ),
+    "a check without a code": (put("steps_first/checks/more", "0"), "'more' has no exit code"),
+    "a step with a tag": (put("steps_first/steps/0/state", "<b>"), "state is '<b>'"),
     "an old GPU": (everywhere("gpu", lambda old: old.replace("sm_90", "sm_75")), "sm_75 is older than sm_80"),
     "a GPU of the future": (everywhere("gpu", lambda old: old.replace("132", "999")), "no GPU is known"),
     "a GPU with more memory": (everywhere("gpu", lambda old: old.replace("140", "192")), "has 141 GiB, not 192"),
@@ -281,7 +294,7 @@ FILES = {
     "failed tests": (put("steps_first/checks/first gpu tests", 1), "the gpu tests have failed"),
     "steps longer than the run": (put("steps_first/steps/3/seconds", 400), "its steps took 800 s"),
     "a wrong operation": (put(f"{OF_DOCTOR}/error", 0.5), "is wrong: error 5.0e-01"),
-    "a wrong one that passed": (put(f"{OF_DOCTOR}/passed", False), "is wrong"),
+    "one that has not passed": (put(f"{OF_DOCTOR}/passed", False), "has not passed"),
     "an excuse for a wrong one": (
         lambda f: f["doctor.json"]["results"][0].update(error=0.5, torch_error=0.4),
         "which rounding does not make",
