@@ -37,6 +37,7 @@ THROTTLED = {  # nvidia-smi's clocks_event_reasons; a power cap is how a GPU is 
     0x80: "power brake",
 }
 THROTTLED_SHARE = 0.1
+LEAST_ERROR = 0.01  # roundings: in a result of thousands of numbers no error is smaller
 MOST_TORCH_ERROR = 16  # roundings of the dtype: PyTorch's own error has been at most 4
 MOST_LIMIT = 0.1  # of a benchmark's error limit: bf16 has been at most 0.05
 MAIN = "B/16 224 B256"
@@ -61,6 +62,7 @@ MODELS = {  # the operations of the other files
     "accelerate.json": ("train",),
     "inference.json": ("latency", "throughput"),
 }
+STORED = dict(bf16=2, amp=4)  # bytes of a weight
 HEADLINE = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
 
 
@@ -143,8 +145,8 @@ def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machin
     if facts.get("datasheet_bf16_flops") != datasheet_flops(device):
         raise Refused(f"the data sheet's FLOP/s are {datasheet_flops(device)}, not {facts.get('datasheet_bf16_flops')}")
     for key, rate in rates.items():
-        if not 0 < rate <= (bandwidth if key == "copy" else peak) or rates["copy"] > 12e12:
-            raise Refused(f"the ceiling {key}, {rate:.3g}, is more than a GPU of this kind can do")
+        if not peak / 1e4 < rate <= (bandwidth if key == "copy" else peak) or rates["copy"] > 12e12:
+            raise Refused(f"the ceiling {key}, {rate:.3g}, is not what a GPU of this kind can do")
     return Machine(device, driver, sm, gib * 2**30, mib * 2**20, 1.02 * mhz, facts, rates, peak, bandwidth)
 
 
@@ -175,7 +177,7 @@ def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> Non
         error, own = (take(result, key, float, where) for key in ("error", "torch_error"))
         if error > max(2 * own, eps):
             raise Refused(f"{where} is wrong: error {error:.1e}, PyTorch's {own:.1e}: please open an issue about that")
-        if not (0 < error and 0 < own <= MOST_TORCH_ERROR * eps):
+        if not (LEAST_ERROR * eps < error and 0 < own <= MOST_TORCH_ERROR * eps):
             raise Refused(f"{where} has errors {error:.1e} and {own:.1e} (PyTorch's), which rounding does not make")
         found.add((op, dtype))
     if take(content, "not_examined", int, name) != 0:
@@ -238,7 +240,7 @@ def expected(op: str, batch: int, direction: str, precision: str) -> Kernels:
     """The kernels of a case, which is of ViT-B/16 at 224 pixels."""
     shape = Shape("B/16", 224, batch)
     if op == "train":
-        return model_work(shape, 2).of("both") + update(_parameters(), size=4 if precision == "amp" else 2)
+        return model_work(shape, 2).of("both") + update(_parameters(), size=STORED[precision])
     return model_work(shape, 2).forward if op in ("latency", "throughput") else OPS[op].work(shape, 2).of(direction)
 
 
@@ -282,6 +284,8 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
     peak = take(info, "peak_mib", float, title)
     if not 0 < peak * 2**20 <= machine.memory:
         raise Refused(f"{title}: a peak of {peak:.0f} MiB does not fit into the GPU's {machine.memory / 2**30:.0f} GiB")
+    if op == "train" and peak * 2**20 < 3 * _parameters() * STORED[info["precision"]]:
+        raise Refused(f"{title}: a peak of {peak:.0f} MiB does not even hold weights and optimiser")
     if fastest < (least := least_seconds(kernels, machine)):
         work = f"{total_flops(kernels):.3g} FLOPs and {total_bytes(kernels):.3g} bytes"
         raise Refused(f"{title}: {1e6 * fastest:.1f} us are impossible: its {work} take {1e6 * least:.1f} us at least")
@@ -332,5 +336,5 @@ def check_model(info: dict, title: str, batch: int, seconds: float, machine: Mac
 def check_errors(info: dict, title: str) -> None:
     limit = take(info, "error_limit", float, title)
     for key in ("error", "error_after"):
-        if not 0 < take(info, key, float, title) <= limit <= MOST_LIMIT:
+        if not LEAST_ERROR * EPS[torch.bfloat16] < take(info, key, float, title) <= limit <= MOST_LIMIT:
             raise Refused(f"{title}: {key} {info[key]:.1e} of at most {limit:.1e} is not what bfloat16 makes")

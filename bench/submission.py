@@ -25,7 +25,7 @@ from pathlib import Path
 import plausible
 from plausible import Refused, take
 
-from vitfast.cli.report_gpu import SCHEMA, digests, slug
+from vitfast.cli.report_gpu import SAMPLED, SCHEMA, digests, slug
 
 MOST_BYTES, MOST_FILES = 64 * 2**20, 100
 MANIFEST = dict(schema=int, vitfast=str, device=str, started=int, finished=int, exit_code=int, sources=dict, files=dict)
@@ -100,6 +100,8 @@ def check_manifest(files: dict[str, bytes]) -> dict:
     manifest = parse("manifest.json", files["manifest.json"])
     for key, kind in MANIFEST.items():
         take(manifest, key, kind, "manifest.json")
+    if not re.fullmatch(r"\d+(\.\w+)+", manifest["vitfast"]):
+        raise Refused(f"manifest.json: vitfast is {manifest['vitfast'][:60]!r}, which is no version")
     if manifest["schema"] != SCHEMA:
         raise Refused(f"manifest.json has schema {manifest['schema']}, this checkout reads {SCHEMA}")
     if odd := manifest.keys() ^ {*MANIFEST, "commit"}:
@@ -172,9 +174,13 @@ def check_steps(content: dict, seconds: int) -> None:
         raise Refused("the gpu tests have failed: please open an issue about that")
     for step in take(content, "steps", list, "steps_first.json"):
         took += take(step, "seconds", int, "steps_first.json")
+        if type(step.get("code")) not in (int, type(None)):
+            raise Refused(f"steps_first.json: code is {step.get('code')!r}")
         for key in ("name", "state"):
             if not plausible.WORDS.fullmatch(take(step, key, str, "steps_first.json")):
                 raise Refused(f"steps_first.json: {key} is {step[key][:60]!r}")
+    if lost := {"smoke", "doctor", "train"} - {step["name"] for step in content["steps"]}:
+        raise Refused(f"steps_first.json lacks the steps {', '.join(sorted(lost))}")
     if took > seconds + 5:
         raise Refused(f"its steps took {took} s, and the whole run {seconds} s")
 
@@ -185,6 +191,8 @@ def check_clocks(content: dict, machine: plausible.Machine, seconds: int) -> Non
         raise Refused(f"clocks.json has {len(samples)} samples of {seconds} s: too few")
     busy, before = [], -1.0
     for sample in samples:
+        if odd := [key for key in SAMPLED if type(sample.get(key, "")) not in (float, int, type(None))]:
+            raise Refused(f"clocks.json: {odd[0]} is {sample.get(odd[0])!r}")
         mhz, at = take(sample, "clocks.sm", float, "clocks.json"), take(sample, "seconds", float, "clocks.json")
         if not 0 < mhz <= machine.most_mhz:
             raise Refused(f"clocks.json: {mhz} MHz, where the GPU has at most {machine.most_mhz}")

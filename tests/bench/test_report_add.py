@@ -7,7 +7,6 @@ where it says so. The committed results of real GPUs, which nobody made up for t
 import copy
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import gpu_archive
@@ -15,7 +14,24 @@ import plausible
 import pytest
 import report
 import submission
-from gpu_archive import member, members, recount
+from gpu_archive import member, members
+from gpu_damages import (
+    ceiling,
+    changed_after,
+    everywhere,
+    fails,
+    faster,
+    idle,
+    less_work,
+    lost,
+    more,
+    named,
+    one_time,
+    put,
+    text,
+    throttled,
+    without,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,139 +110,6 @@ def test_what_real_gpus_did_is_possible(path):
 # ---- damages: of the files as objects, of the list of members, or of the bytes; each with its reason
 
 
-def reach(files: dict, path: str) -> tuple[object, str | int]:
-    """What holds the last key of "file/key/0/key", and that key."""
-    name, *keys = (int(key) if key.isdecimal() else key for key in path.split("/"))
-    at = files[f"{name}.json"]
-    for key in keys[:-1]:
-        at = at[key]
-    return at, keys[-1]
-
-
-def put(path: str, value: object) -> Callable[[dict], None]:
-    """Sets what lies at the path, or changes it by a function."""
-
-    def change(files: dict) -> None:
-        at, key = reach(files, path)
-        at[key] = value(at[key]) if callable(value) else value
-
-    return change
-
-
-def lost(path: str) -> Callable[[dict], None]:
-    def change(files: dict) -> None:
-        at, key = reach(files, path)
-        del at[key]
-
-    return change
-
-
-def everywhere(key: str, value: object) -> Callable[[dict], None]:
-    """Changes a fact of the machine in every file."""
-
-    def change(files: dict) -> None:
-        for file in files.values():
-            if "machine_info" in file:
-                facts = file["machine_info"]["vitfast"]
-                facts[key] = value(facts[key]) if callable(value) else value
-
-    return change
-
-
-def ceiling(key: str, value: float) -> Callable[[dict], None]:
-    return everywhere("ceilings", lambda old: old | {key: value})
-
-
-def named(files: dict, device: str) -> None:
-    everywhere("device", device)(files)
-    files["manifest.json"]["device"] = device
-
-
-def faster(name: str, number: int, factor: float) -> Callable[[dict], None]:
-    """A careful forger: every time is shorter, and all that follows from it is right."""
-
-    def change(files: dict) -> None:
-        forged = files[f"{name}.json"]["benchmarks"][number]
-        forged["stats"]["data"] = [factor * t for t in forged["stats"]["data"]]
-        recount(forged)
-
-    return change
-
-
-def one_time(files: dict) -> None:
-    forged = files["attention.json"]["benchmarks"][0]
-    forged["stats"]["data"][3] = 1e-6
-    recount(forged)
-
-
-def less_work(key: str) -> Callable[[dict], None]:
-    """Half of the FLOPs or bytes, and the rates that follow."""
-
-    def change(files: dict) -> None:
-        forged = files["attention.json"]["benchmarks"][0]
-        forged["extra_info"][key] //= 2
-        recount(forged)
-
-    return change
-
-
-def without(name: str, impl: str) -> Callable[[dict], None]:
-    def change(files: dict) -> None:
-        file = files[f"{name}.json"]
-        file["benchmarks"] = [c for c in file["benchmarks"] if c["extra_info"]["impl"] != impl]
-
-    return change
-
-
-def fails(name: str, *impls: str, reason: str = "RuntimeError: no kernel") -> Callable[[dict], None]:
-    """These are listed as failed."""
-
-    def change(files: dict) -> None:
-        file = files[f"{name}.json"]
-        for c in [c for c in file["benchmarks"] if c["extra_info"]["impl"] in impls]:
-            file["benchmarks"].remove(c)
-            file["failed"].append(dict(name=c["name"], fullname=c["fullname"], reason=reason))
-
-    return change
-
-
-def text(name: str, old: str, new: str) -> Callable[[dict], None]:
-    """Changes a file's text, before it is hashed."""
-
-    def change(files: dict) -> None:
-        whole = json.dumps(files[name])
-        assert old in whole
-        files[name] = whole.replace(old, new, 1).encode()
-
-    return change
-
-
-def throttled(bits: int) -> Callable[[dict], None]:
-    def change(files: dict) -> None:
-        for sample in files["clocks.json"]["samples"][::4]:
-            sample["reasons"] |= bits
-
-    return change
-
-
-def idle(files: dict) -> None:
-    for sample in files["clocks.json"]["samples"]:
-        sample["utilization.gpu"] = 0.0
-
-
-def more(**facts) -> Callable[[list], list]:
-    return lambda of: [*of, member(**facts)]
-
-
-def changed_after(old: bytes, new: bytes) -> Callable[[list], list]:
-    """Changes train.json, whose hash stays."""
-
-    def change(of: list) -> list:
-        return [member(i.name, c.replace(old, new)) if i.name == "train.json" else (i, c) for i, c in of]
-
-    return change
-
-
 MODEL = "train/benchmarks/0"
 INFO, STATS, OF_DOCTOR = f"{MODEL}/extra_info", f"{MODEL}/stats", "doctor/results/0"
 FILES = {
@@ -283,9 +166,9 @@ FILES = {
     "no driver": (everywhere("driver_version", "new"), "driver_version is 'new'"),
     "no timm": (everywhere("timm", "absent"), "timm is 'absent'"),
     "times of another commit": (everywhere("commit", "f00"), "machine_info has commit 'f00'"),
-    "a copy faster than memory": (ceiling("copy", 6e12), "the ceiling copy, 6e.12, is more"),
+    "a copy faster than memory": (ceiling("copy", 6e12), "the ceiling copy, 6e.12, is not what"),
     "a GPU in use": (ceiling("copy", 5e11), "less than a quarter"),
-    "products faster than the chip": (ceiling("bfloat16", 2e15), "the ceiling bfloat16, 2e.15, is more"),
+    "products faster than the chip": (ceiling("bfloat16", 2e15), "the ceiling bfloat16, 2e.15, is not what"),
     "a ceiling below zero": (ceiling("float32", -1.0), "the ceiling float32"),
     "a better data sheet": (everywhere("datasheet_bf16_flops", 1e15), "the data sheet's FLOP/s"),
     "another stage": (put("steps_first/stage", "ops"), "of the stage 'ops'"),
@@ -331,6 +214,7 @@ FILES = {
     "another batch": (put(f"{INFO}/batch", 512), "has batch 512"),
     "a number too many for a float": (put(f"{INFO}/tflops", 10**400), "another form .* OverflowError"),
     "memory that is not there": (put(f"{INFO}/peak_mib", 2e5), "does not fit into the GPU's 140 GiB"),
+    "memory that is too little": (put(f"{INFO}/peak_mib", 40.0), "does not even hold weights"),
     "no peak": (put(f"{INFO}/peak_mib", None), "peak_mib must be of type float, got 'None'"),
     "another GPU's case": (put(f"{INFO}/device", "NVIDIA B200"), "is of NVIDIA B200"),
     "another shape": (put(f"{INFO}/shape", "B/16 224 B8"), "of the shape 'B/16 224 B8'"),
@@ -344,7 +228,9 @@ FILES = {
     "an error over its limit": (put(f"{INFO}/error", 0.05), "error 5.0e-02 of at most 4.0e-02"),
     "wrong after it was timed": (put(f"{INFO}/error_after", 0.5), "error_after 5.0e-01"),
     "a limit for everything": (put(f"{INFO}/error_limit", 9.0), "of at most 9.0e.00 is not what bfloat16 makes"),
-    "an error of nothing": (put(f"{INFO}/error", 0), "error 0.0e.00"),
+    "an error of nothing": (put(f"{INFO}/error", 1e-9), "error 1.0e-09"),
+    "steps left out": (put("steps_first/steps", []), "lacks the steps doctor, smoke, train"),
+    "no version": (put("manifest/vitfast", "mine"), "vitfast is 'mine', which is no version"),
     "no timm at all": (without("train", "timm compile bf16"), "says nothing of test_train.* compile bf16"),
     "timm failed": (fails("train", "timm compile bf16"), "the headline is not there: .*timm compile bf16"),
     "a silent peer": (without("attention", "sdpa cudnn"), "says nothing of test_attention.*sdpa cudnn"),
