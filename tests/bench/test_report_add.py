@@ -95,6 +95,20 @@ def test_the_commit_of_an_installed_package_is_found_by_its_code(place, tmp_path
     assert re.fullmatch("[0-9a-f]{40}", manifest["commit"])
 
 
+def test_a_gpu_whose_data_sheet_is_not_known_is_bounded_by_its_multiprocessors(place, tmp_path, capsys, monkeypatch):
+    root, files = place
+    sizes = "sm_86, 45 GiB, 84 multiprocessors, L2 6 MiB, CUDA 13.0"
+    facts = dict(DEVICE="NVIDIA A40", SIZES=sizes, SHEET=None)
+    for rate, code in ((1.1e14, 0), (2e14, 2)):  # 84 * 1024 * 1.98e9 is 1.7e14
+        facts["CEILINGS"] = dict(copy=5.8e11, bfloat16=rate, float16=1.1e14, float32=3e13)
+        for name, value in facts.items():
+            monkeypatch.setattr(gpu_archive, name, value)
+        gpu_archive.write(tmp_path / "a.tar.gz", members(gpu_archive.good(files["manifest.json"]["commit"])))
+        assert add(root, tmp_path / "a.tar.gz") == code
+    said = capsys.readouterr()
+    assert "bench/results/a40" in said.out and "the ceiling bfloat16, 2e+14, is not what" in said.err
+
+
 @pytest.mark.parametrize("path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops.json"])
 def test_what_real_gpus_did_is_possible(path):
     """Their FLOPs, bytes, rates and errors, counted again; nothing is faster than it can be."""

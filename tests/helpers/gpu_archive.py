@@ -20,7 +20,7 @@ from vitfast.cli.report_gpu import digests
 from vitfast.tools.cost.work import Kernels, floor_seconds, total_bytes, total_flops, update
 from vitfast.tools.verify import EPS, cases
 
-DEVICE = "NVIDIA H200"
+DEVICE, SIZES, SHEET = "NVIDIA H200", "sm_90, 140 GiB, 132 multiprocessors, L2 60 MiB, CUDA 13.0", 989e12
 CEILINGS = dict(copy=4.29e12, bfloat16=6.72e14, float16=6.55e14, float32=5.13e13)
 CODE = {"kernels/a.py": "KERNEL = 1\n", "vitfast/b.py": "OPERATION = 1\n", "bench/c.py": "CASE = 1\n"}
 BLOCKS, PATCHES = ("eager", "compile"), ("eager", "compile", "compile unfold")
@@ -68,7 +68,7 @@ def recount(case: dict, floor: float | None = None) -> dict:
     if "model_flops" in info:
         speed = info["model_flops"] / seconds
         info |= dict(images_per_second=info["batch"] / seconds, mfu_ceiling=speed / CEILINGS["bfloat16"])
-        info |= dict(mfu_datasheet=speed / 989e12)
+        info |= dict(mfu_datasheet=SHEET and speed / SHEET)
     return case
 
 
@@ -98,8 +98,8 @@ def result(op: str, dtype: str, eps: float) -> dict:
 def good(commit: str) -> dict[str, dict]:
     """The JSON files by name, the manifest among them; `write` hashes them."""
     facts = dict(device=DEVICE, torch="2.11.0", triton="3.6.0", timm="1.0.29", commit=commit, ceilings=CEILINGS)
-    facts |= {"gpu": "sm_90, 140 GiB, 132 multiprocessors, L2 60 MiB, CUDA 13.0", "driver_version": "580.159.04"}
-    facts |= {"clocks.max.sm": "1980 MHz", "power.limit": "700.00 W", "datasheet_bf16_flops": 989e12}
+    facts |= {"gpu": SIZES, "driver_version": "580.159.04"}
+    facts |= {"clocks.max.sm": "1980 MHz", "power.limit": "700.00 W", "datasheet_bf16_flops": SHEET}
     parameters = sum(p.numel() for p in ViT.from_preset("B/16").parameters())
     settings = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
     found = {"train": [model("train", impl, 256, parameters) for impl in settings]}
@@ -120,7 +120,7 @@ def good(commit: str) -> dict[str, dict]:
         for name, of in found.items()
     }
     files["attention.json"]["skipped"] = [flash | dict(fullname=f"bench/bench_ops.py::{flash['name']}")]
-    machine = dict(gpu=f"{DEVICE}, sm_90, 140 GiB", torch="2.11.0+cu130", triton="3.6.0")
+    machine = dict(gpu=f"{DEVICE}, {SIZES[:14]}", torch="2.11.0+cu130", triton="3.6.0")
     families = dict.fromkeys(op.partition(",")[0] for op in cases(Shape("B/16", 224, 1).sizes, ops))
     results = [result(op, str(dtype)[6:], eps) for op in families for dtype, eps in EPS.items()]
     files["doctor.json"] = dict(machine=machine, results=results, not_examined=0)
