@@ -30,7 +30,6 @@ PEAK_SLACK, COPY_SLACK = 1.25, 1.02
 FLOPS_PER_CLOCK = {80: 2048, 86: 1024, 87: 2048, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024, 121: 1024}
 MOST_SPEED = 1.3  # times the copy measured: the bandwidth of a GPU whose data sheet is not known
 THROTTLED = {  # nvidia-smi's clocks_event_reasons; a power cap is how a GPU is sold
-    0x02: "the clocks are set by an application",
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
@@ -118,8 +117,10 @@ def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machin
         raise Refused(f"{odd[0]} was measured on another machine than train.json, or in another run")
     if not re.fullmatch("NVIDIA [A-Z0-9][A-Za-z0-9 .+-]{1,60}", device) or facts.get("device") != device:
         raise Refused(f"it was measured on {facts.get('device')!r}, the manifest says {device!r}: no NVIDIA GPU")
-    if odd := [k for k, v in facts.items() if not WORDS.fullmatch(k) or (type(v) is str and not WORDS.fullmatch(v))]:
-        raise Refused(f"machine_info: {odd[0][:60]!r} holds what is no version or size")
+    for key, value in facts.items():
+        text = key if key in ("ceilings", "datasheet_bf16_flops") else value
+        if not (WORDS.fullmatch(key) and type(text) is str and WORDS.fullmatch(text)):
+            raise Refused(f"machine_info: {key[:60]!r} holds what is no version or size")
     for package in ("torch", "triton", "timm"):
         _find(r"\d+\.\d+.*", facts, package)
     if take(facts, "commit", str, "machine_info") != commit:
@@ -135,6 +136,8 @@ def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machin
     peak, sheet = processors * FLOPS_PER_CLOCK[sm] * mhz * 1e6, _sheet(device)
     ceilings = take(facts, "ceilings", dict, "machine_info")
     rates = {key: take(ceilings, key, float, "ceilings") for key in ("copy", "bfloat16", "float16", "float32")}
+    if odd := ceilings.keys() - rates.keys():
+        raise Refused(f"there are unknown ceilings: {', '.join(sorted(odd))[:60]!r}")
     bandwidth = sheet.gigabytes_per_second * 1e9 * COPY_SLACK if sheet else MOST_SPEED * rates["copy"]
     if sheet:
         peak = min(peak, PEAK_SLACK * sheet.teraflops * 1e12)
@@ -329,6 +332,8 @@ def check_model(info: dict, title: str, batch: int, seconds: float, machine: Mac
     numbers |= dict(mfu_ceiling=flops / seconds / machine.ceilings["bfloat16"])
     if promised := datasheet_flops(machine.device):
         numbers |= dict(mfu_datasheet=flops / seconds / promised)
+    elif info.get("mfu_datasheet", 0) is not None:
+        raise Refused(f"{title} has an MFU of a data sheet that is not known")
     for key, true in numbers.items():
         agree(title, key, take(info, key, float, title), true)
 

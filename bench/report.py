@@ -29,8 +29,8 @@ NOTHING = (
 
 
 def cell(text: object) -> str:
-    """One line without a bare "|", which would end the cell, and without tags."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    """One line without a bare "|", which would end the cell, without tags and links."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -163,10 +163,9 @@ def check_steps(content: dict, seconds: int) -> None:
     if content.get("stage") != "first":
         raise Refused(f"steps_first.json is of the stage {content.get('stage')!r}")
     checks, took = take(content, "checks", dict, "steps_first.json"), 0
-    if odd := [
-        n for n, code in checks.items() if not plausible.WORDS.fullmatch(n) or type(code) not in (int, type(None))
-    ]:
-        raise Refused(f"steps_first.json: {odd[0][:60]!r} has no exit code")
+    for name, code in checks.items():
+        if not plausible.WORDS.fullmatch(name) or type(code) not in (int, type(None)):
+            raise Refused(f"steps_first.json: {name[:60]!r} has no exit code")
     for name in CHECKED:
         if checks.get(name) != 0:
             raise Refused(f"{name} has not passed (exit code {checks.get(name)}): please open an issue about that")

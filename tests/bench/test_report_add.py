@@ -204,7 +204,7 @@ FILES = {
     "another torch's doctor": (put("doctor/machine/torch", "2.9.0"), "doctor.json has torch 2.9.0"),
     "few samples": (put("clocks/samples", lambda old: old[:9]), "9 samples of 560 s: too few"),
     "heat": (throttled(0x40), "throttled \\(hardware thermal slowdown\\) in 26%"),
-    "clocks that were set": (throttled(0x02), "set by an application"),
+    "a ceiling too many": (ceiling("<b>", 1.0), "unknown ceilings: '<b>'"),
     "an impossible clock": (put("clocks/samples/5/clocks.sm", 2600.0), "2600.0 MHz, where the GPU has at most"),
     "an idle GPU": (idle, "busy in 0 of 90 samples"),
     "time that goes back": (put("clocks/samples/7/seconds", 1.0), "out of order"),

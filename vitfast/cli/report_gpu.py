@@ -28,7 +28,8 @@ FORM = "new?template=gpu_results.yml"
 SAMPLED = "clocks.sm clocks.mem temperature.gpu power.draw utilization.gpu".split()
 REASONS = "clocks_event_reasons.active", "clocks_throttle_reasons.active"  # of new drivers and old ones
 KEPT = ("VITFAST_SECONDS", "VITFAST_CACHE")  # of the environment: what changes no kernel, as the user's own table would
-GLANCE, SHOWN = 5, 6  # seconds between samples, and samples between lines of progress
+GLANCE = 5  # seconds between samples
+SHOWN = {"utilization.gpu": "% busy", "clocks.sm": "MHz", "temperature.gpu": "C"}  # of every sixth
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
 PLAN = """This measures vitfast on {device} and takes at most 10 minutes; nothing leaves this machine:
   1. every operation in bfloat16, float16 and float32, forward and backward, against float64 (about 2 minutes)
@@ -185,9 +186,11 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
         while process.poll() is None:
             if sample := sample_clocks():
                 samples.append(dict(seconds=round(time.monotonic() - start, 1), **sample))
-                if len(samples) % SHOWN == 0:
-                    at = "{utilization.gpu:.0f} % busy, {clocks.sm:.0f} MHz, {temperature.gpu:.0f} C"
-                    print(f"   {samples[-1]['seconds']:.0f} s: the GPU is " + _filled(at, sample), flush=True)
+                if len(samples) % 6 == 0:
+                    at = ", ".join(
+                        f"{sample[key]:.0f} {unit}" for key, unit in SHOWN.items() if sample[key] is not None
+                    )
+                    print(f"   {samples[-1]['seconds']:.0f} s: the GPU is {at}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GLANCE)
     except BaseException:  # such as Ctrl-C, which the script has got too
@@ -198,21 +201,12 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
     return process.returncode, samples
 
 
-def _filled(text: str, sample: dict) -> str:
-    return re.sub(r"\{([a-z.]+):.0f\}", lambda m: "?" if sample[m[1]] is None else f"{sample[m[1]]:.0f}", text)
-
-
 def sample_clocks() -> dict | None:
     """One reading of nvidia-smi: a number or None by each name in SAMPLED, and the bits of `reasons`."""
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     for reasons in REASONS:
-        query = [
-            "nvidia-smi",
-            "-i",
-            index,
-            f"--query-gpu={','.join((*SAMPLED, reasons))}",
-            "--format=csv,noheader,nounits",
-        ]
+        fields = ",".join((*SAMPLED, reasons))
+        query = ["nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
             read = subprocess.run(query, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
