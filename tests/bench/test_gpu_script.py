@@ -34,7 +34,7 @@ class Stage:
 
     def __init__(self, folder: Path):
         self.folder, self.out, self.script = folder, folder / "out", folder / "tree" / "bench" / "gpu.sh"
-        for name in ("tree/bench", "tree/vitfast", "tree/kernels", "plan", "home", "tmp"):
+        for name in ("tree/bench", "tree/vitfast", "tree/kernels", "tree/tests", "plan", "home", "tmp"):
             (folder / name).mkdir(parents=True)
         shutil.copy(ROOT / "bench" / "gpu.sh", self.script)
         shutil.copy(ROOT / "tests" / "helpers" / "stand_in.sh", folder / "python")
