@@ -9,12 +9,13 @@ elsewhere. It holds machine code; the C by which Triton launches it is compiled 
 import ctypes
 import hashlib
 import json
+import os
 import platform
 import re
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
@@ -24,6 +25,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 
 MANIFEST = "vitfast.json"
+FIELDS = set("gpu triton ptxas python key kernels models count".split())  # of the manifest
+FILE = re.compile(r"vitfast\.json|\w+/\w+\.(cubin|json)")  # nothing else is written to Triton's cache, least of all C
+MOST_BYTES = 2**26  # of a file; a kernel has some 100 KB
 GROUP = "__grp__"  # begins the name of the file in which Triton lists a kernel's files; it is what Triton looks for
 
 
@@ -52,16 +56,32 @@ def made_with(sm: int) -> dict[str, str]:
     )
 
 
+def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """The files of an archive, the manifest first. Raises ValueError for a file that is no archive of kernels."""
+    try:
+        with tarfile.open(archive, "r:xz") as tar:
+            for member in tar:
+                if not (member.isreg() and FILE.fullmatch(member.name) and member.size <= MOST_BYTES):
+                    raise ValueError(f"{member.name!r} is not a file of a kernel")
+                yield member.name, tar.extractfile(member).read()
+    except OSError:
+        raise
+    except Exception as error:  # lzma's own is none of the usual ones, and lzma need not be there
+        raise ValueError(f"{archive} is no archive of kernels, or is damaged: {error}") from None
+
+
 def manifest(archive: Path) -> dict:
     """The manifest of an archive. Raises ValueError for a file that is no archive of kernels."""
+    name, text = next(_files(archive), ("", b""))
+    if name != MANIFEST:
+        raise ValueError(f"{archive} is no archive of kernels: it does not begin with {MANIFEST}")
     try:
-        with tarfile.open(archive) as tar:
-            first = tar.next()
-            if first is not None and first.name == MANIFEST:
-                return json.load(tar.extractfile(first))
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(f"{archive} is no archive of kernels, or is damaged: {error}") from None
-    raise ValueError(f"{archive} is no archive of kernels: it does not begin with {MANIFEST}")
+        made = json.loads(text)
+        if not FIELDS <= made.keys() or not re.fullmatch(r"sm_\d+", made["gpu"]):
+            raise ValueError(f"it lacks one of {', '.join(sorted(FIELDS))}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{archive} is no archive of kernels: {MANIFEST} is wrong: {error}") from None
+    return made
 
 
 def driver_version() -> tuple[int, int] | None:
@@ -102,6 +122,7 @@ def cache_folder() -> Path:
 def install(archive: Path, folder: Path | None = None) -> None:
     """Adds an archive to Triton's cache, or to another folder that is to be one; asks for no refusal.
 
+    Raises ValueError for a damaged archive, of which nothing is added.
     Triton notes the absolute path of every file of a kernel: the paths are rewritten for where the files lie now. A
     kernel is whole or absent, for other processes too.
     """
@@ -109,8 +130,10 @@ def install(archive: Path, folder: Path | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     stamp = _stamp(archive, folder)
     with tempfile.TemporaryDirectory(prefix=".vitfast-", dir=folder) as scratch:
-        with tarfile.open(archive) as tar:
-            tar.extractall(scratch, filter="data")
+        for name, content in _files(archive):
+            file = Path(scratch, name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
         for kernel in filter(Path.is_dir, Path(scratch).iterdir()):
             for group in kernel.glob(f"{GROUP}*"):
                 names = [file.name for file in kernel.iterdir() if file != group]
@@ -125,29 +148,32 @@ def install(archive: Path, folder: Path | None = None) -> None:
 
 
 def _stamp(archive: Path, folder: Path) -> Path:
-    """A file that is in the folder once the archive has been added to it."""
-    digest = hashlib.sha256(json.dumps(manifest(archive)).encode()).hexdigest()
+    """A file that is in the folder once the archive has been added to it; not so where the folder was moved."""
+    digest = hashlib.sha256(json.dumps([manifest(archive), str(folder.absolute())]).encode()).hexdigest()
     return folder / f"vitfast-{digest[:16]}.json"
 
 
 def install_named(named: Path, device: int) -> None:
     """Adds what VITFAST_KERNELS_CACHE names, an archive or a folder of them, if it fits a GPU.
 
-    Warns if it does not. In a folder, archives that do not fit are passed over if another one does.
+    Warns if it does not, or cannot be added. In a folder, archives that do not fit are passed over if another one does.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    refused, used = {}, 0
-    try:
-        for archive in sorted(named.glob("*.tar.xz")) if named.is_dir() else [named]:
+    refused, failed, used = {}, {}, 0
+    folder = os.path.isdir(named)
+    for archive in sorted(named.glob("*.tar.xz")) if folder else [named]:
+        try:
             if reason := refusal(manifest(archive), {10 * major + minor}):
                 refused[archive] = reason
                 continue
-            used += 1
             if not _stamp(archive, cache_folder()).exists():
                 install(archive)
-    except (OSError, ValueError) as error:
-        refused[named] = str(error)
-    if not used and (refused or named.is_dir()):
-        what = "; ".join(f"{path} is not used: {reason}" for path, reason in refused.items())
+            used += 1
+        except (OSError, ValueError) as error:
+            failed[archive] = str(error)
+    told = failed if used else refused | failed
+    if told or not used:
+        what = "; ".join(f"{path} is not used: {reason}" for path, reason in told.items())
         what = what or f"there is no .tar.xz in {named}"
-        warnings.warn(f"VITFAST_KERNELS_CACHE: {what}. Triton compiles the kernels", stacklevel=2)
+        text = f"VITFAST_KERNELS_CACHE: {what}. Triton compiles the kernels that are not in its cache"
+        warnings.warn(text, stacklevel=2)

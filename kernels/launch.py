@@ -131,14 +131,21 @@ def missing_for_launchers() -> str | None:
 _compiled: dict[tuple, object] = {}
 MOST_COMPILED = 4096
 _archives_lock = threading.Lock()
-_archives_seen: set[int] = set()  # the GPUs for which the archives that VITFAST_KERNELS_CACHE names were looked at
+# The GPUs, and the folder of Triton's cache, for which the archives that VITFAST_KERNELS_CACHE names were looked at.
+_archives_seen: set[tuple[int, str]] = set()
 
 
 def _add_archives(device: int) -> None:
-    """Adds kernels that were compiled ahead to Triton's cache, before the first launch on a GPU."""
+    """Adds kernels that were compiled ahead to Triton's cache, before the first launch on a GPU.
+
+    It does so again where the cache has moved: Inductor moves it in mid-process, unless TRITON_CACHE_DIR is set.
+    """
+    from triton import knobs
+
+    seen = device, knobs.cache.dir
     with _archives_lock:
-        if device not in _archives_seen:
-            _archives_seen.add(device)
+        if seen not in _archives_seen:
+            _archives_seen.add(seen)
             if named := os.environ.get("VITFAST_KERNELS_CACHE"):
                 importlib.import_module(".archives", __package__).install_named(Path(named), device)
 

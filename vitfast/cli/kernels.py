@@ -40,6 +40,8 @@ def pack(args: argparse.Namespace) -> None:
 
     if args.jobs < 0:
         raise InputError(f"--jobs must be 1 at least, got {args.jobs}")
+    if args.output.is_dir():
+        raise InputError(f"--output {args.output} is a folder; give the path of the archive")
     if args.output.exists() and not args.force:
         raise InputError(f"{args.output} exists; --force replaces it")
     count = pack_models(args.output, args.gpu, args.model, args.jobs)
@@ -56,11 +58,11 @@ def install(args: argparse.Namespace) -> None:
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     try:
         made = archives.manifest(args.file)
+        if reason := archives.refusal(made, {10 * major + minor for major, minor in capabilities}):
+            raise InputError(f"{args.file} is not installed: {reason}")
+        archives.install(args.file)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if reason := archives.refusal(made, {10 * major + minor for major, minor in capabilities}):
-        raise InputError(f"{args.file} is not installed: {reason}")
-    archives.install(args.file)
     what = f"{made['count']} kernels of {', '.join(made['models'])} for {made['gpu']}"
     print(f"added {what} to {archives.cache_folder()}")
     if missing := missing_for_launchers():

@@ -14,6 +14,7 @@ import torch
 from commands import run_cli
 
 from vitfast.kernels import archives, launch
+from vitfast.tools.machine_code import packing
 
 ROOT = Path(__file__).parents[3]
 # Those of the paper and its code without hybrids, and one each of DINOv3 and SigLIP 2.
@@ -52,8 +53,8 @@ def test_the_main_models_compile_nothing(tmp_path, gpu, models):
 # ---- archives that hold no machine code
 
 
-def archive(folder: Path, name: str = "a.tar.xz", files=("K/k.cubin", "K/k.json"), **changes) -> Path:
-    """An archive for sm_90 of one kernel, made here but for the changes."""
+def archive(folder: Path, name: str = "a.tar.xz", files=("K/k.cubin", "K/k.json"), link="", **changes) -> Path:
+    """An archive for sm_90 of one kernel, made here but for the changes. link: what the last of the files links to."""
     made = archives.made_with(90) | dict(models=["B/16"], count=1) | changes
     group = json.dumps({"child_paths": {"k.cubin": "/elsewhere/k.cubin", "k.ptx": "/elsewhere/k.ptx"}})
     with tarfile.open(folder / name, "w:xz") as tar:
@@ -61,6 +62,8 @@ def archive(folder: Path, name: str = "a.tar.xz", files=("K/k.cubin", "K/k.json"
         for path, text in contents.items():
             member = tarfile.TarInfo(path)
             member.size = len(text)
+            if link and path == files[-1]:
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, link, 0
             tar.addfile(member, io.BytesIO(text.encode()))
     return folder / name
 
@@ -113,17 +116,47 @@ def test_the_commands_refuse_wrong_input_in_one_line(tmp_path, capsys):
     for path in (text, empty, cut):
         code, _, err = run_cli(capsys, "kernels", "install", path)
         assert code == 2 and f"{path} is no archive of kernels" in err and err.count("\n") == 1, err
+    (cut := tmp_path / "late.tar.xz").write_bytes(whole.read_bytes()[:-100])
+    (flipped := bytearray(whole.read_bytes()))[-100] ^= 1
+    (flip := tmp_path / "flip.tar.xz").write_bytes(flipped)
+    lacks = archive(tmp_path, "lacks.tar.xz", gpu="H100")
+    for path in (cut, flip, lacks):
+        code, _, err = run_cli(capsys, "kernels", "install", path)
+        assert code == 2 and f"{path} is no archive of kernels" in err and err.count("\n") == 1, err
     assert run_cli(capsys, "kernels", "install", tmp_path / "none")[0] == 1
     pack = ("kernels", "pack", "--gpu", "sm_90", "--output")
     for said, options in {
         "exists; --force replaces it": [text],
         "did you mean B/16": [tmp_path / "new", "--model", "B/15"],
         "comes the side of the images in pixels": [tmp_path / "new", "--model", "B/16 large"],
+        "is a folder; give the path": [tmp_path, "--force"],
         "--jobs must be 1 at least": [tmp_path / "new", "--jobs", -1],
     }.items():
         code, _, err = run_cli(capsys, *pack, *options)
         assert code == 2 and said in err and err.count("\n") == 1, err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["../k.cubin", "/k.cubin", "K/k.so", "K/../../k.json", "K/k.cubin -> /etc/passwd"])
+def test_only_files_of_kernels_are_installed(tmp_path, monkeypatch, capsys, name):
+    """No path outside Triton's cache, no link, and no launcher, which Triton would load into its process."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    path = archive(tmp_path, files=("K/k.json", name.partition(" ")[0]), link=name.partition(" -> ")[2])
+    code, _, err = run_cli(capsys, "kernels", "install", path)
+    assert code == 2 and "is not a file of a kernel" in err and err.count("\n") == 1, err
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "cache"} and not [*(tmp_path / "cache").iterdir()]
+
+
+def test_pack_writes_what_others_can_read_and_checks_first_that_it_can_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "Compiler", lambda *_: pytest.fail("compiles before it looks at the output"))
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        packing.write_archive(tmp_path / "file" / "a.tar.xz", 90, [], [])
+    (kernel := tmp_path / "cache" / "K" / "k.cubin").parent.mkdir(parents=True)
+    kernel.touch(0o600)
+    packing._write(tmp_path / "a.tar.xz", tmp_path / "cache", {})
+    with tarfile.open(tmp_path / "a.tar.xz") as tar:
+        assert {(file.mode, file.uid, file.uname, file.mtime) for file in tar} == {(0o644, 0, "", 0)}
 
 
 def test_the_first_launch_adds_the_archives_that_a_variable_names(tmp_path, monkeypatch):
@@ -152,6 +185,18 @@ def test_the_first_launch_adds_the_archives_that_a_variable_names(tmp_path, monk
     monkeypatch.setattr(launch, "_archives_seen", set())
     launch._add_archives(0)
     assert (cache / "K" / "k.cubin").read_text() == "used"
+    cache.rename(moved := tmp_path / "moved")  # Triton notes absolute paths, so the archive is added again
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
+    launch._add_archives(0)  # the same process: Inductor, too, sets the variable
+    assert str(moved) in (moved / "K" / "__grp__k.json").read_text()
+    monkeypatch.setattr(launch, "_archives_seen", set())
+    (folder / "0.tar.xz").write_text("damaged")  # it does not hide those after it
+    with pytest.warns(UserWarning, match="0.tar.xz is not used: [^;]*$"):
+        launch._add_archives(0)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="b.tar.xz is not used: .*File exists"):
+        launch._add_archives(0)
     monkeypatch.setenv("VITFAST_KERNELS_CACHE", str(tmp_path / "none.tar.xz"))
     with pytest.warns(UserWarning, match="none.tar.xz"):
         launch._add_archives(1)

@@ -29,6 +29,8 @@ def write_archive(archive: Path, sm: int, found: Iterable[Launch], models: list[
     models: names for the manifest. processes: see Compiler. Shows how far it is on a terminal. Raises RuntimeError
     where a launch does not compile.
     """
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=archive.parent).close()  # raises now, not after minutes, where nothing can be written
     with tempfile.TemporaryDirectory() as folder:
         compiler = Compiler(sm, processes, Path(folder), SECONDS)
         try:
@@ -42,20 +44,19 @@ def write_archive(archive: Path, sm: int, found: Iterable[Launch], models: list[
             compiler.close()
             print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)
         facts = archives.made_with(sm) | dict(vitfast=__version__, models=models, count=len(futures))
-        archive.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(archive, lambda path: _write(path, Path(folder), facts))
     return len(futures)
 
 
 def _write(path: Path, folder: Path, facts: dict) -> None:
-    text = json.dumps(facts, indent=1).encode()
+    """Writes no user, time or permission of this machine: others must be able to read what root installs."""
+    files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.suffix in NEEDED}
     with tarfile.open(path, "w:xz") as tar:
-        first = tarfile.TarInfo(archives.MANIFEST)
-        first.size = len(text)
-        tar.addfile(first, io.BytesIO(text))
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in NEEDED:
-                tar.add(file, file.relative_to(folder))
+        for name in (archives.MANIFEST, *files):
+            content = files[name].read_bytes() if name in files else json.dumps(facts, indent=1).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
 
 
 def pack_models(archive: Path, gpu: str, models: list[str], processes: int = 0) -> int:
