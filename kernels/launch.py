@@ -140,14 +140,16 @@ def _add_archives(device: int) -> None:
 
     It does so again where the cache has moved: Inductor moves it in mid-process, unless TRITON_CACHE_DIR is set.
     """
+    named = os.environ.get("VITFAST_KERNELS_CACHE")
+    if not named:
+        return
     from triton import knobs
 
     seen = device, knobs.cache.dir
     with _archives_lock:
         if seen not in _archives_seen:
             _archives_seen.add(seen)
-            if named := os.environ.get("VITFAST_KERNELS_CACHE"):
-                importlib.import_module(".archives", __package__).install_named(Path(named), device)
+            importlib.import_module(".archives", __package__).install_named(Path(named), device)
 
 
 def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
