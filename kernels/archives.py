@@ -57,7 +57,10 @@ def made_with(sm: int) -> dict[str, str]:
 
 
 def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of an archive, the manifest first. Raises ValueError for a file that is no archive of kernels."""
+    """The name and content of each file of an archive, the manifest first.
+
+    Raises ValueError for a file that is no archive of kernels.
+    """
     try:
         with tarfile.open(archive, "r:xz") as tar:
             for member in tar:
@@ -148,7 +151,10 @@ def install(archive: Path, folder: Path | None = None) -> None:
 
 
 def _stamp(archive: Path, folder: Path) -> Path:
-    """A file that is in the folder once the archive has been added to it; not so where the folder was moved."""
+    """A file that is in the folder once the archive has been added to it.
+
+    Its name depends on the path of the folder, because a cache that was moved must get the archive again.
+    """
     digest = hashlib.sha256(json.dumps([manifest(archive), str(folder.absolute())]).encode()).hexdigest()
     return folder / f"vitfast-{digest[:16]}.json"
 

@@ -230,7 +230,7 @@ def machine() -> dict[str, str]:
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
     exact, table = 10 * gpu.major + gpu.minor, tiles.generation(device())
     if table and table != exact:
-        facts["tiles"] = f"those of sm_{table}, as sm_{exact} has no table of its own; `vitfast tune` looks for faster ones"
+        facts["tiles"] = f"those of sm_{table}, as sm_{exact} has no table of its own; `vitfast tune` may find faster"
     if missing := missing_for_launchers():
         facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
     like = torch.empty(0, dtype=torch.bfloat16, device=device())
