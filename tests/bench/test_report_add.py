@@ -7,6 +7,7 @@ where it says so. The committed results of real GPUs, which nobody made up for t
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import gpu_archive
@@ -21,6 +22,7 @@ from gpu_damages import (
     everywhere,
     fails,
     faster,
+    hides,
     idle,
     less_work,
     lost,
@@ -28,6 +30,7 @@ from gpu_damages import (
     named,
     one_time,
     put,
+    scaled,
     text,
     throttled,
     without,
@@ -75,11 +78,22 @@ def test_a_good_archive_is_added_and_shown_and_nothing_is_overwritten(place, tmp
     assert "## h200" in table and "| timm compile bf16 | 256 |" in table and "is left out" not in table
     assert report.main(["--check"], results, root / "README.md") == 0
     first = tree(results / "h200")
+    assert add(root, archive) == 2 and "h200/train.json: it is there already" in capsys.readouterr().err
+
+    def another_run():
+        for case in files["train.json"]["benchmarks"]:
+            case["stats"]["data"][0] *= 1.01
+            case["stats"]["data"] = gpu_archive.clocked(case)
+            gpu_archive.recount(case)
+        gpu_archive.write(archive, members(files))
+
+    another_run()
     assert add(root, archive) == 0 and tree(results / "h200") == first
     second = f"h200-driver580.159.04-{files['manifest.json']['commit'][:7]}"
     assert {p.name for p in results.iterdir()} == {"README.md", "h200", second}
+    another_run()
     before = tree(root)
-    assert add(root, archive) == 2 and tree(root) == before and "is there already" in capsys.readouterr().err
+    assert add(root, archive) == 2 and tree(root) == before and "--replace puts these" in capsys.readouterr().err
     (results / "h200" / "old.json").write_text("{}")
     assert add(root, archive, "--replace") == 0 and not (results / "h200" / "old.json").exists()
 
@@ -109,6 +123,104 @@ def test_a_gpu_whose_data_sheet_is_not_known_is_bounded_by_its_multiprocessors(p
     assert "bench/results/a40" in said.out and "the ceiling bfloat16, 2e+14, is not what" in said.err
 
 
+def test_only_a_commit_of_the_history_counts(place, tmp_path, capsys):
+    """Not its tree, nor a commit beside the history, as of a proposal that nobody merged."""
+    root, files = place
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    say = lambda *command: subprocess.check_output([*git, *command], text=True).strip()  # noqa: E731
+    beside = say("commit-tree", "-m", "beside", "HEAD^{tree}")
+    for commit in (say("rev-parse", "HEAD^{tree}"), beside):
+        files["manifest.json"]["commit"] = commit
+        for file in files.values():
+            if "machine_info" in file:
+                file["machine_info"]["vitfast"]["commit"] = commit
+        gpu_archive.write(tmp_path / "a.tar.gz", members(files))
+        assert add(root, tmp_path / "a.tar.gz") == 2 and "not in the history of its HEAD" in capsys.readouterr().err
+
+
+def test_results_under_the_name_of_another_gpu_are_a_copy(place, tmp_path, capsys, monkeypatch):
+    root, files = place
+    gpu_archive.write(tmp_path / "a.tar.gz", members(copy.deepcopy(files)))
+    assert add(root, tmp_path / "a.tar.gz") == 0
+    for name, value in dict(DEVICE="NVIDIA H100 80GB HBM3", SIZES=gpu_archive.SIZES.replace("140", "79")).items():
+        monkeypatch.setattr(gpu_archive, name, value)
+    monkeypatch.setattr(gpu_archive, "CEILINGS", dict(gpu_archive.CEILINGS, copy=3e12))
+    forged = gpu_archive.good(files["manifest.json"]["commit"])
+    for case, true in zip(forged["train.json"]["benchmarks"], files["train.json"]["benchmarks"]):
+        case["stats"]["data"] = gpu_archive.clocked(true, 1.1)[::-1]
+        gpu_archive.recount(case)
+    gpu_archive.write(tmp_path / "a.tar.gz", members(forged))
+    assert add(root, tmp_path / "a.tar.gz") == 2
+    assert "h200/train.json: it is there already, or a copy" in capsys.readouterr().err
+
+
+A100 = dict(
+    DEVICE="NVIDIA A100-SXM4-80GB", SIZES="sm_80, 79 GiB, 108 multiprocessors, L2 40 MiB, CUDA 13.0", SHEET=312e12
+)
+A100["CEILINGS"] = dict(copy=1.75e12, bfloat16=2.6e14, float16=2.6e14, float32=1.9e13)
+AD102 = "sm_89, 24 GiB, 128 multiprocessors, L2 72 MiB, CUDA 13.0"
+RTX4090 = dict(DEVICE="NVIDIA GeForce RTX 4090", SIZES=AD102, SHEET=165.2e12)
+RTX4090["CEILINGS"] = dict(copy=9.2e11, bfloat16=1.7e14, float16=1.7e14, float32=5.5e13)
+AD103 = "sm_89, 16 GiB, 76 multiprocessors, L2 64 MiB, CUDA 13.0"
+RTX4080 = dict(DEVICE="NVIDIA GeForce RTX 4080", SIZES=AD103, SHEET=None)
+RTX4080["CEILINGS"] = dict(copy=6.5e11, bfloat16=1.0e14, float16=1.0e14, float32=4.5e13)
+
+
+def power_limited(files):
+    for sample in files["clocks.json"]["samples"]:
+        sample.update({"clocks.sm": 1590.0, "power.draw": 690.0, "reasons": 0x4})
+
+
+def fields_lost(files):
+    """A slice of a GPU, whose driver knows neither its load nor its power."""
+    for sample in files["clocks.json"]["samples"]:
+        sample.update({"utilization.gpu": None, "power.draw": None, "temperature.gpu": None})
+    everywhere("power.limit", "[N/A]")(files)
+    everywhere("clocks.max.memory", "[N/A]")(files)
+
+
+def few_cpus(files):
+    """Most of the time goes into compiling, and there is none for what comes last; one moment was hot."""
+    for number, sample in enumerate(files["clocks.json"]["samples"]):
+        sample["utilization.gpu"] = 90.0 if number in (30, 45, 60) else 3.0
+    files["clocks.json"]["samples"][45]["reasons"] |= 0x20
+    for name in ("inference", "attention_separate", "norm_and_patches"):
+        del files[f"{name}.json"]
+    for case in files["train.json"]["benchmarks"][2:]:
+        entry = dict(name=case["name"], fullname=case["fullname"], reason="out of time")
+        files["train.json"]["skipped"].append(entry)
+    del files["train.json"]["benchmarks"][2:]
+    for step in files["steps_first.json"]["steps"][6:]:
+        step.update(state="skipped", code=None, seconds=0)
+
+
+def too_large(files):
+    reason = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 592.00 MiB."
+    fails("train", *(c["extra_info"]["impl"] for c in files["train.json"]["benchmarks"]), reason=reason)(files)
+
+
+HONEST = {
+    "an H200 at its power limit": ({}, power_limited),
+    "a driver that lacks fields": ({}, fields_lost),
+    "a machine of few CPUs": ({}, few_cpus),
+    "an A100": (A100, power_limited),
+    "an RTX 4090": (RTX4090, power_limited),
+    "a batch that does not fit": (RTX4080, too_large),
+}
+
+
+@pytest.mark.parametrize("what", HONEST)
+def test_what_is_honest_is_added(what, place, tmp_path, capsys, monkeypatch):
+    (root, files), (facts, change) = place, HONEST[what]
+    for name, value in facts.items():
+        monkeypatch.setattr(gpu_archive, name, value)
+    files = gpu_archive.good(files["manifest.json"]["commit"])
+    change(files)
+    gpu_archive.write(tmp_path / "a.tar.gz", members(files))
+    assert add(root, tmp_path / "a.tar.gz") == 0, capsys.readouterr().err
+    assert "is left out" not in (root / "bench" / "results" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops.json"])
 def test_what_real_gpus_did_is_possible(path):
     """Their FLOPs, bytes, rates and errors, counted again; nothing is faster than it can be."""
@@ -131,7 +243,7 @@ FILES = {
     "another schema": (put("manifest/schema", 2), "has schema 2"),
     "a number as text": (put("manifest/started", "now"), "started must be of type int"),
     "a truth as a number": (put("manifest/exit_code", True), "exit_code must be of type int"),
-    "one key more": (put("manifest/note", "trust me"), "other keys .* note"),
+    "one key more": (put("manifest/note", "trust me"), "other keys .*note"),
     "an option for git": (put("manifest/commit", "--output=/tmp/x"), "must be 40 hexadecimal digits"),
     "an unknown commit": (put("manifest/commit", "0" * 40), "commit 0+ is not in this repository"),
     "other kernels": (put("manifest/sources/kernels", "0" * 64), "its kernels/ is not that of commit"),
@@ -211,13 +323,32 @@ FILES = {
     "clocks without reasons": (lost("clocks/samples/7/reasons"), "clocks.json lacks reasons"),
     "another day": (put("train/datetime", "2020-01-01T00:00:00+00:00"), "train.json is of 2020"),
     "a median alone": (put(f"{STATS}/median", lambda t: 0.8 * t), "median is .* and by its times"),
-    "times alone": (put(f"{STATS}/data/0", 1e-9), "median is .* and by its times"),
+    "times alone": (put(f"{STATS}/data", lambda old: [t / 2 for t in old]), "median is .* and by its times"),
     "few rounds": (put(f"{STATS}/data", lambda old: old[:3]), "has 3 times in 20 rounds"),
     "quartiles": (put(f"{STATS}/q1", 1e-9), "quartiles are out of order"),
     "a spread": (put(f"{STATS}/iqr", 1e-9), "iqr is .* and by its times"),
     "times as text": (put(f"{STATS}/data/0", "0.05"), "times that are no seconds"),
     "twice as fast as bytes allow": (faster("norm_and_patches", 0, 0.4), "are impossible: .* bytes take"),
-    "twice as fast as FLOPs allow": (faster("train", 0, 0.3), "are impossible: .* FLOPs"),
+    "twice as fast as FLOPs allow": (faster("blocks", 9, 0.3), "are impossible: .* FLOPs"),
+    "faster than a matrix product": (faster("train", 0, 0.45), "train.* has 1.2\\d of the speed of a matrix product"),
+    "a peer slowed down": (faster("train", 1, 9.0), "timm.* has 0.0\\d of the speed of a matrix product"),
+    "times scaled": (scaled, "which no GPU's clock says: were the times scaled"),
+    "a number that hides another": (put(f"{INFO}/median", 1e-3), "other keys than a benchmark writes: 'median'"),
+    "a column of its own": (put(f"{STATS}/padded_share", 0.0), "other keys than a benchmark writes: 'padded_share'"),
+    "benchmarks among the clocks": (
+        lambda f: f["clocks.json"].update(f["train.json"]),
+        "clocks.json has other keys than it should: 'bench",
+    ),
+    "a date that breaks the report": (put("steps_first/datetime", [1]), "steps_first.json has other keys"),
+    "a check nobody made": (put("steps_first/checks/compute-sanitizer", 0), "does not make: compute-sanitizer"),
+    "a step of negative time": (put("steps_first/steps/3/seconds", -400), "a step took -400 s"),
+    "a doctor out of time": (put("steps_first/checks/vitfast doctor", 124), "doctor ran out of time: a second run"),
+    "another version's doctor": (put("doctor/machine/vitfast", "0.0.1"), "is of vitfast 0.0.1, the manifest of 0.1.0"),
+    "a peer's time hidden by another operation": (hides("attention"), "timm compile bf16.* is not the name of a case"),
+    "a peer's time hidden by a newer file": (hides("accelerate"), "timm compile bf16. is there twice"),
+    "a device that broke": (hides("train_peers"), "the device broke in a training step of ours"),
+    "few samples by an interval of its own": (put("clocks/interval", 0), "90 samples of 560 s: too few"),
+    "a limit below any": (put(f"{INFO}/error_limit", 0.012), "of at most 1.2e-02 is not what bfloat16 makes"),
     "one time too short": (one_time, "1.0 us are impossible"),
     "half of the FLOPs": (less_work("flops"), "flops is 15260319744, and by its shape 30520639488"),
     "half of the bytes": (less_work("bytes"), "bytes is 154927104, and by its shape 309854208"),

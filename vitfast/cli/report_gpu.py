@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -27,9 +29,13 @@ NEEDED = "triton pytest pytest_benchmark timm transformers torchvision"  # what 
 FORM = "new?template=gpu_results.yml"
 SAMPLED = "clocks.sm clocks.mem temperature.gpu power.draw utilization.gpu".split()
 REASONS = "clocks_event_reasons.active", "clocks_throttle_reasons.active"  # of new drivers and old ones
-KEPT = ("VITFAST_SECONDS", "VITFAST_CACHE")  # of the environment: what changes no kernel, as the user's own table would
-GLANCE = 5  # seconds between samples
-SHOWN = {"utilization.gpu": "% busy", "clocks.sm": "MHz", "temperature.gpu": "C"}  # of every sixth
+# Of the environment, what changes results and is not asked for here: NVIDIA's containers turn TF32 on, for example.
+CHANGING = re.compile(
+    r"VITFAST_(?!SECONDS$|CACHE$)|(PYTEST|PYTORCH|TORCH[A-Z]*|TRITON)_(?!\w*(DIR|PATH|HOME)$)"
+    r"|NVIDIA_TF32_OVERRIDE$|CUDA_LAUNCH_BLOCKING$|CUBLAS"
+)
+GLANCE = 2  # seconds between samples
+SHOWN = {"utilization.gpu": "% busy", "clocks.sm": "MHz", "temperature.gpu": "C"}  # of every tenth
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
 PLAN = """This measures vitfast on {device} and takes at most 10 minutes; nothing leaves this machine:
   1. every operation in bfloat16, float16 and float32, forward and backward, against float64 (about 2 minutes)
@@ -53,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"report-gpu needs {', '.join(absent)} too: {install('bench')}")
     if absent := [name for name in ("bash", "timeout", "tar") if shutil.which(name) is None]:
         raise InputError(f"report-gpu needs the program {absent[0]}")
+    if not args.rehearse and sample_clocks() is None:
+        needed = "an nvidia-smi that tells the clocks and what holds them back, which results are not taken without"
+        raise InputError(f"report-gpu needs {needed}: see `nvidia-smi -q -d PERFORMANCE`")
     output = Path(args.output).resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"--output {args.output} is there already and is not an empty folder; give another one")
@@ -178,7 +187,7 @@ def _git(*command: str) -> str:
 def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int, list[dict]]:
     """Runs bench/gpu.sh first and samples the clocks meanwhile; its exit code, and the samples."""
     command = ["bash", str(root / "bench" / "gpu.sh"), "first", str(output), *["--rehearse"] * rehearse]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VITFAST_") or k in KEPT}
+    environment = {k: v for k, v in os.environ.items() if not CHANGING.match(k)}
     environment |= dict(PYTHON=sys.executable, VITFAST_COMMIT=commit, VITFAST_TILES=os.devnull)
     samples, start = [], time.monotonic()
     process = subprocess.Popen(command, env=environment)
@@ -186,7 +195,7 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
         while process.poll() is None:
             if sample := sample_clocks():
                 samples.append(dict(seconds=round(time.monotonic() - start, 1), **sample))
-                if len(samples) % 6 == 0:
+                if len(samples) % 10 == 0:
                     at = ", ".join(
                         f"{sample[key]:.0f} {unit}" for key, unit in SHOWN.items() if sample[key] is not None
                     )
@@ -203,10 +212,9 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
 
 def sample_clocks() -> dict | None:
     """One reading of nvidia-smi: a number or None by each name in SAMPLED, and the bits of `reasons`."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    for reasons in REASONS:
+    for gpu, reasons in itertools.product(_addresses(), REASONS):
         fields = ",".join((*SAMPLED, reasons))
-        query = ["nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
             read = subprocess.run(query, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
@@ -215,6 +223,18 @@ def sample_clocks() -> dict | None:
         if read.returncode == 0 and len(words) == len(SAMPLED) + 1 and words[-1].startswith("0x"):
             return dict(zip(SAMPLED, map(_number, words))) | dict(reasons=int(words[-1], 16))
     return None
+
+
+@functools.cache
+def _addresses() -> tuple[str, ...]:
+    """What nvidia-smi may call torch's GPU: by its PCI bus, as the two count in different orders, or by its number."""
+    import torch
+
+    number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    if not torch.cuda.is_available():
+        return (number,)
+    gpu = torch.cuda.get_device_properties(0)
+    return f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", number
 
 
 def _number(word: str) -> float | None:
