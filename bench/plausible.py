@@ -207,8 +207,8 @@ def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> Non
         if not (LEAST_ERROR * eps < error and 0 < own <= MOST_TORCH_ERROR * eps):
             raise Refused(f"{where} has errors {error:.1e} and {own:.1e} (PyTorch's), which rounding does not make")
         found.add((op, dtype))
-    if take(content, "not_examined", int, name) != 0:
-        raise Refused(f"{name}: {content['not_examined']} checks were not made")
+    if take(content, "not_examined", int, name) != 0 or not found:
+        raise Refused(f"{name}: {content['not_examined'] or 'all'} checks were not made")
     families = {op.partition(",")[0] for op in cases(FOCUS.sizes, ops)} if whole else ()
     wanted = {(op, str(dtype)[6:]) for op in families for dtype in EPS}
     if lost := sorted(wanted - found):

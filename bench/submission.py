@@ -34,6 +34,7 @@ LEAST_BUSY = 3  # samples: a fast GPU is busy for half a minute in all
 SKEW = 86400  # seconds that a clock may be ahead or behind
 LOOKED_AT = 300  # commits, for the code of an installed package
 CHECKED = ("smoke", "vitfast doctor")  # of steps_first.json: these must have passed
+STATES = re.compile("ok|failed|timed out|stuck|skipped|interrupted")  # of a step of gpu.sh
 OUT_OF_TIME = (124, 130, 137)  # exit codes
 CODE = ("kernels", "vitfast", "bench")
 OTHERS = {  # the files that hold no benchmarks, each with its keys: any other might be read as a benchmark
@@ -58,7 +59,9 @@ def read_members(path: Path) -> dict[str, bytes]:
             raise Refused(f"it unpacks to more than {MOST_BYTES // 2**20} MiB")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return _members(tar, len(content))
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except Refused:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
         raise Refused(f"it cannot be read as a .tar.gz: {error}") from None
 
 
@@ -191,8 +194,8 @@ def check_steps(content: dict, seconds: int) -> None:
             raise Refused(f"steps_first.json: a step took {one} s")
         if type(step.get("code")) not in (int, type(None)):
             raise Refused(f"steps_first.json: code is {step.get('code')!r}")
-        for key in ("name", "state"):
-            if not plausible.WORDS.fullmatch(take(step, key, str, "steps_first.json")):
+        for key, words in dict(name=plausible.WORDS, state=STATES).items():
+            if not words.fullmatch(take(step, key, str, "steps_first.json")):
                 raise Refused(f"steps_first.json: {key} is {step[key][:60]!r}")
     if lost := {"smoke", "doctor", "train"} - {step["name"] for step in content["steps"]}:
         raise Refused(f"steps_first.json lacks the steps {', '.join(sorted(lost))}")

@@ -15,7 +15,7 @@ import plausible
 import pytest
 import report
 import submission
-from gpu_archive import member, members
+from gpu_archive import add, member, members
 from gpu_damages import (
     ceiling,
     changed_after,
@@ -37,30 +37,6 @@ from gpu_damages import (
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory):
-    """A repository, and the files of a good archive of its commit."""
-    root = tmp_path_factory.mktemp("repository")
-    return root, gpu_archive.good(gpu_archive.repository(root))
-
-
-@pytest.fixture
-def place(origin):
-    """The repository with an empty report, and a copy of the good files."""
-    root, files = origin
-    results = root / "bench" / "results"
-    results.mkdir(exist_ok=True)
-    for path in (results / "README.md", root / "README.md"):
-        path.write_text(f"{report.START}\nold\n{report.END}\n")
-    yield root, copy.deepcopy(files)
-    for path in sorted(results.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-def add(root: Path, archive: Path, *options: str) -> int:
-    return report.main(["--add", str(archive), *options], root / "bench" / "results", root / "README.md")
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -154,73 +130,6 @@ def test_results_under_the_name_of_another_gpu_are_a_copy(place, tmp_path, capsy
     assert "h200/train.json: it is there already, or a copy" in capsys.readouterr().err
 
 
-A100 = dict(
-    DEVICE="NVIDIA A100-SXM4-80GB", SIZES="sm_80, 79 GiB, 108 multiprocessors, L2 40 MiB, CUDA 13.0", SHEET=312e12
-)
-A100["CEILINGS"] = dict(copy=1.75e12, bfloat16=2.6e14, float16=2.6e14, float32=1.9e13)
-AD102 = "sm_89, 24 GiB, 128 multiprocessors, L2 72 MiB, CUDA 13.0"
-RTX4090 = dict(DEVICE="NVIDIA GeForce RTX 4090", SIZES=AD102, SHEET=165.2e12)
-RTX4090["CEILINGS"] = dict(copy=9.2e11, bfloat16=1.7e14, float16=1.7e14, float32=5.5e13)
-AD103 = "sm_89, 16 GiB, 76 multiprocessors, L2 64 MiB, CUDA 13.0"
-RTX4080 = dict(DEVICE="NVIDIA GeForce RTX 4080", SIZES=AD103, SHEET=None)
-RTX4080["CEILINGS"] = dict(copy=6.5e11, bfloat16=1.0e14, float16=1.0e14, float32=4.5e13)
-
-
-def power_limited(files):
-    for sample in files["clocks.json"]["samples"]:
-        sample.update({"clocks.sm": 1590.0, "power.draw": 690.0, "reasons": 0x4})
-
-
-def fields_lost(files):
-    """A slice of a GPU, whose driver knows neither its load nor its power."""
-    for sample in files["clocks.json"]["samples"]:
-        sample.update({"utilization.gpu": None, "power.draw": None, "temperature.gpu": None})
-    everywhere("power.limit", "[N/A]")(files)
-    everywhere("clocks.max.memory", "[N/A]")(files)
-
-
-def few_cpus(files):
-    """Most of the time goes into compiling, and there is none for what comes last; one moment was hot."""
-    for number, sample in enumerate(files["clocks.json"]["samples"]):
-        sample["utilization.gpu"] = 90.0 if number in (30, 45, 60) else 3.0
-    files["clocks.json"]["samples"][45]["reasons"] |= 0x20
-    for name in ("inference", "attention_separate", "norm_and_patches"):
-        del files[f"{name}.json"]
-    for case in files["train.json"]["benchmarks"][2:]:
-        entry = dict(name=case["name"], fullname=case["fullname"], reason="out of time")
-        files["train.json"]["skipped"].append(entry)
-    del files["train.json"]["benchmarks"][2:]
-    for step in files["steps_first.json"]["steps"][6:]:
-        step.update(state="skipped", code=None, seconds=0)
-
-
-def too_large(files):
-    reason = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 592.00 MiB."
-    fails("train", *(c["extra_info"]["impl"] for c in files["train.json"]["benchmarks"]), reason=reason)(files)
-
-
-HONEST = {
-    "an H200 at its power limit": ({}, power_limited),
-    "a driver that lacks fields": ({}, fields_lost),
-    "a machine of few CPUs": ({}, few_cpus),
-    "an A100": (A100, power_limited),
-    "an RTX 4090": (RTX4090, power_limited),
-    "a batch that does not fit": (RTX4080, too_large),
-}
-
-
-@pytest.mark.parametrize("what", HONEST)
-def test_what_is_honest_is_added(what, place, tmp_path, capsys, monkeypatch):
-    (root, files), (facts, change) = place, HONEST[what]
-    for name, value in facts.items():
-        monkeypatch.setattr(gpu_archive, name, value)
-    files = gpu_archive.good(files["manifest.json"]["commit"])
-    change(files)
-    gpu_archive.write(tmp_path / "a.tar.gz", members(files))
-    assert add(root, tmp_path / "a.tar.gz") == 0, capsys.readouterr().err
-    assert "is left out" not in (root / "bench" / "results" / "README.md").read_text()
-
-
 @pytest.mark.parametrize("path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops.json"])
 def test_what_real_gpus_did_is_possible(path):
     """Their FLOPs, bytes, rates and errors, counted again; nothing is faster than it can be."""
@@ -311,6 +220,8 @@ FILES = {
     "no error at all": (put(f"{OF_DOCTOR}/error", 0.0), "which rounding does not make"),
     "an operation left out": (lost(OF_DOCTOR), "doctor.json lacks \\w+ in \\w+"),
     "a check twice": (lambda f: f["doctor.json"]["results"].append(f["doctor.json"]["results"][0]), "there twice"),
+    "an empty smoke test": (put("smoke/results", []), "smoke.json: all checks were not made"),
+    "a state of its own": (put("steps_first/steps/3/state", "fine"), "state is 'fine'"),
     "checks not made": (put("doctor/not_examined", 3), "3 checks were not made"),
     "another GPU's doctor": (put("doctor/machine/gpu", "NVIDIA L4, sm_89, 22 GiB"), "is of another GPU: NVIDIA L4"),
     "another torch's doctor": (put("doctor/machine/torch", "2.9.0"), "doctor.json has torch 2.9.0"),
@@ -395,6 +306,7 @@ MEMBERS = {
     "a symbolic link": (more(name="x.json", content=b"", type=b"2", linkname="/etc/passwd"), "not a regular file"),
     "a hard link": (more(name="x.json", content=b"", type=b"1", linkname="train.json"), "not a regular file"),
     "a device": (more(name="x.json", content=b"", type=b"3"), "not a regular file"),
+    "an odd sparse file": (more(name="x.json", pax_headers={"GNU.sparse.map": "0,x"}), "cannot be read as a .tar.gz"),
     "a folder": (more(name="x.json", content=b"", type=b"5"), "not a regular file"),
     "many files": (lambda of: [*of, *(member(f"x{i}.log") for i in range(100))], "more than 100 files"),
     "a bomb": (more(name="x.log", content=bytes(65 * 2**20)), "unpacks to more than 64 MiB"),

@@ -13,6 +13,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import report
 from bench_ops import OPS
 from shapes import Shape, model_work
 
@@ -144,6 +145,11 @@ def good(commit: str) -> dict[str, dict]:
     files["manifest.json"] = dict(schema=1, vitfast="0.1.0", commit=commit, device=DEVICE, exit_code=0, sources=sources)
     files["manifest.json"] |= dict(started=STARTED, finished=STARTED + 560)
     return files
+
+
+def add(root: Path, archive: Path, *options: str) -> int:
+    """`report.py --add` in a repository; its exit code."""
+    return report.main(["--add", str(archive), *options], root / "bench" / "results", root / "README.md")
 
 
 Member = tuple[tarfile.TarInfo, bytes]

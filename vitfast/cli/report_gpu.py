@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -162,6 +163,7 @@ def _tree(output: Path) -> Path:
         return bench.parent
     tree = output / "tree"
     shutil.copytree(bench, tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "bench").chmod(0o755)  # the package's may be read-only
     (tree / "pytest.ini").write_text(PYTEST)
     return tree
 
@@ -190,6 +192,11 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
     environment = {k: v for k, v in os.environ.items() if not CHANGING.match(k)}
     environment |= dict(PYTHON=sys.executable, VITFAST_COMMIT=commit, VITFAST_TILES=os.devnull)
     samples, start = [], time.monotonic()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     process = subprocess.Popen(command, env=environment)
     try:
         while process.poll() is None:
@@ -202,11 +209,14 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
                     print(f"   {samples[-1]['seconds']:.0f} s: the GPU is {at}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GLANCE)
-    except BaseException:  # such as Ctrl-C, which the script has got too
+    except BaseException:  # such as Ctrl-C, which the script has got too, or a lost connection, which it has not
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return process.returncode, samples
 
 
