@@ -243,6 +243,8 @@ def check(archive: Path, root: Path) -> tuple[dict[str, bytes], dict, plausible.
     manifest["commit"] = check_sources(manifest, root)
     seconds = manifest["finished"] - manifest["started"]
     measured = {name: content for name, content in contents.items() if name not in OTHERS}
+    older = f" (for results of an older vitfast by its own rules: git checkout {manifest['commit'][:12]})"
+    older = older if sources_of(root, "HEAD") != manifest["sources"] else ""
     try:
         machine = plausible.check_machine(measured, manifest["device"], label)
         check_steps(contents["steps_first.json"], seconds)
@@ -255,8 +257,8 @@ def check(archive: Path, root: Path) -> tuple[dict[str, bytes], dict, plausible.
         for name, content in measured.items():
             plausible.check_date(content, name, manifest["started"], manifest["finished"])
             plausible.check_benchmarks(content, name, machine, told)
-    except Refused:
-        raise
+    except Refused as reason:
+        raise Refused(f"{reason}{older}") from None
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise Refused(f"it has another form than report-gpu writes: {type(error).__name__}: {error}") from error
     return files, manifest, machine

@@ -1,9 +1,13 @@
 """`report.py --add` takes what is honest: power limits, old drivers, few CPUs, and GPUs of other kinds.
 
-The archives are made up; the times of real GPUs are in test_report_add.py.
+The archives are made up, apart from what an H200 said; the times of real GPUs are in test_report_add.py.
 """
 
+import json
+from pathlib import Path
+
 import gpu_archive
+import plausible
 import pytest
 from gpu_archive import add, members
 from gpu_damages import everywhere, fails
@@ -73,3 +77,13 @@ def test_what_is_honest_is_added(what, place, tmp_path, capsys, monkeypatch):
     gpu_archive.write(tmp_path / "a.tar.gz", members(files))
     assert add(root, tmp_path / "a.tar.gz") == 0, capsys.readouterr().err
     assert "is left out" not in (root / "bench" / "results" / "README.md").read_text()
+
+
+def test_what_doctor_said_on_a_real_gpu_is_whole_and_right():
+    """Its names of operations are nobody's invention: each that is asked for is there."""
+    folder = Path(__file__).parents[2] / "bench" / "results" / "h200"
+    facts = json.loads((folder / "train.json").read_text())["machine_info"]["vitfast"]
+    machine = plausible.check_machine(
+        {"train.json": {"machine_info": {"vitfast": facts}}}, facts["device"], facts["commit"]
+    )
+    plausible.check_doctor(json.loads((folder / "doctor.json").read_text()), "doctor.json", machine, whole=True)

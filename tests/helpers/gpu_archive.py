@@ -131,8 +131,8 @@ def good(commit: str) -> dict[str, dict]:
     }
     files["attention.json"]["skipped"] = [flash | dict(fullname=f"bench/bench_ops.py::{flash['name']}")]
     machine = dict(vitfast="0.1.0", gpu=f"{DEVICE}, {SIZES[:14]}", torch="2.11.0+cu130", triton="3.6.0")
-    families = dict.fromkeys(op.partition(",")[0] for op in cases(Shape("B/16", 224, 1).sizes, ops))
-    results = [result(op, str(dtype)[6:], eps) for op in families for dtype, eps in EPS.items()]
+    operations = cases(Shape("B/16", 224, 1).sizes, ops)
+    results = [result(op, str(dtype)[6:], eps) for op in operations for dtype, eps in EPS.items()]
     files["doctor.json"] = dict(machine=machine, results=results, not_examined=0)
     files["smoke.json"] = copy.deepcopy(dict(machine=machine, results=results[:1], not_examined=0))
     names = "prepare smoke doctor train attention blocks norm_and_patches inference attention_separate".split()
