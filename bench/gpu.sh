@@ -260,7 +260,7 @@ doctor() { # doctor NAME LIMIT OPTIONS...: its JSON in NAME.json, in as many pro
 }
 
 gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
-    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra
+    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra --basetemp "$work/.pytest"
 }
 
 going() { if ((device_errors < 2)); then "$@"; fi; } # after two device errors in a row others would only repeat them
