@@ -34,7 +34,7 @@
 # pytest-benchmark; no network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. `vitfast
 # report-gpu` runs the stage `first` of an installed package, from a folder that holds bench/ alone.
 # VITFAST_COMMIT: the commit, where the copy has no git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels
-# from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
+# from `tests/codegen.py --cache`, for Triton's cache (`vitfast kernels install`).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3} stage=${1:-} folder=${2:-bench/results/local}
@@ -228,7 +228,7 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
         ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"
     fi
     for file in ${VITFAST_CACHE:-$(ls bench/cache/*.tar.xz 2> /dev/null)}; do
-        "$python" bench/cache.py "$file" || return 1
+        "$python" -m vitfast kernels install "$file" || return 1
     done
 }
 
@@ -260,7 +260,7 @@ doctor() { # doctor NAME LIMIT OPTIONS...: its JSON in NAME.json, in as many pro
 }
 
 gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
-    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra
+    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra --basetemp "$work/.pytest"
 }
 
 going() { if ((device_errors < 2)); then "$@"; fi; } # after two device errors in a row others would only repeat them

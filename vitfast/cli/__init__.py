@@ -16,7 +16,7 @@ from . import completion
 # Each module is the command of its name (a dash is an underscore there): its docstring is the help,
 # `add_arguments(parser)` adds the options, and `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
-    pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
+    pretrain finetune eval predict fewshot vtab demo doctor tune kernels convert export inspect cost
     embed scaling positions recipes families report-gpu completion
 """.split()
 
