@@ -276,7 +276,7 @@ def _pattern(case: dict) -> tuple[float, ...]:
 
 
 def check_new(files: dict[str, bytes], results: Path, replaced: Path | None) -> None:
-    """No training step has the times of one in `results`: no copy under the name of another GPU or commit."""
+    """Raises Refused where a training step is in `results` already, under whatever GPU or commit."""
     steps = json.loads(files["train.json"])["benchmarks"]
     for path in results.glob("*/train*.json"):
         if path.parent != replaced:

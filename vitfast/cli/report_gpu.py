@@ -237,7 +237,7 @@ def sample_clocks() -> dict | None:
 
 @functools.cache
 def _addresses() -> tuple[str, ...]:
-    """What nvidia-smi may call torch's GPU: by its PCI bus, as the two count in different orders, or by its number."""
+    """The PCI address and the number of the GPU that torch uses, for `nvidia-smi -i`."""
     import torch
 
     number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
