@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 
 import torch
-from bench_model import BATCHES
+from bench_model import BATCHES, EVERY, LEADING
 from bench_ops import OPS
 from shapes import FOCUS, Shape, model_work
 
@@ -85,6 +85,7 @@ STATS = set(
     "ld15iqr hd15iqr".split()
 )
 STORED = dict(bf16=2, amp=4)  # bytes of a weight
+SETTINGS = {setting.name for setting in (*LEADING, *EVERY)}
 INFERENCE = ("latency", "throughput")
 HEADLINE = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
 
@@ -291,10 +292,11 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
     whole = op in ("train", *INFERENCE)
     if odd := (info.keys() - KNOWN) | (take(case, "stats", dict, title).keys() - STATS):
         raise Refused(f"{title} has other keys than a benchmark writes: {', '.join(sorted(odd))[:80]!r}")
-    if not (WORDS.fullmatch(impl) and WORDS.fullmatch(take(info, "attention", str, title) if whole else "")):
-        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
     if op not in MODELS.get(name, PEERS.get(name, ())) or direction not in DIRECTIONS:
         raise Refused(f"{title} of {name} is of the operation {op!r} {direction}, which is not in that file")
+    known = impl in SETTINGS if whole else impl in OPS[op].impls
+    if not (known and WORDS.fullmatch(take(info, "attention", str, title) if whole else "")):
+        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
     if whole and direction != ("both" if op == "train" else "forward"):
         raise Refused(f"{title} has the direction {direction}")
     batches = dict(latency=(1,), throughput=BATCHES).get(op, (256,))

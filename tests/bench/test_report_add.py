@@ -193,6 +193,10 @@ FILES = {
         put("train/benchmarks/0/extra_info/impl", "<b>"),
         "'<b>' is not the name of an impl",
     ),
+    "an implementation of nobody": (
+        put("train/benchmarks/0/extra_info/impl", "vitfast compile bf16 for free"),
+        "'vitfast compile bf16 for free' is not the name of an implementation",
+    ),
     "a check without a code": (put("steps_first/checks/more", "0"), "'more' has no exit code"),
     "a step with a tag": (put("steps_first/steps/0/state", "<b>"), "state is '<b>'"),
     "an old GPU": (everywhere("gpu", lambda old: old.replace("sm_90", "sm_75")), "sm_75 is older than sm_80"),
