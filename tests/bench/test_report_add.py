@@ -83,6 +83,8 @@ def test_the_commit_of_an_installed_package_is_found_by_its_code(place, tmp_path
     gpu_archive.write(tmp_path / "a.tar.gz", members(files))
     _, manifest, _ = submission.check(tmp_path / "a.tar.gz", root)
     assert re.fullmatch("[0-9a-f]{40}", manifest["commit"])
+    assert add(root, tmp_path / "a.tar.gz") == 0
+    assert json.loads((root / "bench/results/h200/manifest.json").read_text())["commit"] == manifest["commit"]
 
 
 def test_a_gpu_whose_data_sheet_is_not_known_is_bounded_by_its_multiprocessors(place, tmp_path, capsys, monkeypatch):

@@ -226,7 +226,7 @@ def sample_clocks() -> dict | None:
         fields = ",".join((*SAMPLED, reasons))
         query = ["nvidia-smi", "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
-            read = subprocess.run(query, capture_output=True, text=True, timeout=10)
+            read = subprocess.run(query, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return None
         words = read.stdout.strip().split(", ")
