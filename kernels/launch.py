@@ -131,22 +131,31 @@ _compiled: dict[tuple, object] = {}
 MOST_COMPILED = 4096
 
 
+def _watched(kernel) -> bool:
+    """Whether somebody hooks launches, or has kernels compiled in another way for now: Proton, or Triton's debug."""
+    from triton import knobs
+
+    at = knobs.runtime
+    hooks = at.launch_enter_hook, at.launch_exit_hook, at.add_stages_inspection_hook, kernel.pre_run_hooks
+    changed = at.debug or knobs.compilation.instrumentation_mode
+    return bool(changed) or any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
     """`kernel[grid](**arguments)` on the current device, the first of `key`.
 
     Triton asks for every argument's type, for its options and for the kernel's globals at each launch. A kernel that
-    has run with the same `key` before is launched without that, unless somebody hooks launches, as Proton does.
+    has run with the same `key` before is launched without that, unless it is `_watched`.
     """
-    from triton import knobs
     from triton.runtime import driver
 
-    compiled, hooks = _compiled.get(key), (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    if compiled is None or any(getattr(hook, "calls", hook) for hook in hooks):
-        settle(kernel)
+    watched = _watched(kernel)
+    compiled = None if watched else _compiled.get(key)
+    if compiled is None:
         compiled = kernel[grid](**arguments)
         if len(_compiled) >= MOST_COMPILED:
             _compiled.clear()
-        if arguments.keys() >= set(kernel.arg_names):
+        if not watched and arguments.keys() >= set(kernel.arg_names):
             _compiled[key] = compiled
         return
     where = *(*grid, 1, 1)[:3], driver.active.get_current_stream(key[0])
@@ -166,6 +175,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
     if INTERPRETED:
         return kernel[grid](**arguments)
+    settle(kernel)  # first, because the key's hash is that of the kernel
     key, device = signature(kernel, arguments)
     key = device.index, key
     try:

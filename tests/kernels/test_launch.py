@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from triton import knobs
+from triton._C.libtriton import native_specialize_impl as specialized
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import build, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -57,6 +59,8 @@ def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(
 )
 def test_a_launch_says_what_is_missing(failure, says, monkeypatch):
     class Kernel:
+        pre_run_hooks = ()
+
         def __getitem__(self, grid):
             raise failure
 
@@ -73,7 +77,7 @@ def known_kernel(monkeypatch):
     through, at_once = [], []
 
     class Kernel:
-        arg_names, hash = ["x", "y", "z"], "known"
+        arg_names, hash, pre_run_hooks = ["x", "y", "z"], "known", []
 
         def __getitem__(self, grid):
             def run(**arguments):
@@ -125,12 +129,57 @@ def test_triton_looks_at_a_launch_once_and_again_at_what_differs(monkeypatch):
         assert len(through) == before + 1, other
 
 
-def test_hooks_of_a_launch_run_and_memory_stays_bounded(monkeypatch):
+WATCHED = [
+    (knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    (knobs.runtime, "launch_exit_hook", lambda metadata: None),
+    (knobs.runtime, "add_stages_inspection_hook", lambda: ("", "")),
+    (knobs.runtime, "debug", True),
+    (knobs.compilation, "instrumentation_mode", "default"),
+]
+
+
+@pytest.mark.parametrize("where, name, value", WATCHED, ids=[name for _, name, _ in WATCHED])
+@pytest.mark.parametrize("known", [True, False])
+def test_hooks_and_other_compilers_see_every_launch_and_nothing_of_theirs_is_kept(
+    where, name, value, known, monkeypatch
+):
     kernel, through, at_once = known_kernel(monkeypatch)
-    with mock.patch.object(knobs.runtime, "launch_enter_hook", lambda metadata: None):
+    if known:
+        launch.launch(kernel, (7,), **GIVEN)
+    with mock.patch.object(where, name, value):
         for _ in range(2):
             launch.launch(kernel, (7,), **GIVEN)
-    assert len(through) == 2 and not at_once, "Triton itself calls the hook"
+    assert len(through) == 2 + known and not at_once, "Triton itself makes these launches"
+    launch.launch(kernel, (7,), **GIVEN)
+    assert (len(through), len(at_once)) == ((3, 1) if known else (3, 0)), "a profiler's kernel runs no longer than it"
+
+
+def test_a_kernel_is_settled_before_it_is_hashed(monkeypatch):
+    """Triton hashes a kernel by its source, and version 3.6 by what was hashed before it."""
+    kernel, _, _ = known_kernel(monkeypatch)
+    calls, cls = [], type(kernel)
+    cls.__hash__ = lambda self: calls.append("hashed") or 1
+    monkeypatch.setattr(launch, "settle", lambda kernel: calls.append("settled"))
+    launch.launch(kernel, (7,), **GIVEN)
+    assert calls[:2] == ["settled", "hashed"]
+
+
+def test_what_triton_tells_apart_the_signature_tells_apart():
+    """Of every two values: where the signatures are the same, Triton compiles the same."""
+    numbers = (0, 1, True, False, -1, 15, 16, 2**31 - 1, 2**31, 2**63, 0.0, -0.0, 1.0, 16.0, float("inf"), None)
+    tensors = (X, X[1:], X[4:], X[:0], X.half(), X.half()[1:], X.bool(), X.to(torch.int8), X.view(torch.int32))
+    boxes = [TensorDescriptor(x, [32], [1], [rows]) for x in (X, X[4:], X.half()) for rows in (16, 32)]
+    single = (*numbers, *tensors, *boxes)
+    values = [*single, *((one,) for one in single), *((1, one) for one in single), ((1, X), 1), (1, X, 1), ()]
+    seen = {}
+    for value in values:
+        found = specialized(CUDABackend, value, False, True, True)
+        assert seen.setdefault(launch.signature("kernel", dict(x=value))[0], found) == found, value
+    assert len(seen) > 70
+
+
+def test_memory_stays_bounded(monkeypatch):
+    kernel, through, at_once = known_kernel(monkeypatch)
     monkeypatch.setattr(launch, "MOST_COMPILED", 3)
     for y in range(10):
         launch.launch(kernel, (7,), **GIVEN | dict(y=y))
