@@ -85,7 +85,7 @@ def _describe(values: Iterable[object], found: list) -> torch.device | None:
     """Adds to `found` what Triton sees of these values; returns the device of one of the tensors.
 
     It is the dtype of a tensor and whether it begins at a multiple of 16 bytes; of a descriptor its dtype and block;
-    and every other value, of which Triton itself tells fewer apart.
+    and every other value, of which Triton itself tells fewer apart. Functions for the kernel to call are settled.
     """
     device = None
     for value in values:
@@ -102,6 +102,8 @@ def _describe(values: Iterable[object], found: list) -> torch.device | None:
             device = value.base.device
             found += value.base.dtype, value.padding, *value.block_shape
         else:
+            if hasattr(kind, "cache_key"):
+                settle(value)
             found += kind, value
     return device
 
@@ -175,7 +177,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
     if INTERPRETED:
         return kernel[grid](**arguments)
-    settle(kernel)  # first, because the key's hash is that of the kernel
+    settle(kernel)  # first, because the hash of the key asks for the kernel's
     key, device = signature(kernel, arguments)
     key = device.index, key
     try:

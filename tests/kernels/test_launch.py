@@ -154,14 +154,22 @@ def test_hooks_and_other_compilers_see_every_launch_and_nothing_of_theirs_is_kep
     assert (len(through), len(at_once)) == ((3, 1) if known else (3, 0)), "a profiler's kernel runs no longer than it"
 
 
-def test_a_kernel_is_settled_before_it_is_hashed(monkeypatch):
-    """Triton hashes a kernel by its source, and version 3.6 by what was hashed before it."""
+def test_a_kernel_and_functions_that_it_is_given_are_settled_before_they_are_hashed(monkeypatch):
+    """Triton hashes a function by its source, and version 3.6 by what was hashed before it."""
     kernel, _, _ = known_kernel(monkeypatch)
-    calls, cls = [], type(kernel)
-    cls.__hash__ = lambda self: calls.append("hashed") or 1
-    monkeypatch.setattr(launch, "settle", lambda kernel: calls.append("settled"))
-    launch.launch(kernel, (7,), **GIVEN)
-    assert calls[:2] == ["settled", "hashed"]
+    calls = []
+
+    class Function:
+        cache_key = "that of its source"
+
+        def __hash__(self):
+            calls.append("hashed")
+            return 1
+
+    type(kernel).__hash__ = Function.__hash__
+    monkeypatch.setattr(launch, "settle", lambda function: calls.append(type(function).__name__))
+    launch.launch(kernel, (7,), **GIVEN | dict(y=Function()))
+    assert calls[:3] == ["Kernel", "Function", "hashed"]
 
 
 def test_what_triton_tells_apart_the_signature_tells_apart():
