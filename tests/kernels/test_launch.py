@@ -1,7 +1,10 @@
 """What launches kernels: what Triton lacks to build it is said, and a kernel known already is launched at once."""
 
+import os
 import subprocess
+import sys
 import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -170,6 +173,16 @@ def test_a_kernel_and_functions_that_it_is_given_are_settled_before_they_are_has
     monkeypatch.setattr(launch, "settle", lambda function: calls.append(type(function).__name__))
     launch.launch(kernel, (7,), **GIVEN | dict(y=Function()))
     assert calls[:3] == ["Kernel", "Function", "hashed"]
+
+
+@pytest.mark.slow
+def test_a_launch_at_once_hands_a_compiled_kernel_what_triton_hands_it(tmp_path):
+    """For each kind of argument, with Triton's own front end and compiler, under a driver without a GPU."""
+    file = Path(__file__).parents[1] / "helpers" / "known_launches.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True)
+    assert done.stdout == "21 at once, 0 through Triton\n", done.stderr
 
 
 def test_what_triton_tells_apart_the_signature_tells_apart():
