@@ -67,6 +67,7 @@ TEST = [
 ]
 
 LINKED = "editable_wheel" in sys.argv and (HERE / ".src/vitfast/kernels").is_dir()  # not in an sdist
+BENCH_FOLDER = [] if LINKED else ["vitfast._bench"]  # for `vitfast report-gpu`, which finds bench/ in a checkout
 KERNELS = ["vitfast.kernels", *(f"vitfast.kernels.{name}" for name in find_packages("kernels"))]
 
 setup(
@@ -79,9 +80,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[*find_packages(include=["vitfast", "vitfast.*"], exclude=["vitfast.kernels*"]), *KERNELS],
-    package_data={"vitfast": ["py.typed"], "vitfast.kernels": ["libraries/*.cpp"]},
-    package_dir={"": ".src"} if LINKED else {"vitfast": "vitfast", "vitfast.kernels": "kernels"},
+    packages=[*find_packages(include=["vitfast", "vitfast.*"], exclude=["vitfast.kernels*"]), *KERNELS, *BENCH_FOLDER],
+    package_data={"vitfast": ["py.typed"], "vitfast.kernels": ["libraries/*.cpp"], "vitfast._bench": ["gpu.sh"]},
+    package_dir={"": ".src"}
+    if LINKED
+    else {"vitfast": "vitfast", "vitfast.kernels": "kernels", "vitfast._bench": "bench"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={
         "train": TRAIN,

@@ -134,6 +134,7 @@ def _leave_nothing_behind(request):
 def pytest_benchmark_update_machine_info(config, machine_info):
     rates = dict(ceilings=machine.ceilings(), datasheet_bf16_flops=datasheet_flops(machine.name()))
     machine_info["vitfast"] = machine.facts() | rates
+    machine_info.pop("node", None)  # the host's name is nobody's business
 
 
 def _save(config) -> None:

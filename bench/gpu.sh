@@ -31,9 +31,10 @@
 # succeeded; 1: something failed; 2: no stage of that name, no GPU, or an OUT that cannot be used; 130: interrupted.
 #
 # Needs bash 5, python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest, pytest-xdist and
-# pytest-benchmark; no network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot.
+# pytest-benchmark; no network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. `vitfast
+# report-gpu` runs the stage `first` of an installed package, from a folder that holds bench/ alone.
 # VITFAST_COMMIT: the commit, where the copy has no git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels
-# from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
+# from `tests/codegen.py --cache`, for Triton's cache (`vitfast kernels install`).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3} stage=${1:-} folder=${2:-bench/results/local}
@@ -222,12 +223,12 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
     echo "$facts"
     timeout 10 nvidia-smi --query-gpu=$query --format=csv
     echo "$cpus CPUs, commit ${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
-    if [[ $facts != *"vitfast is installed"* ]] &&
+    if [ -d kernels ] && [[ $facts != *"vitfast is installed"* ]] &&
         ! timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
         ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"
     fi
     for file in ${VITFAST_CACHE:-$(ls bench/cache/*.tar.xz 2> /dev/null)}; do
-        "$python" bench/cache.py "$file" || return 1
+        "$python" -m vitfast kernels install "$file" || return 1
     done
 }
 
@@ -259,7 +260,7 @@ doctor() { # doctor NAME LIMIT OPTIONS...: its JSON in NAME.json, in as many pro
 }
 
 gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
-    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra
+    step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra --basetemp "$work/.pytest"
 }
 
 going() { if ((device_errors < 2)); then "$@"; fi; } # after two device errors in a row others would only repeat them
@@ -278,7 +279,7 @@ first() {
         tail -c 6000 "$work/smoke.log"
         return
     fi
-    check="vitfast doctor" doctor doctor 100
+    check="vitfast doctor" doctor doctor 200 # 56 s on 16 CPUs, which compile
     device_errors=0 # of its workers, each a process of its own
     models train 60 230 110 "$train"
     if ((device_errors)); then # ours runs first, and nothing has run after it
@@ -296,8 +297,10 @@ first() {
     if [ -z "$ours" ]; then going models accelerate 30 110 90 "test_train and accelerate and compile"; fi
     going models inference 30 110 60 "$inference$ours"
     ((device_errors < 2)) || { echo "two steps in a row broke the device: stopping here" && return; }
-    check="first gpu tests" gpu_tests gpu_tests 30 200 tests/kernels/test_gpu.py \
-        -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
+    if [ -d tests ]; then # an installed package has none
+        check="first gpu tests" gpu_tests gpu_tests 30 200 tests/kernels/test_gpu.py \
+            -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
+    fi
     ops attention_separate 25 60 40 attention_separate -k "$main"
 }
 

@@ -108,14 +108,14 @@ def lead_of(run: Callable[[], object]) -> float:
 
 @functools.cache
 def _turns() -> tuple[int, ...]:
-    """The files of the turns and of who is next, $VITFAST_TURNS and $VITFAST_TURNS.gate; () without."""
+    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, who is next; or ()."""
     path = os.environ.get("VITFAST_TURNS")
     return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
 
 
 @contextlib.contextmanager
 def _alarm_stopped() -> Iterator[None]:
-    """The alarm of a case's limit stands still inside: others, who are waited for, may compile for minutes."""
+    """Inside, the alarm of a case's limit stands still: others may compile for minutes."""
     left = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield
@@ -137,9 +137,9 @@ def together() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other process that shares $VITFAST_TURNS uses the device inside; begins once each waits too.
+    """Inside, no other process that shares $VITFAST_TURNS uses the device.
 
-    Inside of another `alone` it does nothing.
+    It begins once each of them is here, or waits. Inside of another `alone` it does nothing.
     """
     global _alone
     if _alone or not (turns := _turns()):
@@ -234,8 +234,9 @@ def facts() -> dict[str, str]:
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0")
+        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", index)
         found.update(zip(fields, _output(*query).split(", ")))
     return found
 
@@ -261,10 +262,11 @@ def _measured_ceilings() -> dict[str, float]:
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """Measures once; the file $VITFAST_CEILINGS, if any, keeps the result under the name `what`.
+    """Returns what `measure()` does, and keeps it under the name `what`.
 
-    A stage of bench/gpu.sh has such a file, of JSON, and its end removes it: the first process measures, alone, and
-    what later ones read is of the same stage on the same machine, not of the same process. `measure` may call `once`.
+    It is kept in the JSON file that $VITFAST_CEILINGS names, if any. A stage of bench/gpu.sh has such a file, and its
+    end removes it: the first process measures, alone, and what later ones read is of the same stage on the same
+    machine, not of the same process. `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
     known = lambda: json.loads(path.read_text()) if path.is_file() else {}  # noqa: E731

@@ -47,15 +47,20 @@ def cell(text: str) -> str:
 
 def command_as_markdown(name: str) -> str:
     """A section for a command: usage, description and a table of its arguments."""
-    usage, about, options = help_of(name).split("\n\n", 2)
+    usage, about, options = help_of(*name.split()).split("\n\n", 2)
     rows = [f"| `{option}` | {cell(meaning)} |" for option, meaning in OPTION.findall(options)]
     table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
     return f"## vitfast {name}\n\n{about}\n\n```text\n{usage}\n```\n\n{table}\n"
 
 
+def actions(command: str) -> list[str]:
+    """The command, and the commands within it: "kernels", "kernels pack", ..."""
+    return [command, *(f"{command} {name}" for name in re.findall(r"^ {4}([a-z]+)", help_of(command), re.MULTILINE))]
+
+
 def commands_as_markdown() -> str:
     """A section for every command."""
-    return "\n".join(map(command_as_markdown, commands()))
+    return "\n".join(command_as_markdown(name) for command in commands() for name in actions(command))
 
 
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "none"}

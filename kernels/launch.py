@@ -5,6 +5,7 @@ It also holds the mode that launchers read, as the lowest file of all: whether b
 
 import contextlib
 import ctypes
+import importlib
 import os
 import shutil
 import subprocess
@@ -131,10 +132,24 @@ def missing_for_launchers() -> str | None:
 # every step.
 _compiled: dict[tuple, object] = {}
 MOST_COMPILED = 4096
+_archives_lock = threading.Lock()
+_archives_seen: set[int] = set()  # the GPUs for which the archives that VITFAST_KERNELS_CACHE names were looked at
+
+
+def _add_archives(device: int) -> None:
+    """Adds kernels that were compiled ahead to Triton's cache, before the first launch on a GPU."""
+    with _archives_lock:
+        if device not in _archives_seen:
+            _archives_seen.add(device)
+            if named := os.environ.get("VITFAST_KERNELS_CACHE"):
+                importlib.import_module(".archives", __package__).install_named(Path(named), device)
 
 
 def _watched(kernel) -> bool:
-    """Whether somebody hooks launches, or has kernels compiled in another way for now: Proton, or Triton's debug."""
+    """Whether somebody hooks launches, or has kernels compiled in another way for now.
+
+    Proton does both, and knobs.runtime.debug the latter.
+    """
     from triton import knobs
 
     at = knobs.runtime
@@ -154,6 +169,7 @@ def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
     watched = _watched(kernel)
     compiled = None if watched else _compiled.get(key)
     if compiled is None:
+        _add_archives(key[0])
         compiled = kernel[grid](**arguments)
         if len(_compiled) >= MOST_COMPILED:
             _compiled.clear()

@@ -6,7 +6,7 @@
         the widths and head sizes that `make test` looks at, printed as JSON
     python tests/codegen.py --cache FILE.tar.xz --sm 90
         an archive of Triton's cache for one generation and the Triton and Python that run this: all that doctor, the
-        gpu tests and the benchmarks launch; `bench/gpu.sh` unpacks it (bench/cache.py), and compiles nothing in it
+        gpu tests and the benchmarks launch; `bench/gpu.sh` adds it to the cache there, and compiles nothing in it
 
 Launchers run on meta tensors with their launches recorded, and Triton's own front end decides what a launch is compiled
 for (vitfast/tools/machine_code/compiler.py), so what is compiled is exactly what a GPU would get. TRITON_INTERPRET must
@@ -15,13 +15,11 @@ be unset.
 
 import argparse
 import csv
-import dataclasses
 import itertools
 import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -29,20 +27,18 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("bench", "tests/helpers", "tests/kernels")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests/helpers", "tests/kernels")]
 
-import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from meta_launches import META, everything, resize  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from vitfast.errors import both_ends  # noqa: E402
+from vitfast.kernels import archives  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
+from vitfast.tools.machine_code import compiler, cubin, packing  # noqa: E402
 from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
 from vitfast.tools.verify.launcher import candidates  # noqa: E402
@@ -55,7 +51,6 @@ WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
 COLUMNS = "kernel case sm dtype tile warps stages registers stack spills shared tensor_core hgmma waits hazards".split()
 COLUMNS += ["hmma", "notes", "programs_per_sm"]
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
 
 def compile_launch(launch: Launch, sm: int) -> dict:
@@ -281,49 +276,6 @@ PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_ke
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 
 
-# ---- an archive of what a run on a GPU launches
-
-
-def compile_only(work: tuple[Launch, int]) -> str:
-    """Compiles into the cache; returns what went wrong, or ""."""
-    launch, sm = work
-    try:
-        compiler.compiled(launch, sm)
-        return ""
-    except Exception as error:
-        return f"{launch.kernel.__name__}: {both_ends(f'{type(error).__name__}: {error}')}"
-
-
-def detached(launch: Launch) -> Launch:
-    """The launch of tensors that autograd knows nothing of: only such can be sent to other processes."""
-
-    def free(value):
-        if type(value) is tuple:
-            return tuple(map(free, value))
-        if isinstance(value, TensorDescriptor):
-            return dataclasses.replace(value, base=value.base.detach())
-        return value.detach() if isinstance(value, torch.Tensor) else value
-
-    return dataclasses.replace(launch, arguments={name: free(value) for name, value in launch.arguments.items()})
-
-
-def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> int:
-    """Compiles these launches and packs them; returns the exit code."""
-    launches = {compiler.key_of(launch, sm): launch for launch in found}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
-        work = [(detached(launch), sm) for launch in launches.values()]
-        with ProcessPoolExecutor(processes) as pool:
-            failures = list(filter(None, pool.map(compile_only, work, chunksize=4)))
-        size = cache.pack(Path(folder), archive, sm=sm)
-    print(*failures, sep="\n", end="\n" if failures else "")
-    made = f"Triton {triton.__version__}, Python {sys.version.split()[0]}"
-    print(f"{len(launches) - len(failures)} kernels for sm_{sm}, {made}: {archive}, {size / 2**20:.1f} MiB")
-    if size > ARCHIVE_LIMIT:
-        print(f"{archive} is larger than {ARCHIVE_LIMIT / 2**20:.0f} MiB", file=sys.stderr)
-    return 1 if failures or size > ARCHIVE_LIMIT else 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
@@ -334,7 +286,10 @@ def main() -> int:
     if args.cache:
         if len(args.sm) != 1:
             parser.error("--cache is for one GPU generation: give --sm 90, say")
-        return write_cache(args.cache, args.sm[0], args.processes, everything(args.sm[0], ALL_SIZES.values()))
+        found, sizes = everything(args.sm[0], ALL_SIZES.values()), [*ALL_SIZES]
+        count = packing.write_archive(args.cache, args.sm[0], found, sizes, args.processes)
+        print(f"{count} kernels for sm_{args.sm[0]}: {args.cache}, {args.cache.stat().st_size / 2**20:.1f} MiB")
+        return 0
     work = jobs(QUICK_SIZES if args.quick else TABLE_SIZES, [torch.bfloat16], args.sm, not args.quick)
     if not args.quick:
         # A kernel that knows no dtype (the table of tiles) is the models' in bf16.
@@ -344,7 +299,7 @@ def main() -> int:
         print(json.dumps(dict(rows=rows, problems=problems(rows))))
         return 0
     with open(TABLE, "w", newline="") as file:
-        file.write(f"# kernels {cache.source_hash()}, triton {triton.__version__}; written by make codegen\n")
+        file.write(f"# kernels {archives.source_hash()}, triton {triton.__version__}; written by make codegen\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda r: (r["kernel"], r["sm"], r["dtype"], r["case"])))

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from vitfast.cli.report_gpu import digests, source_files
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +43,8 @@ def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     packages = {f"vitfast.{name}" if name.startswith("kernels") else name for name in packages}
     for package in packages:
         assert f"{package.replace('.', '/')}/__init__.py" in names, package
-    assert {"vitfast/kernels/libraries/cublaslt.cpp", "vitfast/py.typed"} <= {*names} and len({*names}) == len(names)
+    more = {"vitfast/kernels/libraries/cublaslt.cpp", "vitfast/py.typed", "vitfast/_bench/gpu.sh"}
+    assert more <= {*names} and len({*names}) == len(names)
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)],
@@ -99,6 +103,21 @@ def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
     command = [pytest_, "-q", "tests", "bench", "-k", few]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and re.search(r"\d\d passed", run.stdout), run.stdout[-2000:] + run.stderr
+
+
+@pytest.mark.long
+def test_report_gpu_rehearses_from_an_installed_wheel(dist, tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site")]
+    subprocess.run([*install, str(next(dist.glob("*.whl")))], check=True)
+    command = [sys.executable, "-m", "vitfast", "report-gpu", "--rehearse", "--output", "out"]
+    environment = os.environ | dict(PYTHONPATH=str(tmp_path / "site"), VITFAST_SECONDS="1800")
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with tarfile.open(next((tmp_path / "out").glob("*.tar.gz"))) as archive:
+        read = lambda name: json.load(archive.extractfile(name))  # noqa: E731
+        assert {step["state"] for step in read("steps_first.json")["steps"]} == {"ok"}
+        assert read("manifest.json")["commit"] is None and len(read("train.json")["benchmarks"]) > 4
+        assert read("manifest.json")["sources"] == digests(source_files())
 
 
 @pytest.mark.slow

@@ -26,6 +26,9 @@ import torch
 from ..launch import batch_invariant
 
 GENERATIONS = (80, 89, 90, 100, 120)
+# Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
+# sm_86 has no more shared memory than sm_89, and less than sm_80.
+TABLE_OF = {86: 89, 87: 80, 103: 100, 121: 120}
 # Shared memory a program may use, bytes.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -172,14 +175,14 @@ def using(
     """Changes the lookups inside; yields what they take: (operation, bits, shape class) -> KernelConfig.
 
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
-    lookups are for this GPU generation whatever the device, as in offline compilation. Raises ValueError for an
+    lookups are for this compute capability whatever the device, as in offline compilation. Raises ValueError for an
     operation or a provider that does not exist, and for a number that no kernel runs with.
     """
     global _scope
     if op and (fault := _fault(op, config, blocks=False)):
         raise ValueError(f"tiles.using: {fault}")
     overrides = _scope.overrides | ({(op, shape): config} if op else {})
-    outer, _scope = _scope, _Scope(_scope.sm if sm is None else sm, overrides, {})
+    outer, _scope = _scope, _Scope(_scope.sm if sm is None else table_of(sm), overrides, {})
     try:
         yield _scope.taken
     finally:
@@ -194,14 +197,18 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def table_of(exact: int) -> int:
+    """The generation whose tiles a GPU of this compute capability takes; 0 if it is older than all."""
+    return TABLE_OF.get(exact) or max((sm for sm in GENERATIONS if sm <= exact), default=0)
+
+
 @functools.cache
 def _generation(index: int) -> int:
-    exact = capability(torch.device("cuda", index))
-    return max((sm for sm in GENERATIONS if sm <= exact), default=0)
+    return table_of(capability(torch.device("cuda", index)))
 
 
 def generation(device: torch.device) -> int:
-    """The newest of GENERATIONS that the device runs, 0 if it is older; without a GPU it is 90."""
+    """The one of GENERATIONS whose tiles the device takes, 0 if it is older; without a GPU it is 90."""
     if _scope.sm is not None:
         return _scope.sm
     if device.type != "cuda":

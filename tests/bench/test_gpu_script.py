@@ -34,7 +34,7 @@ class Stage:
 
     def __init__(self, folder: Path):
         self.folder, self.out, self.script = folder, folder / "out", folder / "tree" / "bench" / "gpu.sh"
-        for name in ("tree/bench", "tree/vitfast", "tree/kernels", "plan", "home", "tmp"):
+        for name in ("tree/bench", "tree/vitfast", "tree/kernels", "tree/tests", "plan", "home", "tmp"):
             (folder / name).mkdir(parents=True)
         shutil.copy(ROOT / "bench" / "gpu.sh", self.script)
         shutil.copy(ROOT / "tests" / "helpers" / "stand_in.sh", folder / "python")
@@ -241,7 +241,7 @@ def test_stages_add_up_in_one_archive(stage):
     (stage.folder / "installed").write_text("vitfast is not installed\n")
     cache, link = stage.folder / "tree" / "bench" / "cache", stage.folder / "tree" / "vitfast" / "kernels"
     said = dict(sanitizer="echo '2 skipped in 1.00s'", gpu_tests="echo '3 passed, 1 skipped in 1.00s'; exit 1")
-    stage.plan(pip="echo no network; exit 1", cache='[ -f "$2" ]', **said)
+    stage.plan(pip="echo no network; exit 1", cache='[ -f "$5" ]', **said)
     assert stage.run("tests", "-x", VITFAST_CACHE=str(stage.folder / "gone.tar.xz")) == 1
     assert stage.states("tests")["prepare"] == "failed" and "-k not sanitizer -x " in stage.calls["gpu_tests"]
     assert link.is_symlink() and link.resolve() == stage.folder / "tree" / "kernels"
@@ -250,7 +250,7 @@ def test_stages_add_up_in_one_archive(stage):
     cache.mkdir()
     (cache / "sm90.tar.xz").touch()
     stage.plan(ops_mlp="exit 5", tune='echo "{}" > "$VITFAST_TILES"')  # pytest's 5: the user's -k left nothing there
-    assert stage.run("ops", "-k", "forward") == 0 and stage.calls["cache"].endswith("cache.py bench/cache/sm90.tar.xz")
+    assert stage.run("ops", "-k", "forward") == 0 and stage.calls["cache"].endswith("install bench/cache/sm90.tar.xz")
     assert len(stage.states("ops")) == 8 and "-k forward --bench" in stage.calls["ops_mlp"]
     (stage.folder / "home" / ".cache" / "vitfast").mkdir(parents=True)
     assert stage.run("tune", "--model", "L/16") == 0
@@ -281,7 +281,7 @@ def test_a_rehearsal_runs_every_case(stage, name):
     if name == "first":
         assert list(stage.states()) == FIRST and set(stage.states().values()) == {"ok"}
         found = {n: json.loads(stage.files[f"{n}.json"]) for n in (*FIRST[3:9], FIRST[-1])}
-        wanted = dict(train=5, attention=15, blocks=18, norm_and_patches=33, accelerate=2, inference=4)
+        wanted = dict(train=6, attention=15, blocks=18, norm_and_patches=33, accelerate=3, inference=4)
         wanted |= dict(attention_separate=15)
         assert {n: len(content["benchmarks"]) for n, content in found.items()} == wanted
         assert not any(content["failed"] for content in found.values())

@@ -47,7 +47,7 @@ def results(tmp_path) -> Path:
     ours = [entry("attention", "vitfast", 100), entry("attention", "vitfast", 400, "both")]
     theirs = [entry("attention", "sdpa cudnn", 150), entry("attention", "sdpa cudnn", 200, "both")]
     models = [model("vitfast compile bf16", 4000.0), model("timm compile bf16", 5000.0)]
-    failed = [missing("one|two\nthree", "OutOfMemoryError:\n\nno|room")]
+    failed = [missing("one|two\nthree", "OutOfMemoryError:\n\nno|room <b> [a](b)")]
     folder = tmp_path / "results" / "h200"
     write(folder, "b", "2026-01-01", dict(CEILINGS, copy=4.1e12), benchmarks=ours, failed=failed)
     write(folder, "a", "2026-01-02", benchmarks=[*theirs, *models], skipped=[missing("train max", "out of time")])
@@ -66,7 +66,7 @@ def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stal
     for row in (
         "B/16 224 B256 forward | 100 ± 2 | 150 ± 2 | 50 % | 1.50",
         "B/16 224 B256 both | 400 ± 2 | 200 ± 2 | 12 % | 0.50",
-        "one\\|two three | failed | OutOfMemoryError: no\\|room",
+        "one\\|two three | failed | OutOfMemoryError: no\\|room &lt;b> [a]\\(b)",
         "train max | skipped | out of time",
         "gpu tests | failed | exit code 3",
         "sanitizer | skipped | no test ran",

@@ -22,6 +22,7 @@ CASES = [  # a line, and what TAB makes of it
     ("vitfast cost --ef", "vitfast cost --efficiency "),
     ("vitfast cost --gpu H100-", "vitfast cost --gpu H100-PCIe "),
     ("vitfast cost --model DINOv3-7", "vitfast cost --model DINOv3-7B/16 "),
+    ("vitfast kernels pack --model DINOv3-7", "vitfast kernels pack --model DINOv3-7B/16 "),
     ("vitfast pretrain --set weight_d", "vitfast pretrain --set weight_decay="),
     ("vitfast finetune --recipe finetune/ci", "vitfast finetune --recipe finetune/cifar10"),
     ("vitfast convert weights_of_", "vitfast convert weights_of_mine.npz "),

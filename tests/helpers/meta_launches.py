@@ -1,40 +1,17 @@
 """What a run on a GPU launches, recorded on meta tensors: by doctor, the gpu tests and the benchmarks."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import numpy as np
 import torch
-from torch._library.custom_ops import OPDEFS
 
-from vitfast import ViT, ops
+from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import Launch, record
-from vitfast.kernels.resize import passes
-from vitfast.ops import _dispatch
 from vitfast.tools import doctor
+from vitfast.tools.machine_code.model_launches import META, launching_on_meta, resize, training_step
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launcher import candidates
-
-META = torch.device("meta")
-
-
-@contextlib.contextmanager
-def launching_on_meta() -> Iterator[None]:
-    """Lets operations on meta tensors run their launchers, as they would on a GPU, in place of their fakes."""
-    ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
-    fakes, reason = [op._abstract_fn for op in ours], _dispatch._unsupported_reason
-    for op in ours:
-        op._abstract_fn = op._init_fn
-    _dispatch._unsupported_reason = lambda x, unsupported: unsupported
-    try:
-        with ops.use_kernels("on"):
-            yield
-    finally:
-        _dispatch._unsupported_reason = reason
-        for op, fake in zip(ours, fakes):
-            op._abstract_fn = fake
 
 
 def operations(
@@ -62,31 +39,6 @@ def operations(
     return found
 
 
-def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -> list[Launch]:
-    """What a step, or an inference, of a preset launches in bf16, whatever blocks keep for backward.
-
-    amp: autocast, LayerNorm's parameters in fp32.
-    """
-    with META:
-        model = ViT.from_preset(preset, img_size=image).bfloat16().train(train)
-    for module in model.modules() if amp else ():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.float()
-    images = torch.empty(batch, 3, image, image, dtype=torch.bfloat16, device=META)
-
-    def run():
-        with torch.set_grad_enabled(train):
-            logits = model(images)
-            if train:
-                logits.backward(torch.empty_like(logits))
-
-    found = []
-    for keep in ("least", "all") if train else ("least",):
-        model.set_keep(keep)
-        found += record(run)
-    return found
-
-
 def fp32_stream(s: Sizes) -> list[Launch]:
     """What the two blocks launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
     found = []
@@ -101,14 +53,6 @@ def fp32_stream(s: Sizes) -> list[Launch]:
 
         found += record(run)
     return found
-
-
-def resize() -> dict[str, Launch]:
-    """Name -> what the two passes of a resize launch, whatever the sizes."""
-    x, count = torch.empty(3 * 375 * 500, dtype=torch.uint8, device=META), np.zeros(224, np.int32)
-    source = passes.Source(0, 375 * 500, 500, 3, 224, 224, count, count[None])
-    names = {"resize, rows": False, "resize, columns": True}
-    return {name: record(lambda: passes.resize_pass(x, [source], vertical))[0] for name, vertical in names.items()}  # noqa: B023
 
 
 def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:

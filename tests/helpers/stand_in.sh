@@ -12,7 +12,7 @@ case "$asked" in
         echo "NVIDIA Scripted" && echo "7 GiB free" && cat "$SCRIPTED/installed"
         exit
         ;;
-    *bench/cache.py*) name=cache ;;
+    *"-m vitfast kernels install"*) name=cache ;;
     *bench/report.py*) [ ! -f "$SCRIPTED/no_report" ] || exit 1 ;;&
     *bench/report.py*--targets) echo "TARGETS of" "$(cd "$3" && echo ./*.json)" && exit ;;
     *bench/report.py*) echo "report of" "$(cd "$3" && echo ./*)" && exit ;;

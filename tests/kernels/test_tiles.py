@@ -1,7 +1,9 @@
 """Tile tables: every generation has a tile for everything, and a user's table comes first."""
 
+import csv
 import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,34 @@ def test_every_operation_ends_with_a_rule_for_everything():
     for op, rules in tiles.RULES.items():
         last = rules[-1]
         assert last.sm == tiles.GENERATIONS and last.bits == "*" and last.shape == "*", op
+
+
+# KiB of shared memory that a program may use, by compute capability: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+@pytest.mark.parametrize("exact", SHARED_KIB)
+def test_tiles_fit_the_shared_memory_of_every_gpu(exact, monkeypatch):
+    """By what every shipped tile takes when it is compiled, and no instruction is newer than the GPU's."""
+    with open(Path(__file__).parents[1] / "codegen.csv", newline="") as file:
+        next(file)
+        needed = {}
+        for row in csv.DictReader(file):
+            needed[int(row["sm"])] = max(needed.get(int(row["sm"]), 0), int(row["shared"]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(exact, 10))
+    tiles._generation.cache_clear()
+    table = tiles.generation(torch.device("cuda", 0))
+    tiles._generation.cache_clear()
+    with tiles.using(sm=exact):
+        assert tiles.generation(torch.device("meta")) == table
+    assert needed[table] <= tiles.SHARED_LIMIT[table] == 1024 * SHARED_KIB[exact]
+    assert table // 10 == exact // 10 and (table == exact or exact in (86, 87, 103, 121))
+    assert needed[90] > 1024 * SHARED_KIB[89] and needed[100] > 1024 * SHARED_KIB[121]  # so that this can fail
+
+
+def test_a_gpu_that_nobody_knows_takes_the_newest_tiles_before_it():
+    assert [tiles.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
 
 
 def test_lookup_takes_the_first_match(monkeypatch):

@@ -13,11 +13,11 @@ from ..errors import InputError, TrainingError, both_ends, install
 from ..version import __version__
 from . import completion
 
-# Each module is the command of its name: its docstring is the help, `add_arguments(parser)` adds the options, and
-# `run(args)` returns the exit code, or None for 0.
+# Each module is the command of its name (a dash is an underscore there): its docstring is the help,
+# `add_arguments(parser)` adds the options, and `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
-    pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
-    embed scaling positions recipes families completion
+    pretrain finetune eval predict fewshot vtab demo doctor tune kernels convert export inspect cost
+    embed scaling positions recipes families report-gpu completion
 """.split()
 
 EPILOG = """examples:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vitfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        command = import_module(f".{name}", __package__)
+        command = import_module(f".{name.replace('-', '_')}", __package__)
         description = " ".join((command.__doc__ or "").split())  # python -OO has none
         summary = description[:1].lower() + description[1:].removesuffix(".")
         sub = commands.add_parser(name, help=summary, description=description, argument_default=argparse.SUPPRESS)

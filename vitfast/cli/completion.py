@@ -31,7 +31,9 @@ def complete(parser: argparse.ArgumentParser, commands: dict[str, argparse.Argum
     import argcomplete
 
     for command in commands.values():
-        for action in command._actions:
+        groups = (each for each in command._actions if isinstance(each, argparse._SubParsersAction))
+        parsers = [command, *(inner for each in groups for inner in each.choices.values())]
+        for action in (each for one in parsers for each in one._actions):
             if action.dest in _NAMES and not action.choices:
                 action.completer = _names(_NAMES[action.dest])
     argcomplete.autocomplete(parser, always_complete_options="long")

@@ -7,22 +7,26 @@ it.
 
 import contextlib
 import copyreg
+import dataclasses
 import importlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import InputError, both_ends
 from ...kernels.launch import INTERPRETED, Launch, settle
 from ..child import Children, Lost
 
-SECONDS = 25  # after which a compilation counts as failed; it takes one or two
+SECONDS = 25  # after which a compilation counts as failed, if nothing else is said; it takes one or two
 triton_key()  # takes half a second here, which processes forked from one that has imported this file are spared
 
 
@@ -86,8 +90,23 @@ def _function(module: str, name: str):
 copyreg.pickle(JITFunction, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
 
 
-def _compile(launch: Launch, capability: int) -> tuple[int, str]:
+def detached(launch: Launch) -> Launch:
+    """The launch of tensors that autograd knows nothing of: only such can be sent to other processes."""
+
+    def free(value):
+        if type(value) is tuple:
+            return tuple(map(free, value))
+        if isinstance(value, TensorDescriptor):
+            return dataclasses.replace(value, base=value.base.detach())
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return dataclasses.replace(launch, arguments={name: free(value) for name, value in launch.arguments.items()})
+
+
+def _compile(launch: Launch, capability: int, cache: Path | None) -> tuple[int, str]:
     """(bytes of shared memory, "" or what went wrong) of compiling a launch."""
+    if cache is not None:
+        triton.knobs.cache.dir = str(cache)
     try:
         return compiled(launch, capability).metadata.shared, ""
     except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
@@ -101,11 +120,14 @@ class Compiler:
     Launches that share machine code share a future; `compilations` counts the futures.
     """
 
-    def __init__(self, capability: int, processes: int = 0):
-        """`processes`: how many compile at a time; unless given, one for each core but two, from 1 to 14."""
+    def __init__(self, capability: int, processes: int = 0, cache: Path | None = None, seconds: float = SECONDS):
+        """`processes`: how many compile at a time; unless given, one for each core but two, from 1 to 14.
+
+        cache: the folder of Triton's cache, in place of TRITON_CACHE_DIR. seconds: after which one counts as failed.
+        """
         if INTERPRETED:
             raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
-        self.capability = capability
+        self.capability, self.cache, self.seconds = capability, cache, seconds
         self.children = Children(__name__, processes or max(1, min(14, len(os.sched_getaffinity(0)) - 2)))
         self.futures: dict[tuple, Future] = {}
 
@@ -123,7 +145,7 @@ class Compiler:
     def run(self, launch: Launch) -> tuple[int, str]:
         """Compiles a launch in a process of its own, and waits for it."""
         try:
-            return self.children.run(SECONDS, _compile, launch, self.capability)
+            return self.children.run(self.seconds, _compile, detached(launch), self.capability, self.cache)
         except Lost as lost:
             return 0, f"the compiler {lost}"
 

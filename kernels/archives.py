@@ -1,0 +1,153 @@
+"""Archives of kernels that were compiled ahead, and how they come into Triton's cache.
+
+`vitfast kernels pack` writes an archive (vitfast/tools/machine_code/packing.py): a .tar.xz of a manifest, then of
+Triton's cache. Triton finds a kernel by a hash over its source, its options, ptxas, and Triton itself, shared libraries
+included. So an archive is good for the kernels, the Triton, the Python and the GPU that it was made for, and is refused
+elsewhere. It holds machine code; the C by which Triton launches it is compiled by the machine's own compiler.
+"""
+
+import ctypes
+import hashlib
+import json
+import platform
+import re
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import triton_key
+
+MANIFEST = "vitfast.json"
+GROUP = "__grp__"  # begins the name of the file in which Triton lists a kernel's files; it is what Triton looks for
+
+
+def source_hash() -> str:
+    """sha256 over the files with kernels and their configurations, not those that call libraries."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        if path.parent.name != "libraries":
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def made_with(sm: int) -> dict[str, str]:
+    """The versions and hashes that must be the same where an archive for this compute capability is used."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    backend = make_backend(GPUTarget("cuda", sm, 32)).hash()
+    key = f"{triton_key()} {backend} {sorted(get_cache_invalidating_env_vars().items())}"
+    return dict(
+        gpu=f"sm_{sm}",
+        triton=triton.__version__,
+        ptxas=re.search(r"release ([\d.]+)", backend).group(1),
+        python=".".join(platform.python_version_tuple()[:2]),
+        key=hashlib.sha256(key.encode()).hexdigest()[:16],
+        kernels=source_hash(),
+    )
+
+
+def manifest(archive: Path) -> dict:
+    """The manifest of an archive. Raises ValueError for a file that is no archive of kernels."""
+    try:
+        with tarfile.open(archive) as tar:
+            first = tar.next()
+            if first is not None and first.name == MANIFEST:
+                return json.load(tar.extractfile(first))
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise ValueError(f"{archive} is no archive of kernels, or is damaged: {error}") from None
+    raise ValueError(f"{archive} is no archive of kernels: it does not begin with {MANIFEST}")
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version of the NVIDIA driver, such as (12, 4); None where there is no driver."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def refusal(made: dict, gpus: Set[int]) -> str:
+    """Why a machine cannot use the archive of this manifest, or "".
+
+    gpus: the compute capabilities of its GPUs; where there is none, an archive for any GPU will do.
+    """
+    sm = int(made["gpu"].removeprefix("sm_"))
+    if gpus and sm not in gpus:
+        return f"it is for sm_{sm}, and the GPU here is {' or '.join(f'sm_{each}' for each in sorted(gpus))}"
+    here, versions = made_with(sm), "Triton {triton}, ptxas {ptxas}, Python {python}, hash {key}".format
+    if made["key"] != here["key"]:
+        return f"it was made with {versions(**made)}; here are {versions(**here)}"
+    if made["kernels"] != here["kernels"]:
+        return f"it was made from other kernels (hash {made['kernels']}, here {here['kernels']})"
+    driver, needed = driver_version(), int(made["ptxas"].partition(".")[0])
+    if driver and driver[0] < needed:
+        return f"its machine code needs a driver for CUDA {needed}, and the driver here is for CUDA %d.%d" % driver
+    return ""
+
+
+def cache_folder() -> Path:
+    """The folder in which Triton looks for compiled kernels: TRITON_CACHE_DIR or ~/.triton/cache."""
+    return Path(triton.knobs.cache.dir)
+
+
+def install(archive: Path, folder: Path | None = None) -> None:
+    """Adds an archive to Triton's cache, or to another folder that is to be one; asks for no refusal.
+
+    Triton notes the absolute path of every file of a kernel: the paths are rewritten for where the files lie now. A
+    kernel is whole or absent, for other processes too.
+    """
+    folder = cache_folder() if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = _stamp(archive, folder)
+    with tempfile.TemporaryDirectory(prefix=".vitfast-", dir=folder) as scratch:
+        with tarfile.open(archive) as tar:
+            tar.extractall(scratch, filter="data")
+        for kernel in filter(Path.is_dir, Path(scratch).iterdir()):
+            for group in kernel.glob(f"{GROUP}*"):
+                names = [file.name for file in kernel.iterdir() if file != group]
+                paths = {name: str(folder.absolute() / kernel.name / name) for name in names}
+                group.write_text(json.dumps({"child_paths": paths}))
+            try:
+                kernel.rename(folder / kernel.name)
+            except OSError:  # it is there already
+                for file in sorted(kernel.iterdir(), key=lambda file: file.name.startswith(GROUP)):
+                    file.replace(folder / kernel.name / file.name)
+        Path(scratch, MANIFEST).replace(stamp)
+
+
+def _stamp(archive: Path, folder: Path) -> Path:
+    """A file that is in the folder once the archive has been added to it."""
+    digest = hashlib.sha256(json.dumps(manifest(archive)).encode()).hexdigest()
+    return folder / f"vitfast-{digest[:16]}.json"
+
+
+def install_named(named: Path, device: int) -> None:
+    """Adds what VITFAST_KERNELS_CACHE names, an archive or a folder of them, if it fits a GPU.
+
+    Warns if it does not. In a folder, archives that do not fit are passed over if another one does.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    refused, used = {}, 0
+    try:
+        for archive in sorted(named.glob("*.tar.xz")) if named.is_dir() else [named]:
+            if reason := refusal(manifest(archive), {10 * major + minor}):
+                refused[archive] = reason
+                continue
+            used += 1
+            if not _stamp(archive, cache_folder()).exists():
+                install(archive)
+    except (OSError, ValueError) as error:
+        refused[named] = str(error)
+    if not used and (refused or named.is_dir()):
+        what = "; ".join(f"{path} is not used: {reason}" for path, reason in refused.items())
+        what = what or f"there is no .tar.xz in {named}"
+        warnings.warn(f"VITFAST_KERNELS_CACHE: {what}. Triton compiles the kernels", stacklevel=2)

@@ -1,0 +1,157 @@
+"""Kernels compiled ahead: models that run compile nothing; what does not fit is refused; Triton's cache stays whole."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run_cli
+
+from vitfast.kernels import archives, launch
+
+ROOT = Path(__file__).parents[3]
+# Those of the paper and its code without hybrids, and one each of DINOv3 and SigLIP 2.
+MAIN = "Ti/16 S/32 S/16 B/32 B/16 L/32 L/16 H/14 DINOv3-B/16 SigLIP2-B/16".split()
+MOST_BYTES = 10 * 2**20  # for a model
+
+
+def compiled_ahead(folder: Path, gpu: str, *models: str) -> dict:
+    """What tests/helpers/compiled_ahead.py prints."""
+    script = ROOT / "tests" / "helpers" / "compiled_ahead.py"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= dict(PYTHONPATH=os.pathsep.join(map(str, (ROOT, script.parent))), CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run([sys.executable, script, folder, gpu, *models], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_model_compiles_nothing_after_its_kernels_were_packed(tmp_path):
+    """An inference of a small model, on a stub GPU whose compiler raises, as it does for another dtype."""
+    found = compiled_ahead(tmp_path, "sm_80")["found"]
+    assert {"patch_embed_fwd_kernel", "layer_norm_fwd_kernel", "linear_gelu_kernel"} < found["Nano/8"].keys()
+    assert found["float16"] == "Triton compiles a kernel"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu, models", [("sm_90", [*MAIN, "B/16 384"]), ("sm_86", ["S/16"])], ids=["sm_90", "sm_86"])
+def test_the_main_models_compile_nothing(tmp_path, gpu, models):
+    """Forward, a training step and an embedding, in bf16 and under autocast, whatever the batch."""
+    result = compiled_ahead(tmp_path, gpu, *models)
+    assert list(result["found"]) == models and result["bytes"] < MOST_BYTES  # all of them in one archive
+    wanted = {"patch_embed_fwd_kernel", "patch_embed_dweight_kernel", "layer_norm_bwd_kernel", "resize_pass_kernel"}
+    assert all(wanted < launched.keys() for launched in result["found"].values())
+    assert not any(result["unknown"].values()), result["unknown"]
+
+
+# ---- archives that hold no machine code
+
+
+def archive(folder: Path, name: str = "a.tar.xz", files=("K/k.cubin", "K/k.json"), **changes) -> Path:
+    """An archive for sm_90 of one kernel, made here but for the changes."""
+    made = archives.made_with(90) | dict(models=["B/16"], count=1) | changes
+    group = json.dumps({"child_paths": {"k.cubin": "/elsewhere/k.cubin", "k.ptx": "/elsewhere/k.ptx"}})
+    with tarfile.open(folder / name, "w:xz") as tar:
+        contents = {"vitfast.json": json.dumps(made), **dict.fromkeys(files, "new"), "K/__grp__k.json": group}
+        for path, text in contents.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return folder / name
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty", "half"])
+def test_install_completes_a_kernel_and_names_its_files_where_they_are(tmp_path, monkeypatch, capsys, before):
+    """Triton makes a folder when it looks for a kernel; a process that died leaves one half full."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    if before != "nothing":
+        (cache / "K").mkdir(parents=True)
+    if before == "half":
+        (cache / "K" / "k.cubin").write_text("old")
+    code, out, _ = run_cli(capsys, "kernels", "install", archive(tmp_path))
+    assert code == 0 and out.startswith(f"added 1 kernels of B/16 for sm_90 to {cache}\n")
+    paths = json.loads((cache / "K" / "__grp__k.json").read_text())["child_paths"]
+    assert paths == {name: str(cache / "K" / name) for name in ("k.cubin", "k.json")}
+    assert all(Path(path).read_text() == "new" for path in paths.values())
+    assert len([*cache.iterdir()]) == 2  # K and the note that the archive is there
+
+
+REFUSED = {
+    "it is for sm_80, and the GPU here is sm_90": dict(gpu="sm_80"),
+    "it was made with Triton 1.2.3": dict(triton="1.2.3", key="0123"),
+    "hash 0123; here are Triton": dict(key="0123"),
+    "it was made from other kernels (hash 0123, here ": dict(kernels="0123"),
+    "its machine code needs a driver for CUDA 13, and the driver here is for CUDA 12.4": dict(ptxas="13.1"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_another_gpu_triton_source_or_driver_is_refused(tmp_path, monkeypatch, capsys, reason):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(archives, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    path = archive(tmp_path, **REFUSED[reason])
+    code, out, err = run_cli(capsys, "kernels", "install", path)
+    assert code == 2 and err.startswith(f"vitfast: error: {path} is not installed: ") and reason in err and not out
+    assert err.count("\n") == 1 and not (tmp_path / "cache").exists()
+    assert run_cli(capsys, "kernels", "install", archive(tmp_path, ptxas="12.9"))[0] == 0
+
+
+def test_the_commands_refuse_wrong_input_in_one_line(tmp_path, capsys):
+    (text := tmp_path / "text").write_text("no archive")
+    with tarfile.open(empty := tmp_path / "empty.tar.xz", "w:xz"):
+        pass
+    whole = archive(tmp_path)
+    (cut := tmp_path / "cut.tar.xz").write_bytes(whole.read_bytes()[:40])
+    for path in (text, empty, cut):
+        code, _, err = run_cli(capsys, "kernels", "install", path)
+        assert code == 2 and f"{path} is no archive of kernels" in err and err.count("\n") == 1, err
+    assert run_cli(capsys, "kernels", "install", tmp_path / "none")[0] == 1
+    pack = ("kernels", "pack", "--gpu", "sm_90", "--output")
+    for said, options in {
+        "exists; --force replaces it": [text],
+        "did you mean B/16": [tmp_path / "new", "--model", "B/15"],
+        "comes the side of the images in pixels": [tmp_path / "new", "--model", "B/16 large"],
+        "--jobs must be 1 at least": [tmp_path / "new", "--jobs", -1],
+    }.items():
+        code, _, err = run_cli(capsys, *pack, *options)
+        assert code == 2 and said in err and err.count("\n") == 1, err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_first_launch_adds_the_archives_that_a_variable_names(tmp_path, monkeypatch):
+    """Once for each GPU; of a folder those that fit, and what does not is told where none does."""
+    cache, folder = tmp_path / "cache", tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
+    monkeypatch.setattr(launch, "_archives_seen", set())
+    monkeypatch.setenv("VITFAST_KERNELS_CACHE", str(folder))
+    with pytest.warns(UserWarning, match="there is no .tar.xz in"):
+        launch._add_archives(0)
+    archive(folder, "a.tar.xz", gpu="sm_80")
+    monkeypatch.setattr(launch, "_archives_seen", set())
+    with pytest.warns(UserWarning, match="a.tar.xz is not used: it is for sm_80, .* Triton compiles the kernels"):
+        launch._add_archives(0)
+    assert not cache.exists()
+    archive(folder, "b.tar.xz")
+    monkeypatch.setattr(launch, "_archives_seen", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch._add_archives(0)
+    assert (cache / "K" / "k.cubin").read_text() == "new"
+    (cache / "K" / "k.cubin").write_text("used")  # neither this process nor the next one adds it again
+    launch._add_archives(0)
+    monkeypatch.setattr(launch, "_archives_seen", set())
+    launch._add_archives(0)
+    assert (cache / "K" / "k.cubin").read_text() == "used"
+    monkeypatch.setenv("VITFAST_KERNELS_CACHE", str(tmp_path / "none.tar.xz"))
+    with pytest.warns(UserWarning, match="none.tar.xz"):
+        launch._add_archives(1)
