@@ -11,6 +11,7 @@ line; from Python you can change settings and log each row of the metrics.
 
 import argparse
 import logging
+import os
 
 from tqdm import tqdm
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> dict:
     if args.epochs is not None:
         changes["epochs"] = args.epochs
     summary = train(resolve("pretrain", settings, changes), on_metrics=show)
-    if summary["finished"]:
+    if summary["finished"] and os.environ.get("RANK", "0") == "0":  # one of torchrun's processes
         print(
             f"accuracy {summary['accuracy']:.4f}; ViT.from_pretrained({args.output + '/checkpoints/last'!r}) loads it"
         )
