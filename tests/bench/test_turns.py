@@ -42,6 +42,7 @@ def process(turns: str, out: str, windows: bool) -> None:
     Path(out).write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_nobody_uses_the_device_beside_one_that_is_alone(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     outs = [tmp_path / f"{i}.json" for i in range(3)]
