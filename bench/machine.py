@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from vitfast.cli.report_gpu import gpu_addresses
 from vitfast.run.files import write_text
 from vitfast.tools.machine_code.cubin import ptxas_version
 from vitfast.tools.verify import clock as between_calls
@@ -234,9 +235,8 @@ def facts() -> dict[str, str]:
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
-        gpu = f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"  # nvidia-smi counts in another order
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu)
+        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu_addresses()[0])
         found.update(zip(fields, _output(*query).split(", ")))
     return found
 

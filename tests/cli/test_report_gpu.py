@@ -119,11 +119,11 @@ def test_the_clocks_are_those_of_the_gpu_that_torch_uses(package, tmp_path, monk
     gpu = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    report_gpu._addresses.cache_clear()
+    report_gpu.gpu_addresses.cache_clear()
     try:
         sample = report_gpu.sample_clocks()
     finally:
-        report_gpu._addresses.cache_clear()
+        report_gpu.gpu_addresses.cache_clear()
     assert sample["clocks.sm"] == 1 and sample["utilization.gpu"] is None and sample["reasons"] == 0
 
 

@@ -222,7 +222,7 @@ def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int
 
 def sample_clocks() -> dict | None:
     """One reading of nvidia-smi: a number or None by each name in SAMPLED, and the bits of `reasons`."""
-    for gpu, reasons in itertools.product(_addresses(), REASONS):
+    for gpu, reasons in itertools.product(gpu_addresses(), REASONS):
         fields = ",".join((*SAMPLED, reasons))
         query = ["nvidia-smi", "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
@@ -236,7 +236,7 @@ def sample_clocks() -> dict | None:
 
 
 @functools.cache
-def _addresses() -> tuple[str, ...]:
+def gpu_addresses() -> tuple[str, ...]:
     """The PCI address and the number of the GPU that torch uses, for `nvidia-smi -i`."""
     import torch
 
@@ -244,7 +244,8 @@ def _addresses() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return (number,)
     gpu = torch.cuda.get_device_properties(0)
-    return f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", number
+    found = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]  # of newer torches
+    return (number,) if None in found else ("{:08x}:{:02x}:{:02x}.0".format(*found), number)
 
 
 def _number(word: str) -> float | None:
