@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from vitfast.cli.report_gpu import gpu_addresses
 from vitfast.run.files import write_text
 from vitfast.tools.machine_code.cubin import ptxas_version
 from vitfast.tools.verify import clock as between_calls
@@ -44,6 +46,7 @@ PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-be
 PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these and the next need not be installed
 PACKAGES += ("quack-kernels", "tensorrt", "nvidia-modelopt")
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
+_alone = False  # whether this process is inside `alone`
 
 
 # ---- the clock and the memory
@@ -111,14 +114,25 @@ def _turns() -> tuple[int, ...]:
     return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
 
 
+@contextlib.contextmanager
+def _alarm_stopped() -> Iterator[None]:
+    """Inside, the alarm of a case's limit stands still: others may compile for minutes."""
+    left = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)
+
+
 def together() -> None:
     """From here on other processes may use the device too; waits for those that are alone, or wait to be."""
     if turns := _turns():
         file, gate = turns
         wall()
         fcntl.flock(file, fcntl.LOCK_UN)
-        fcntl.flock(gate, fcntl.LOCK_SH)
-        fcntl.flock(file, fcntl.LOCK_SH)
+        with _alarm_stopped():
+            fcntl.flock(gate, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
 
 
@@ -126,9 +140,10 @@ def together() -> None:
 def alone() -> Iterator[None]:
     """Inside, no other process that shares $VITFAST_TURNS uses the device.
 
-    It begins once each of them is here, or waits.
+    It begins once each of them is here, or waits. Inside of another `alone` it does nothing.
     """
-    if not (turns := _turns()):
+    global _alone
+    if _alone or not (turns := _turns()):
         yield
         return
     file, gate = turns
@@ -136,11 +151,14 @@ def alone() -> Iterator[None]:
     if GPU:
         torch.cuda.empty_cache()  # the others may need the memory
     fcntl.flock(file, fcntl.LOCK_UN)
-    fcntl.flock(gate, fcntl.LOCK_EX)
-    fcntl.flock(file, fcntl.LOCK_EX)
     try:
+        with _alarm_stopped():
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _alone = True
         yield
     finally:
+        _alone = False
         wall()
         fcntl.flock(gate, fcntl.LOCK_UN)
         together()
@@ -217,9 +235,8 @@ def facts() -> dict[str, str]:
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
-        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", index)
+        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu_addresses()[0])
         found.update(zip(fields, _output(*query).split(", ")))
     return found
 
@@ -248,14 +265,17 @@ def once(what: str, measure: Callable[[], object]) -> object:
     """Returns what `measure()` does, and keeps it under the name `what`.
 
     It is kept in the JSON file that $VITFAST_CEILINGS names, if any. A stage of bench/gpu.sh has such a file, and its
-    end removes it: the first process measures, and what later ones read is of the same stage on the same machine, not
-    of the same process.
+    end removes it: the first process measures, alone, and what later ones read is of the same stage on the same
+    machine, not of the same process. `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    if what in known:
-        return known[what]
-    found = measure()
-    if path != Path(os.devnull):
-        write_text(path, json.dumps(known | {what: found}) + "\n")
+    known = lambda: json.loads(path.read_text()) if path.is_file() else {}  # noqa: E731
+    if what in (before := known()):
+        return before[what]
+    with alone():
+        if what in (before := known()):  # another process has measured it while this one waited
+            return before[what]
+        found = measure()
+        if path != Path(os.devnull):
+            write_text(path, json.dumps(known() | {what: found}) + "\n")
     return found

@@ -13,21 +13,33 @@ import functools
 import math
 import re
 import statistics
+import struct
 from dataclasses import dataclass
 
 import torch
-from bench_model import BATCHES
+from bench_model import BATCHES, EVERY, LEADING
 from bench_ops import OPS
 from shapes import FOCUS, Shape, model_work
 
 from vitfast import ViT, ops
 from vitfast.tools.cost.gpus import GPUS, datasheet_flops
 from vitfast.tools.cost.work import Kernels, floor_seconds, total_bytes, total_flops, update
-from vitfast.tools.verify import EPS, cases
+from vitfast.tools.verify import ATOL, EPS, cases
 
 PEAK_SLACK, COPY_SLACK = 1.25, 1.02
 # FLOPs of a multiprocessor in a clock: dense bf16, added up in fp32, of the best GPU with this sm
-FLOPS_PER_CLOCK = {80: 2048, 86: 1024, 87: 2048, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024, 121: 1024}
+FLOPS_PER_CLOCK = {
+    80: 2048,
+    86: 1024,
+    87: 2048,
+    89: 1024,
+    90: 4096,
+    100: 8192,
+    103: 8192,
+    110: 8192,
+    120: 1024,
+    121: 1024,
+}
 MOST_SPEED = 1.3  # times the copy measured: the bandwidth of a GPU whose data sheet is not known
 THROTTLED = {  # nvidia-smi's clocks_event_reasons; a power cap is how a GPU is sold
     0x08: "hardware slowdown",
@@ -39,6 +51,9 @@ THROTTLED_SHARE = 0.1
 LEAST_ERROR = 0.01  # roundings: in a result of thousands of numbers no error is smaller
 MOST_TORCH_ERROR = 16  # roundings of the dtype: PyTorch's own error has been at most 4
 MOST_LIMIT = 0.1  # of a benchmark's error limit: bf16 has been at most 0.05
+MOST_MFU, LEAST_MFU = 1.1, 0.1  # of the matrix product measured: of anybody's model, and of a peer's; both are near 0.6
+SMALL_MEMORY = 20 * 2**30  # bytes, in which the headline's batch may not fit
+STEPS = 3  # of a model between two events, as peers.py has it on a GPU
 MAIN = "B/16 224 B256"
 WORDS = re.compile(r"[\w .,+/:%()\[\]-]{0,120}")  # these are shown in a page: no tags
 DIRECTIONS = ("forward", "backward", "both")
@@ -57,11 +72,21 @@ PEERS = {
 }
 MODELS = {  # the operations of the other files
     "train.json": ("train",),
-    "train_peers.json": ("train",),
     "accelerate.json": ("train",),
     "inference.json": ("latency", "throughput"),
 }
+KNOWN = set(  # keys of extra_info; in a table any other could take the place of a number that was checked
+    "op impl shape direction device dtype flops bytes floor_us percent_of_floor tflops gigabytes_per_second error "
+    "error_after error_limit peak_mib attention batch precision images_per_second model_flops mfu_ceiling "
+    "mfu_datasheet".split()
+)
+STATS = set(
+    "data rounds iterations min max mean median stddev q1 q3 iqr total ops outliers iqr_outliers stddev_outliers "
+    "ld15iqr hd15iqr".split()
+)
 STORED = dict(bf16=2, amp=4)  # bytes of a weight
+SETTINGS = {setting.name for setting in (*LEADING, *EVERY)}
+INFERENCE = ("latency", "throughput")
 HEADLINE = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
 
 
@@ -143,8 +168,8 @@ def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machin
         peak = min(peak, PEAK_SLACK * sheet.teraflops * 1e12)
         if gib > 1.03 * sheet.memory_gib:
             raise Refused(f"{device} has {sheet.memory_gib} GiB, not {gib}")
-        if rates["copy"] < bandwidth / 4:
-            raise Refused("the copy bandwidth is less than a quarter of the data sheet's: was the GPU in use?")
+        if rates["copy"] < bandwidth / 4 or rates["bfloat16"] < sheet.teraflops * 1e12 / 4:
+            raise Refused("a ceiling is less than a quarter of the data sheet's: was the GPU in use?")
     if facts.get("datasheet_bf16_flops") != datasheet_flops(device):
         raise Refused(f"the data sheet's FLOP/s are {datasheet_flops(device)}, not {facts.get('datasheet_bf16_flops')}")
     for key, rate in rates.items():
@@ -162,7 +187,7 @@ def _sheet(device: str):
 
 
 def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> None:
-    """Every operation in every dtype agrees with float64. whole: each family of operations must be there."""
+    """Every operation in every dtype agrees with float64. whole: each of `vitfast doctor` must be there."""
     facts = take(content, "machine", dict, name)
     if not take(facts, "gpu", str, name).startswith(f"{machine.device}, sm_{machine.sm}, "):
         raise Refused(f"{name} is of another GPU: {facts['gpu']}")
@@ -183,10 +208,9 @@ def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> Non
         if not (LEAST_ERROR * eps < error and 0 < own <= MOST_TORCH_ERROR * eps):
             raise Refused(f"{where} has errors {error:.1e} and {own:.1e} (PyTorch's), which rounding does not make")
         found.add((op, dtype))
-    if take(content, "not_examined", int, name) != 0:
-        raise Refused(f"{name}: {content['not_examined']} checks were not made")
-    families = {op.partition(",")[0] for op in cases(FOCUS.sizes, ops)} if whole else ()
-    wanted = {(op, str(dtype)[6:]) for op in families for dtype in EPS}
+    if take(content, "not_examined", int, name) != 0 or not found:
+        raise Refused(f"{name}: {content['not_examined'] or 'all'} checks were not made")
+    wanted = {(op, str(dtype)[6:]) for op in cases(FOCUS.sizes, ops) for dtype in EPS} if whole else set()
     if lost := sorted(wanted - found):
         raise Refused(f"{name} lacks {lost[0][0]} in {lost[0][1]}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
 
@@ -200,36 +224,44 @@ def check_date(content: dict, name: str, started: int, finished: int) -> None:
         raise Refused(f"{name} is of {at}, and the run was at another time")
 
 
-def check_benchmarks(content: dict, name: str, machine: Machine) -> None:
-    """All cases of a file, and that none of its peers is passed over in silence."""
+def check_benchmarks(content: dict, name: str, machine: Machine, told: dict[str, str]) -> None:
+    """All cases of a file, and that none of its peers is passed over in silence.
+
+    told: what the files before said of each case, "timed" or why it has no time; this file's cases are added.
+    """
+    if name == "train_peers.json":
+        raise Refused("the device broke in a training step of ours: please open an issue about that")
     if name not in PEERS | MODELS:
         raise Refused(f"{name} is not a file of this stage")
-    told = {}
     for case in take(content, "benchmarks", list, name):
         if (title := check_case(case, name, machine)) in told:
             raise Refused(f"{title} is there twice")
         told[title] = "timed"
+    module = "ops" if name in PEERS else "model"
+    tests = {f"test_{'inference' if op in INFERENCE else op.replace(' ', '_')}" for op in (PEERS | MODELS)[name]}
     for state in ("failed", "skipped"):
         for case in take(content, state, list, name):
             title, reason = take(case, "name", str, name), take(case, "reason", str, name)
-            if not WORDS.fullmatch(title) or take(case, "fullname", str, name).partition("::")[2] != title:
+            named = take(case, "fullname", str, name) == f"bench/bench_{module}.py::{title}"
+            if not (WORDS.fullmatch(title) and named and title.partition("[")[0] in tests):
                 raise Refused(f"{name}: {title[:80]!r} is not the name of a case, or not that of its fullname")
             if "WrongResult" in reason and "-vitfast" in title:
                 raise Refused(f"{title} is wrong: please open an issue about that")
             if title in told or not reason:
                 raise Refused(f"{title} is there twice, or without a reason")
-            told[title] = state
+            told[title] = f"{state}: {reason}"
     for op, peers in PEERS.get(name, {}).items():
         for direction in DIRECTIONS:
             titles = [f"test_{op.replace(' ', '_')}[{MAIN}-{direction}-{impl}]" for impl in ("vitfast", *peers)]
             if lost := [title for title in titles if title not in told]:
                 raise Refused(f"{name} says nothing of {lost[0]}")
-            if told[titles[0]] == "timed" and all(told[title] == "failed" for title in titles[1:]):
+            if told[titles[0]] == "timed" and all(told[title].startswith("failed") for title in titles[1:]):
                 raise Refused(f"{titles[0]} has a time, and all of its peers failed")
     for setting in HEADLINE if name == "train.json" else ():
         if (title := f"test_train[{MAIN}-{setting}]") not in told:
             raise Refused(f"{name} says nothing of {title}")
-        if told[title] != "timed" and setting.endswith("bf16"):
+        too_large = machine.memory < SMALL_MEMORY and "OutOfMemoryError" in told[title]
+        if told[title] != "timed" and setting.endswith("bf16") and not too_large:
             raise Refused(f"the headline is not there: {title} has no time")
 
 
@@ -257,11 +289,14 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
     """One benchmark; returns its name."""
     title, info = take(case, "name", str, name), take(case, "extra_info", dict, name)
     op, impl, shape, direction = (take(info, key, str, title) for key in ("op", "impl", "shape", "direction"))
-    whole = op in ("train", "latency", "throughput")
-    if not WORDS.fullmatch(impl) or (whole and not WORDS.fullmatch(take(info, "attention", str, title))):
-        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
+    whole = op in ("train", *INFERENCE)
+    if odd := (info.keys() - KNOWN) | (take(case, "stats", dict, title).keys() - STATS):
+        raise Refused(f"{title} has other keys than a benchmark writes: {', '.join(sorted(odd))[:80]!r}")
     if op not in MODELS.get(name, PEERS.get(name, ())) or direction not in DIRECTIONS:
         raise Refused(f"{title} of {name} is of the operation {op!r} {direction}, which is not in that file")
+    known = impl in SETTINGS if whole else impl in OPS[op].impls
+    if not (known and WORDS.fullmatch(take(info, "attention", str, title) if whole else "")):
+        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
     if whole and direction != ("both" if op == "train" else "forward"):
         raise Refused(f"{title} has the direction {direction}")
     batches = dict(latency=(1,), throughput=BATCHES).get(op, (256,))
@@ -278,7 +313,7 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
         raise Refused(f"{title} is by its extra_info {full}")
     if take(info, "device", str, title) != machine.device or take(info, "dtype", str, title) != "bfloat16":
         raise Refused(f"{title} is of {info['device']} in {info['dtype']}")
-    seconds, fastest = check_times(take(case, "stats", dict, title), title)
+    seconds, fastest = check_times(case["stats"], title, STEPS if op in ("train", "throughput") else 1)
     kernels = expected(op, batch, direction, take(info, "precision", str, title) if whole else "")
     check_rates(info, title, kernels, seconds, machine)
     if whole:
@@ -295,13 +330,21 @@ def check_case(case: dict, name: str, machine: Machine) -> str:
     return title
 
 
-def check_times(stats: dict, title: str) -> tuple[float, float]:
-    """(median, shortest) of the seconds, whose statistics are right."""
+def _clocked(seconds: float, calls: int) -> bool:
+    """Whether device events can have said this of so many calls: they count milliseconds in float32."""
+    milliseconds = 1e3 * calls * seconds
+    return math.isclose(milliseconds, struct.unpack("f", struct.pack("f", milliseconds))[0], rel_tol=1e-13)
+
+
+def check_times(stats: dict, title: str, calls: int) -> tuple[float, float]:
+    """(median, shortest) of the seconds, which a clock has said and whose statistics are right."""
     data = take(stats, "data", list, title)
     if len(data) < 10 or take(stats, "rounds", int, title) != len(data):
         raise Refused(f"{title} has {len(data)} times in {stats['rounds']} rounds, where 10 at least are measured")
     if not all(type(value) is float and 0 < value < 600 for value in data):
         raise Refused(f"{title} has times that are no seconds")
+    if odd := [value for value in data if not _clocked(value, calls)]:
+        raise Refused(f"{title} has the time {odd[0]!r}, which no GPU's clock says: were the times scaled?")
     for key, of in dict(median=statistics.median, min=min, max=max, mean=statistics.fmean).items():
         agree(title, key, take(stats, key, float, title), of(data))
     q1, q3, iqr = (take(stats, key, float, title) for key in ("q1", "q3", "iqr"))
@@ -336,10 +379,16 @@ def check_model(info: dict, title: str, batch: int, seconds: float, machine: Mac
         raise Refused(f"{title} has an MFU of a data sheet that is not known")
     for key, true in numbers.items():
         agree(title, key, take(info, key, float, title), true)
+    least = 0.0 if info["impl"].startswith("vitfast") or info["op"] == "latency" else LEAST_MFU
+    if not least <= (share := numbers["mfu_ceiling"]) <= MOST_MFU:
+        raise Refused(f"{title} has {share:.2f} of the speed of a matrix product, which is not a peer's, or anybody's")
 
 
 def check_errors(info: dict, title: str) -> None:
     limit = take(info, "error_limit", float, title)
     for key in ("error", "error_after"):
-        if not LEAST_ERROR * EPS[torch.bfloat16] < take(info, key, float, title) <= limit <= MOST_LIMIT:
+        if (
+            not LEAST_ERROR * EPS[torch.bfloat16] < take(info, key, float, title) <= limit <= MOST_LIMIT
+            or limit < ATOL[torch.bfloat16]
+        ):
             raise Refused(f"{title}: {key} {info[key]:.1e} of at most {limit:.1e} is not what bfloat16 makes")

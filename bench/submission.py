@@ -1,10 +1,15 @@
 """Results that others send in: an archive of `vitfast report-gpu` is checked and added.
 
 Nothing in an archive is believed that can be found otherwise. It holds regular files of known names, of which
-manifest.json has the sha256; the code is that of a commit of this repository; every operation agreed with float64; the
-clocks were not throttled; nothing is written about peers that is not a time or a reason; and every number of a
-benchmark follows from its times, which no GPU of that kind can fall below (plausible.py). The reason of a refusal is
-one line. It finds what is damaged, changed or thoughtless; who makes up every number with care is not found out.
+manifest.json has the sha256; the code is that of a commit in the history of this repository; every operation agreed
+with float64; the clocks were not throttled; no key is there that a table would show unchecked; nothing is written about
+peers that is not a time or a reason; no training step is a copy of one that is here; and every number of a benchmark
+follows from its times, which a device's clock can say and no GPU of that kind can fall below (plausible.py). The reason
+of a refusal is one line.
+
+It finds what is damaged, changed or thoughtless. Who makes up every number with care is not found out: who measures
+other code than the manifest says, rounds times that were scaled as a clock does, within what a GPU can do, slows a peer
+down by a factor under five, or writes errors that rounding could have made.
 """
 
 import gzip
@@ -30,11 +35,20 @@ from vitfast.cli.report_gpu import SAMPLED, SCHEMA, digests, slug
 MOST_BYTES, MOST_FILES = 64 * 2**20, 100
 MANIFEST = dict(schema=int, vitfast=str, device=str, started=int, finished=int, exit_code=int, sources=dict, files=dict)
 SECONDS = 900  # from start to end, packing included
+LEAST_BUSY = 3  # samples: a fast GPU is busy for half a minute in all
 SKEW = 86400  # seconds that a clock may be ahead or behind
 LOOKED_AT = 300  # commits, for the code of an installed package
 CHECKED = ("smoke", "vitfast doctor")  # of steps_first.json: these must have passed
+STATES = re.compile("ok|failed|timed out|stuck|skipped|interrupted")  # of a step of gpu.sh
+OUT_OF_TIME = (124, 130, 137)  # exit codes
 CODE = ("kernels", "vitfast", "bench")
-OTHERS = {f"{name}.json" for name in "manifest clocks steps_first smoke doctor diagnosis".split()}
+OTHERS = {  # the files that hold no benchmarks, each with its keys: any other might be read as a benchmark
+    "manifest.json": {*MANIFEST, "commit"},
+    "clocks.json": {"interval", "samples"},
+    "steps_first.json": {"stage", "steps", "checks"},
+    "smoke.json": {"machine", "results", "not_examined"},
+    "doctor.json": {"machine", "results", "not_examined"},
+}
 NEEDED = "clocks.json steps_first.json smoke.json doctor.json train.json".split()
 
 
@@ -50,7 +64,9 @@ def read_members(path: Path) -> dict[str, bytes]:
             raise Refused(f"it unpacks to more than {MOST_BYTES // 2**20} MiB")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return _members(tar, len(content))
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except Refused:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
         raise Refused(f"it cannot be read as a .tar.gz: {error}") from None
 
 
@@ -104,8 +120,6 @@ def check_manifest(files: dict[str, bytes]) -> dict:
         raise Refused(f"manifest.json: vitfast is {manifest['vitfast'][:60]!r}, which is no version")
     if manifest["schema"] != SCHEMA:
         raise Refused(f"manifest.json has schema {manifest['schema']}, this checkout reads {SCHEMA}")
-    if odd := manifest.keys() ^ {*MANIFEST, "commit"}:
-        raise Refused(f"manifest.json has other keys than it should: {', '.join(sorted(odd))}")
     if odd := manifest["files"].keys() ^ (files.keys() - {"manifest.json"}):
         raise Refused(f"manifest.json and the archive differ about {', '.join(sorted(odd))}")
     for name, content in files.items():
@@ -122,7 +136,10 @@ def check_manifest(files: dict[str, bytes]) -> dict:
 
 
 def _git(root: Path, *command: str) -> bytes | None:
-    run = subprocess.run(["git", "-C", str(root), *command], capture_output=True)
+    try:
+        run = subprocess.run(["git", "-C", str(root), *command], capture_output=True)
+    except OSError:
+        return None
     return run.stdout if run.returncode == 0 else None
 
 
@@ -145,8 +162,9 @@ def check_sources(manifest: dict, root: Path) -> str:
             raise Refused(f"no commit of this repository has the code of its vitfast {manifest['vitfast']}")
     if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}", commit):
         raise Refused(f"manifest.json: commit must be 40 hexadecimal digits, got {commit!r}")
-    if (true := sources_of(root, commit)) is None:
-        raise Refused(f"commit {commit} is not in this repository")
+    true = sources_of(root, commit)
+    if true is None or _git(root, "merge-base", "--is-ancestor", commit, "HEAD") is None:  # also of a tree
+        raise Refused(f"commit {commit} is not in this repository, or not in the history of its HEAD")
     for name, digest in true.items():
         if said.get(name) != digest:
             raise Refused(f"its {name}/ is not that of commit {commit[:12]}: the code was changed")
@@ -167,16 +185,22 @@ def check_steps(content: dict, seconds: int) -> None:
         if not plausible.WORDS.fullmatch(name) or type(code) not in (int, type(None)):
             raise Refused(f"steps_first.json: {name[:60]!r} has no exit code")
     for name in CHECKED:
+        if checks.get(name) in OUT_OF_TIME:
+            raise Refused(f"{name} ran out of time: a second run finds the kernels compiled, as few CPUs have to")
         if checks.get(name) != 0:
             raise Refused(f"{name} has not passed (exit code {checks.get(name)}): please open an issue about that")
-    if checks.get("first gpu tests") not in (0, None):
+    if odd := checks.keys() - {*CHECKED, "first gpu tests"}:
+        raise Refused(f"steps_first.json has checks that this stage does not make: {', '.join(sorted(odd))}")
+    if checks.get("first gpu tests") not in (0, None, *OUT_OF_TIME):
         raise Refused("the gpu tests have failed: please open an issue about that")
     for step in take(content, "steps", list, "steps_first.json"):
-        took += take(step, "seconds", int, "steps_first.json")
+        took += (one := take(step, "seconds", int, "steps_first.json"))
+        if one < 0:
+            raise Refused(f"steps_first.json: a step took {one} s")
         if type(step.get("code")) not in (int, type(None)):
             raise Refused(f"steps_first.json: code is {step.get('code')!r}")
-        for key in ("name", "state"):
-            if not plausible.WORDS.fullmatch(take(step, key, str, "steps_first.json")):
+        for key, words in dict(name=plausible.WORDS, state=STATES).items():
+            if not words.fullmatch(take(step, key, str, "steps_first.json")):
                 raise Refused(f"steps_first.json: {key} is {step[key][:60]!r}")
     if lost := {"smoke", "doctor", "train"} - {step["name"] for step in content["steps"]}:
         raise Refused(f"steps_first.json lacks the steps {', '.join(sorted(lost))}")
@@ -186,7 +210,7 @@ def check_steps(content: dict, seconds: int) -> None:
 
 def check_clocks(content: dict, machine: plausible.Machine, seconds: int) -> None:
     interval, samples = take(content, "interval", int, "clocks.json"), take(content, "samples", list, "clocks.json")
-    if len(samples) * 3 * interval < seconds:
+    if not 0 < interval <= 10 or len(samples) * 5 * interval < seconds:
         raise Refused(f"clocks.json has {len(samples)} samples of {seconds} s: too few")
     busy, before = [], -1.0
     for sample in samples:
@@ -198,13 +222,15 @@ def check_clocks(content: dict, machine: plausible.Machine, seconds: int) -> Non
         if not before < at <= seconds + 5:
             raise Refused(f"clocks.json: a sample at {at} s is out of order")
         before = at
-        if take(sample, "utilization.gpu", float, "clocks.json") > 50:
-            busy.append(take(sample, "reasons", int, "clocks.json"))
-    if len(busy) < 5:
+        reasons, use = take(sample, "reasons", int, "clocks.json"), sample.get("utilization.gpu", 0)
+        if use is None or use > 50:  # a slice of a GPU does not know how busy it is
+            busy.append(reasons)
+    if len(busy) < LEAST_BUSY:
         raise Refused(f"clocks.json: the GPU was busy in {len(busy)} of {len(samples)} samples: is it another GPU's?")
     for bit, reason in plausible.THROTTLED.items():
-        if (share := sum(bool(bits & bit) for bits in busy) / len(busy)) > plausible.THROTTLED_SHARE:
-            raise Refused(f"the clocks were throttled ({reason}) in {share:.0%} of the samples under load")
+        found = sum(bool(bits & bit) for bits in busy)
+        if found > max(1, plausible.THROTTLED_SHARE * len(busy)):  # one moment is none
+            raise Refused(f"the clocks were throttled ({reason}) in {found / len(busy):.0%} of the samples under load")
 
 
 # ---- the whole
@@ -215,24 +241,48 @@ def check(archive: Path, root: Path) -> tuple[dict[str, bytes], dict, plausible.
     files = read_members(archive)
     manifest = check_manifest(files)
     contents = {name: parse(name, content) for name, content in files.items() if name.endswith(".json")}
+    for name, keys in OTHERS.items():
+        if odd := contents[name].keys() ^ keys:
+            raise Refused(f"{name} has other keys than it should: {', '.join(sorted(odd))[:80]!r}")
     label = manifest.get("commit") or f"vitfast {manifest['vitfast']}"
     manifest["commit"] = check_sources(manifest, root)
     seconds = manifest["finished"] - manifest["started"]
     measured = {name: content for name, content in contents.items() if name not in OTHERS}
+    older = f" (for results of an older vitfast by its own rules: git checkout {manifest['commit'][:12]})"
+    older = older if sources_of(root, "HEAD") != manifest["sources"] else ""
     try:
         machine = plausible.check_machine(measured, manifest["device"], label)
         check_steps(contents["steps_first.json"], seconds)
         for name in ("smoke.json", "doctor.json"):
             plausible.check_doctor(contents[name], name, machine, whole=name == "doctor.json")
+        if (version := contents["doctor.json"]["machine"].get("vitfast")) != manifest["vitfast"]:
+            raise Refused(f"doctor.json is of vitfast {version}, the manifest of {manifest['vitfast']}")
         check_clocks(contents["clocks.json"], machine, seconds)
+        told = {}
         for name, content in measured.items():
             plausible.check_date(content, name, manifest["started"], manifest["finished"])
-            plausible.check_benchmarks(content, name, machine)
-    except Refused:
-        raise
+            plausible.check_benchmarks(content, name, machine, told)
+    except Refused as reason:
+        raise Refused(f"{reason}{older}") from None
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise Refused(f"it has another form than report-gpu writes: {type(error).__name__}: {error}") from error
     return files, manifest, machine
+
+
+def _pattern(case: dict) -> tuple[float, ...]:
+    """How the times of a case lie to each other, in whatever order and however they are scaled."""
+    data = sorted(case["stats"]["data"])
+    return tuple(round(t / data[-1], 4) for t in data)
+
+
+def check_new(files: dict[str, bytes], results: Path, replaced: Path | None) -> None:
+    """Raises Refused where a training step is in `results` already, under whatever GPU or commit."""
+    steps = json.loads(files["train.json"])["benchmarks"]
+    for path in results.glob("*/train*.json"):
+        if path.parent != replaced:
+            known = {_pattern(case) for case in json.loads(path.read_bytes()).get("benchmarks", [])}
+            if same := [case["name"] for case in steps if _pattern(case) in known]:
+                raise Refused(f"the times of {same[0]} are those of {path}: it is there already, or a copy")
 
 
 def add(archive: Path, results: Path, root: Path, replace: bool = False) -> Path:
@@ -242,7 +292,9 @@ def add(archive: Path, results: Path, root: Path, replace: bool = False) -> Path
     has a folder already go to a second one, named by driver and commit; with `replace` they take the first one's place.
     """
     files, manifest, machine = check(archive, root)
+    files["manifest.json"] = json.dumps(manifest, indent=1).encode()  # with the commit that was found
     folder = results / slug(machine.device)
+    check_new(files, results, folder if replace else None)
     if folder.exists() and not replace:
         folder = folder.with_name(f"{folder.name}-driver{machine.driver}-{manifest['commit'][:7]}")
         if folder.exists():

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 def web_address(remote: str) -> str | None:
     """The address in a browser of a git remote, without a password; None for a folder."""
-    remote = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote.strip())
-    host = re.fullmatch(r"https?://(?:[^@/]*@)?(.+?)(?:\.git)?/?", remote)
+    remote = re.sub(r"^(?:ssh://git@([^:/]+)(?::\d+)?/|git@([^:/]+):)", r"https://\1\2/", remote.strip())
+    host = re.fullmatch(r"https?://(?:[^/]*@)?(.+?)(?:\.git)?/?", remote)
     return f"https://{host[1]}" if host else None
 
 

@@ -30,14 +30,18 @@ def main(argv: list[str] | None = None) -> list[str]:
     if not paths:
         parser.error(f"{args.images} has no images that end in {', '.join(ENDINGS)}")
     embedder = vitfast.Embedder(args.weights, normalize=True)
+    wanted = embedder.embed([args.query])[0] if args.query else None
     vectors, skipped = embedder.embed(paths, errors="skip")
     for index, reason in reversed(skipped):
         print(f"left out: {reason}")
         del paths[index]
-    np.savez(args.output, vectors=vectors.numpy(), paths=np.array(paths))
+    if not paths:
+        parser.error(f"no image of {args.images} can be read")
+    with open(args.output, "wb") as file:  # np.savez would add .npz to a name that lacks it
+        np.savez(file, vectors=vectors.numpy(), paths=np.array(paths))
 
     query = args.query or paths[0]
-    similarity = vectors @ embedder.embed([query])[0]  # cosines
+    similarity = vectors @ (vectors[0] if wanted is None else wanted)  # cosines
     order = similarity.argsort(descending=True)[: args.nearest].tolist()
     print(f"{len(paths)} vectors of {embedder.dim} numbers in {args.output}; nearest to {query}:")
     for i in order:

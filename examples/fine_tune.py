@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args(argv)
+    if args.epochs < 1:
+        parser.error(f"--epochs must be 1 or more, got {args.epochs}")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -53,6 +55,8 @@ def main(argv: list[str] | None = None) -> float:
     size = model.patch_embed.img_size
     train = loader(f"{args.data}/train", size, args.batch_size, training=True)
     val = loader(f"{args.data}/val", size, args.batch_size, training=False)
+    if train.dataset.classes != val.dataset.classes:  # ImageFolder numbers the classes of each folder by itself
+        parser.error(f"train/ has the classes {train.dataset.classes}, val/ has {val.dataset.classes}")
     model.reset_classifier(len(train.dataset.classes))
     model.class_names = train.dataset.classes
     model.to(device)

@@ -3,10 +3,10 @@
     python examples/segmentation_features.py                                   # generated shapes, random weights
     python examples/segmentation_features.py --data shapes --weights hf-hub:timm/vit_small_patch16_dinov3.lvd1689m
 
---data has images/NAME.jpg and masks/NAME.png, whose pixels are numbers of classes (255 does not count). The outputs of
-the last layers, by `forward_intermediates`, are maps (B, D, H/P, W/P). A batch norm and a 1 x 1 convolution are trained
-on all of them together; the ViT is not. Prints the mean intersection over union on the last fifth of the images, which
-is 0.956 for the generated shapes.
+--data has images/NAME.jpg (or .png) and masks/NAME.png, whose pixels are numbers of classes from 0 (255 does not
+count). The outputs of the last layers, by `forward_intermediates`, are maps (B, D, H/P, W/P). A batch norm and a 1 x 1
+convolution are trained on all of them together; the ViT is not. Prints the mean intersection over union on the last
+fifth of the images, which is 0.956 for the generated shapes.
 """
 
 import argparse
@@ -36,10 +36,14 @@ def shapes(count: int, size: int) -> tuple[Tensor, Tensor]:
 def read(folder: str, size: int) -> tuple[Tensor, Tensor]:
     """All images and masks of a folder, resized to squares."""
     images, masks = [], []
-    for path in sorted(Path(folder, "images").iterdir()):
+    for path in sorted(Path(folder, "images").glob("[!.]*.[jp]*g")):
         images.append(np.asarray(Image.open(path).convert("RGB").resize((size, size), Image.BICUBIC)))
         mask = Image.open(Path(folder, "masks", path.stem + ".png"))
+        if len(mask.getbands()) > 1:
+            raise SystemExit(f"{mask.filename} has colours ({mask.mode}); a mask has one number for each pixel")
         masks.append(np.asarray(mask.resize((size, size), Image.NEAREST)))
+    if not images:
+        raise SystemExit(f"{folder}/images has no .jpg or .png")
     return torch.tensor(np.stack(images)).permute(0, 3, 1, 2), torch.tensor(np.stack(masks)).long()
 
 
@@ -57,7 +61,11 @@ def main(argv: list[str] | None = None) -> float:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images, masks = read(args.data, args.size) if args.data else shapes(args.count, args.size)
-    classes, test = int(masks[masks != 255].max()) + 1, max(1, len(images) // 5)
+    classes, test = int(masks.where(masks != 255, 0).max()) + 1, max(1, len(images) // 5)
+    if len(images) < 2 or classes < 2:
+        parser.error(
+            f"{len(images)} images with classes up to {classes - 1}; two images and classes 0 and 1 are needed"
+        )
 
     model = ViT.from_pretrained(args.weights) if args.weights else ViT.from_preset(args.model)
     model.set_input_size(img_size=args.size)

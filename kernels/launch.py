@@ -86,7 +86,7 @@ def _describe(values: Iterable[object], found: list) -> torch.device | None:
     """Adds to `found` what Triton sees of these values; returns the device of one of the tensors.
 
     It is the dtype of a tensor and whether it begins at a multiple of 16 bytes; of a descriptor its dtype and block;
-    and every other value, of which Triton itself tells fewer apart.
+    and every other value, of which Triton itself tells fewer apart. Functions for the kernel to call are settled.
     """
     device = None
     for value in values:
@@ -103,6 +103,8 @@ def _describe(values: Iterable[object], found: list) -> torch.device | None:
             device = value.base.device
             found += value.base.dtype, value.padding, *value.block_shape
         else:
+            if hasattr(kind, "cache_key"):
+                settle(value)
             found += kind, value
     return device
 
@@ -152,23 +154,35 @@ def _add_archives(device: int) -> None:
             importlib.import_module(".archives", __package__).install_named(Path(named), device)
 
 
+def _watched(kernel) -> bool:
+    """Whether somebody hooks launches, or has kernels compiled in another way for now.
+
+    Proton does both, and knobs.runtime.debug the latter.
+    """
+    from triton import knobs
+
+    at = knobs.runtime
+    hooks = at.launch_enter_hook, at.launch_exit_hook, at.add_stages_inspection_hook, kernel.pre_run_hooks
+    changed = at.debug or knobs.compilation.instrumentation_mode
+    return bool(changed) or any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
     """`kernel[grid](**arguments)` on the current device, the first of `key`.
 
     Triton asks for every argument's type, for its options and for the kernel's globals at each launch. A kernel that
-    has run with the same `key` before is launched without that, unless somebody hooks launches, as Proton does.
+    has run with the same `key` before is launched without that, unless it is `_watched`.
     """
-    from triton import knobs
     from triton.runtime import driver
 
-    compiled, hooks = _compiled.get(key), (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    if compiled is None or any(getattr(hook, "calls", hook) for hook in hooks):
+    watched = _watched(kernel)
+    compiled = None if watched else _compiled.get(key)
+    if compiled is None:
         _add_archives(key[0])
-        settle(kernel)
         compiled = kernel[grid](**arguments)
         if len(_compiled) >= MOST_COMPILED:
             _compiled.clear()
-        if arguments.keys() >= set(kernel.arg_names):
+        if not watched and arguments.keys() >= set(kernel.arg_names):
             _compiled[key] = compiled
         return
     where = *(*grid, 1, 1)[:3], driver.active.get_current_stream(key[0])
@@ -188,6 +202,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
     if INTERPRETED:
         return kernel[grid](**arguments)
+    settle(kernel)  # first, because the hash of the key asks for the kernel's
     key, device = signature(kernel, arguments)
     key = device.index, key
     try:

@@ -281,7 +281,7 @@ def test_a_rehearsal_runs_every_case(stage, name):
     if name == "first":
         assert list(stage.states()) == FIRST and set(stage.states().values()) == {"ok"}
         found = {n: json.loads(stage.files[f"{n}.json"]) for n in (*FIRST[3:9], FIRST[-1])}
-        wanted = dict(train=5, attention=15, blocks=18, norm_and_patches=33, accelerate=2, inference=4)
+        wanted = dict(train=6, attention=15, blocks=18, norm_and_patches=33, accelerate=3, inference=4)
         wanted |= dict(attention_separate=15)
         assert {n: len(content["benchmarks"]) for n, content in found.items()} == wanted
         assert not any(content["failed"] for content in found.values())

@@ -95,6 +95,14 @@ def test_ceilings_are_shared_by_the_processes_of_a_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_measurement_measures_on_its_way_is_kept_too(tmp_path, monkeypatch):
+    """The best batch of a model asks for the best backend of SDPA at each."""
+    monkeypatch.setenv("VITFAST_CEILINGS", str(tmp_path / "known.json"))
+    assert machine.once("batch", lambda: len(machine.once("backend", lambda: "flash"))) == 5
+    failed = lambda: pytest.fail("measured again")  # noqa: E731
+    assert machine.once("batch", failed) == 5 and machine.once("backend", failed) == "flash"
+
+
 def test_a_stamp_waits_for_its_event_and_divides_by_the_calls(gpu, monkeypatch):
     """30 ms between two events around 3 calls: 0.01 s each. Before it has happened an event has no time."""
     later = types.SimpleNamespace(record=lambda: None, synchronize=lambda: setattr(later, "done", True))

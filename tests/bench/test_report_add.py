@@ -7,6 +7,7 @@ where it says so. The committed results of real GPUs, which nobody made up for t
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import gpu_archive
@@ -14,13 +15,14 @@ import plausible
 import pytest
 import report
 import submission
-from gpu_archive import member, members
+from gpu_archive import add, member, members
 from gpu_damages import (
     ceiling,
     changed_after,
     everywhere,
     fails,
     faster,
+    hides,
     idle,
     less_work,
     lost,
@@ -28,36 +30,13 @@ from gpu_damages import (
     named,
     one_time,
     put,
+    scaled,
     text,
     throttled,
     without,
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory):
-    """A repository, and the files of a good archive of its commit."""
-    root = tmp_path_factory.mktemp("repository")
-    return root, gpu_archive.good(gpu_archive.repository(root))
-
-
-@pytest.fixture
-def place(origin):
-    """The repository with an empty report, and a copy of the good files."""
-    root, files = origin
-    results = root / "bench" / "results"
-    results.mkdir(exist_ok=True)
-    for path in (results / "README.md", root / "README.md"):
-        path.write_text(f"{report.START}\nold\n{report.END}\n")
-    yield root, copy.deepcopy(files)
-    for path in sorted(results.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-def add(root: Path, archive: Path, *options: str) -> int:
-    return report.main(["--add", str(archive), *options], root / "bench" / "results", root / "README.md")
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -75,11 +54,22 @@ def test_a_good_archive_is_added_and_shown_and_nothing_is_overwritten(place, tmp
     assert "## h200" in table and "| timm compile bf16 | 256 |" in table and "is left out" not in table
     assert report.main(["--check"], results, root / "README.md") == 0
     first = tree(results / "h200")
+    assert add(root, archive) == 2 and "h200/train.json: it is there already" in capsys.readouterr().err
+
+    def another_run():
+        for case in files["train.json"]["benchmarks"]:
+            case["stats"]["data"][0] *= 1.01
+            case["stats"]["data"] = gpu_archive.clocked(case)
+            gpu_archive.recount(case)
+        gpu_archive.write(archive, members(files))
+
+    another_run()
     assert add(root, archive) == 0 and tree(results / "h200") == first
     second = f"h200-driver580.159.04-{files['manifest.json']['commit'][:7]}"
     assert {p.name for p in results.iterdir()} == {"README.md", "h200", second}
+    another_run()
     before = tree(root)
-    assert add(root, archive) == 2 and tree(root) == before and "is there already" in capsys.readouterr().err
+    assert add(root, archive) == 2 and tree(root) == before and "--replace puts these" in capsys.readouterr().err
     (results / "h200" / "old.json").write_text("{}")
     assert add(root, archive, "--replace") == 0 and not (results / "h200" / "old.json").exists()
 
@@ -93,6 +83,8 @@ def test_the_commit_of_an_installed_package_is_found_by_its_code(place, tmp_path
     gpu_archive.write(tmp_path / "a.tar.gz", members(files))
     _, manifest, _ = submission.check(tmp_path / "a.tar.gz", root)
     assert re.fullmatch("[0-9a-f]{40}", manifest["commit"])
+    assert add(root, tmp_path / "a.tar.gz") == 0
+    assert json.loads((root / "bench/results/h200/manifest.json").read_text())["commit"] == manifest["commit"]
 
 
 def test_a_gpu_whose_data_sheet_is_not_known_is_bounded_by_its_multiprocessors(place, tmp_path, capsys, monkeypatch):
@@ -107,6 +99,37 @@ def test_a_gpu_whose_data_sheet_is_not_known_is_bounded_by_its_multiprocessors(p
         assert add(root, tmp_path / "a.tar.gz") == code
     said = capsys.readouterr()
     assert "bench/results/a40" in said.out and "the ceiling bfloat16, 2e+14, is not what" in said.err
+
+
+def test_only_a_commit_of_the_history_counts(place, tmp_path, capsys):
+    """Not its tree, nor a commit beside the history, as of a proposal that nobody merged."""
+    root, files = place
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    say = lambda *command: subprocess.check_output([*git, *command], text=True).strip()  # noqa: E731
+    beside = say("commit-tree", "-m", "beside", "HEAD^{tree}")
+    for commit in (say("rev-parse", "HEAD^{tree}"), beside):
+        files["manifest.json"]["commit"] = commit
+        for file in files.values():
+            if "machine_info" in file:
+                file["machine_info"]["vitfast"]["commit"] = commit
+        gpu_archive.write(tmp_path / "a.tar.gz", members(files))
+        assert add(root, tmp_path / "a.tar.gz") == 2 and "not in the history of its HEAD" in capsys.readouterr().err
+
+
+def test_results_under_the_name_of_another_gpu_are_a_copy(place, tmp_path, capsys, monkeypatch):
+    root, files = place
+    gpu_archive.write(tmp_path / "a.tar.gz", members(copy.deepcopy(files)))
+    assert add(root, tmp_path / "a.tar.gz") == 0
+    for name, value in dict(DEVICE="NVIDIA H100 80GB HBM3", SIZES=gpu_archive.SIZES.replace("140", "79")).items():
+        monkeypatch.setattr(gpu_archive, name, value)
+    monkeypatch.setattr(gpu_archive, "CEILINGS", dict(gpu_archive.CEILINGS, copy=3e12))
+    forged = gpu_archive.good(files["manifest.json"]["commit"])
+    for case, true in zip(forged["train.json"]["benchmarks"], files["train.json"]["benchmarks"]):
+        case["stats"]["data"] = gpu_archive.clocked(true, 1.1)[::-1]
+        gpu_archive.recount(case)
+    gpu_archive.write(tmp_path / "a.tar.gz", members(forged))
+    assert add(root, tmp_path / "a.tar.gz") == 2
+    assert "h200/train.json: it is there already, or a copy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops.json"])
@@ -131,7 +154,7 @@ FILES = {
     "another schema": (put("manifest/schema", 2), "has schema 2"),
     "a number as text": (put("manifest/started", "now"), "started must be of type int"),
     "a truth as a number": (put("manifest/exit_code", True), "exit_code must be of type int"),
-    "one key more": (put("manifest/note", "trust me"), "other keys .* note"),
+    "one key more": (put("manifest/note", "trust me"), "other keys .*note"),
     "an option for git": (put("manifest/commit", "--output=/tmp/x"), "must be 40 hexadecimal digits"),
     "an unknown commit": (put("manifest/commit", "0" * 40), "commit 0+ is not in this repository"),
     "other kernels": (put("manifest/sources/kernels", "0" * 64), "its kernels/ is not that of commit"),
@@ -172,6 +195,10 @@ FILES = {
         put("train/benchmarks/0/extra_info/impl", "<b>"),
         "'<b>' is not the name of an impl",
     ),
+    "an implementation of nobody": (
+        put("train/benchmarks/0/extra_info/impl", "vitfast compile bf16 for free"),
+        "'vitfast compile bf16 for free' is not the name of an implementation",
+    ),
     "a check without a code": (put("steps_first/checks/more", "0"), "'more' has no exit code"),
     "a step with a tag": (put("steps_first/steps/0/state", "<b>"), "state is '<b>'"),
     "an old GPU": (everywhere("gpu", lambda old: old.replace("sm_90", "sm_75")), "sm_75 is older than sm_80"),
@@ -199,6 +226,8 @@ FILES = {
     "no error at all": (put(f"{OF_DOCTOR}/error", 0.0), "which rounding does not make"),
     "an operation left out": (lost(OF_DOCTOR), "doctor.json lacks \\w+ in \\w+"),
     "a check twice": (lambda f: f["doctor.json"]["results"].append(f["doctor.json"]["results"][0]), "there twice"),
+    "an empty smoke test": (put("smoke/results", []), "smoke.json: all checks were not made"),
+    "a state of its own": (put("steps_first/steps/3/state", "fine"), "state is 'fine'"),
     "checks not made": (put("doctor/not_examined", 3), "3 checks were not made"),
     "another GPU's doctor": (put("doctor/machine/gpu", "NVIDIA L4, sm_89, 22 GiB"), "is of another GPU: NVIDIA L4"),
     "another torch's doctor": (put("doctor/machine/torch", "2.9.0"), "doctor.json has torch 2.9.0"),
@@ -211,13 +240,32 @@ FILES = {
     "clocks without reasons": (lost("clocks/samples/7/reasons"), "clocks.json lacks reasons"),
     "another day": (put("train/datetime", "2020-01-01T00:00:00+00:00"), "train.json is of 2020"),
     "a median alone": (put(f"{STATS}/median", lambda t: 0.8 * t), "median is .* and by its times"),
-    "times alone": (put(f"{STATS}/data/0", 1e-9), "median is .* and by its times"),
+    "times alone": (put(f"{STATS}/data", lambda old: [t / 2 for t in old]), "median is .* and by its times"),
     "few rounds": (put(f"{STATS}/data", lambda old: old[:3]), "has 3 times in 20 rounds"),
     "quartiles": (put(f"{STATS}/q1", 1e-9), "quartiles are out of order"),
     "a spread": (put(f"{STATS}/iqr", 1e-9), "iqr is .* and by its times"),
     "times as text": (put(f"{STATS}/data/0", "0.05"), "times that are no seconds"),
     "twice as fast as bytes allow": (faster("norm_and_patches", 0, 0.4), "are impossible: .* bytes take"),
-    "twice as fast as FLOPs allow": (faster("train", 0, 0.3), "are impossible: .* FLOPs"),
+    "twice as fast as FLOPs allow": (faster("blocks", 9, 0.3), "are impossible: .* FLOPs"),
+    "faster than a matrix product": (faster("train", 0, 0.45), "train.* has 1.2\\d of the speed of a matrix product"),
+    "a peer slowed down": (faster("train", 1, 9.0), "timm.* has 0.0\\d of the speed of a matrix product"),
+    "times scaled": (scaled, "which no GPU's clock says: were the times scaled"),
+    "a number that hides another": (put(f"{INFO}/median", 1e-3), "other keys than a benchmark writes: 'median'"),
+    "a column of its own": (put(f"{STATS}/padded_share", 0.0), "other keys than a benchmark writes: 'padded_share'"),
+    "benchmarks among the clocks": (
+        lambda f: f["clocks.json"].update(f["train.json"]),
+        "clocks.json has other keys than it should: 'bench",
+    ),
+    "a date that breaks the report": (put("steps_first/datetime", [1]), "steps_first.json has other keys"),
+    "a check nobody made": (put("steps_first/checks/compute-sanitizer", 0), "does not make: compute-sanitizer"),
+    "a step of negative time": (put("steps_first/steps/3/seconds", -400), "a step took -400 s"),
+    "a doctor out of time": (put("steps_first/checks/vitfast doctor", 124), "doctor ran out of time: a second run"),
+    "another version's doctor": (put("doctor/machine/vitfast", "0.0.1"), "is of vitfast 0.0.1, the manifest of 0.1.0"),
+    "a peer's time hidden by another operation": (hides("attention"), "timm compile bf16.* is not the name of a case"),
+    "a peer's time hidden by a newer file": (hides("accelerate"), "timm compile bf16. is there twice"),
+    "a device that broke": (hides("train_peers"), "the device broke in a training step of ours"),
+    "few samples by an interval of its own": (put("clocks/interval", 0), "90 samples of 560 s: too few"),
+    "a limit below any": (put(f"{INFO}/error_limit", 0.012), "of at most 1.2e-02 is not what bfloat16 makes"),
     "one time too short": (one_time, "1.0 us are impossible"),
     "half of the FLOPs": (less_work("flops"), "flops is 15260319744, and by its shape 30520639488"),
     "half of the bytes": (less_work("bytes"), "bytes is 154927104, and by its shape 309854208"),
@@ -264,6 +312,7 @@ MEMBERS = {
     "a symbolic link": (more(name="x.json", content=b"", type=b"2", linkname="/etc/passwd"), "not a regular file"),
     "a hard link": (more(name="x.json", content=b"", type=b"1", linkname="train.json"), "not a regular file"),
     "a device": (more(name="x.json", content=b"", type=b"3"), "not a regular file"),
+    "an odd sparse file": (more(name="x.json", pax_headers={"GNU.sparse.map": "0,x"}), "cannot be read as a .tar.gz"),
     "a folder": (more(name="x.json", content=b"", type=b"5"), "not a regular file"),
     "many files": (lambda of: [*of, *(member(f"x{i}.log") for i in range(100))], "more than 100 files"),
     "a bomb": (more(name="x.log", content=bytes(65 * 2**20)), "unpacks to more than 64 MiB"),

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import signal
 import tarfile
+import types
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from vitfast.cli import report_gpu
 SCRIPT = """#!/bin/bash
 cd "$(dirname "$0")/.." && cat pytest.ini > "$2/report.md"
 echo "== train of $VITFAST_COMMIT with ${VITFAST_KERNELS:-the defaults} and ${3:-a GPU}"
-sleep 0.5
+sleep 1.5
 mkdir "$2/made" && echo '{"benchmarks": []}' > "$2/made/train.json" && echo log > "$2/made/train.log"
 tar -czf "$2/results.tar.gz" -C "$2/made" . && rm -r "$2/made"
 exit 1
@@ -76,15 +78,53 @@ def test_any_code_that_is_changed_has_another_hash(package):
         before = after
 
 
-def test_an_interrupt_ends_the_script_and_leaves_nothing_running(package, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_the_script_and_leaves_nothing_running(number, package, tmp_path, capfd, monkeypatch):
     (package / "_bench" / "gpu.sh").write_text('trap "touch \\"$2/ended\\"; exit 130" TERM\nsleep 20 & wait\n')
 
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report_gpu, "sample_clocks", interrupted)
+    before = signal.getsignal(number)
+    monkeypatch.setattr(report_gpu, "sample_clocks", lambda: os.kill(os.getpid(), number))
     code, _, error = run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
     assert code == 130 and "interrupted" in error and os.listdir(tmp_path / "out") in (["ended"], [])
+    assert signal.getsignal(number) in (before, signal.SIG_DFL)
+
+
+def test_what_the_environment_sets_for_other_work_does_not_reach_the_script(package, tmp_path, capfd, monkeypatch):
+    """NVIDIA's containers turn TF32 on, for one; where caches and compilers lie stays."""
+    (package / "_bench" / "gpu.sh").write_text('env > "$2/environment"\n')
+    dropped = (
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE PYTEST_ADDOPTS TORCHDYNAMO_DISABLE TRITON_INTERPRET"
+    )
+    dropped = [*dropped.split(), "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "VITFAST_BATCH_INVARIANT"]
+    kept = ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_PTXAS_PATH", "TORCH_HOME", "VITFAST_CACHE"]
+    for name in (*dropped, *kept):
+        monkeypatch.setenv(name, "1")
+    run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
+    found = {line.partition("=")[0] for line in (tmp_path / "out" / "environment").read_text().splitlines()}
+    assert found.isdisjoint(dropped) and found.issuperset(kept)
+
+
+def test_a_package_that_is_read_only_leaves_nothing_behind(package, tmp_path, capfd):
+    (package / "_bench" / "gpu.sh").write_text('stat -c %a "$(dirname "$0")" > "$2/mode"\n')
+    (package / "_bench").chmod(0o555)
+    run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
+    assert os.listdir(tmp_path / "out") == ["mode"] and (tmp_path / "out" / "mode").read_text() == "755\n"
+
+
+def test_the_clocks_are_those_of_the_gpu_that_torch_uses(package, tmp_path, monkeypatch):
+    """Which is found by its PCI bus: CUDA counts the fastest GPU first, nvidia-smi by the bus."""
+    (tmp_path / "bin" / "nvidia-smi").write_text(
+        '#!/bin/bash\n[[ $2 == 0001:3b:00.0 || $2 == 00000001:3b:00.0 ]] && echo "1, 2, 3, 4, [N/A], 0x0" || exit 6\n'
+    )
+    gpu = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    report_gpu.gpu_addresses.cache_clear()
+    try:
+        sample = report_gpu.sample_clocks()
+    finally:
+        report_gpu.gpu_addresses.cache_clear()
+    assert sample["clocks.sm"] == 1 and sample["utilization.gpu"] is None and sample["reasons"] == 0
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, capfd, monkeypatch):
@@ -101,3 +141,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(report_gpu, "NEEDED", "triton no_such_package")
     code, _, error = run_cli(capfd, "report-gpu", "--output", out)
     assert code == 2 and "needs no_such_package too: pip install" in error and not out.exists()
+    monkeypatch.setattr(report_gpu, "NEEDED", "triton")
+    monkeypatch.setattr(report_gpu, "sample_clocks", lambda: None)
+    code, _, error = run_cli(capfd, "report-gpu", "--output", out)
+    assert code == 2 and "needs an nvidia-smi that tells the clocks" in error and not out.exists()

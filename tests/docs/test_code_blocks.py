@@ -144,9 +144,16 @@ def test_python_runs_where_the_library_that_it_needs_is_installed(needing, tmp_p
         library.teardown()  # its other process writes the file
         [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
         logged = [(row["_step"], name, row[name]) for row in history(file) for name in row if name[0] != "_"]
-        rows = read_metrics(tmp_path / "runs/python")
-        written = [(row["step"], f"{row['split']}/{name}", row[name]) for row in rows for name in [*row][1:]]
-        assert {*logged} == {one for one in written if one[2] is not None and not one[1].endswith("/split")}
+    elif needing.reason == "mlflow":
+        [run] = library.search_runs(output_format="list")
+        metrics = [library.MlflowClient().get_metric_history(run.info.run_id, name) for name in run.data.metrics]
+        logged = [(point.step, point.key, point.value) for points in metrics for point in points]
+    else:
+        return
+    rows = read_metrics(tmp_path / "runs" / needing.reason)
+    written = [(row["step"], f"{row['split']}/{name}", row[name]) for row in rows for name in [*row][1:]]
+    written = [one for one in written if one[2] is not None and not one[1].endswith("/split")]
+    assert len(written) > 0 and sorted(logged) == sorted(written)
 
 
 def test_every_block_compiles_and_finds_what_it_imports():

@@ -1,6 +1,7 @@
 """The examples that README.md lists: each runs at toy size, on generated images."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +66,22 @@ def test_fine_tune(tmp_path, weights, capsys):
     assert not torch.equal(tuned.blocks[0].attn.qkv.weight, ViT.from_pretrained(weights).blocks[0].attn.qkv.weight)
 
 
+def refused(name: str, flags: list[str], capsys) -> str:
+    """What an example says that ends because its input is wrong."""
+    with pytest.raises(SystemExit) as end:
+        load(name).main(flags)
+    return f"{end.value.code} {capsys.readouterr().err}"
+
+
+def test_fine_tune_refuses_classes_that_differ(tmp_path, weights, capsys):
+    """Else the second class of three would be the first of two, and the accuracy would be wrong."""
+    data = coloured(tmp_path / "data")
+    (tmp_path / "data/val/bright").rename(tmp_path / "data/val/pale")
+    flags = [data, "--weights", weights, "--output", str(tmp_path / "tuned")]
+    assert "train/ has the classes ['bright', 'dark'], val/ has ['dark', 'pale']" in refused("fine_tune", flags, capsys)
+    assert "--epochs must be 1 or more, got 0" in refused("fine_tune", [*flags, "--epochs", "0"], capsys)
+
+
 def test_embeddings(tmp_path, weights, capsys):
     data = folder(tmp_path / "data", ("train",))
     (data / "train/a/broken.png").write_bytes(b"no image")
@@ -75,6 +92,13 @@ def test_embeddings(tmp_path, weights, capsys):
     np.testing.assert_allclose(saved["vectors"], truth, atol=1e-5)
     assert len(saved["paths"]) == 8 and len(nearest) == 5 and nearest[0] == query
     assert said.count("left out:") == 1 and "broken.png" in said and "1.0000  " + query in said
+    plain = tmp_path / "vectors"  # without an ending
+    load("embeddings").main([str(data), "--weights", weights, "--output", str(plain)])
+    assert f"in {plain}; nearest to {saved['paths'][0]}:\n1.0000" in capsys.readouterr().out and np.load(plain)
+    for image in saved["paths"]:
+        Path(image).write_bytes(b"no image")
+    said = refused("embeddings", [str(data), "--weights", weights, "--output", str(tmp_path / "none.npz")], capsys)
+    assert f"no image of {data} can be read" in said and not (tmp_path / "none.npz").exists()
 
 
 def test_segmentation_features(tmp_path, capsys, monkeypatch):
@@ -94,4 +118,25 @@ def test_segmentation_features(tmp_path, capsys, monkeypatch):
     assert torch.equal(again[0], images) and torch.equal(again[1], masks)
     make("DINOv3-S/16", depth=2, embed_dim=64, num_heads=2, img_size=32).save_pretrained(tmp_path / "weights")
     flags = ["--data", str(tmp_path), "--weights", str(tmp_path / "weights"), *small, "--steps", "2"]
+    (tmp_path / "images/.DS_Store").write_bytes(b"no image")
     assert 0 <= module.main(flags) <= 1 and "2 images, 3 classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        ((9, 9, 9), "0.png has colours (RGB); a mask has one number for each pixel"),
+        (255, "2 images with classes up to 0"),
+    ],
+    ids=["colours", "black and white"],
+)
+def test_segmentation_features_refuses_masks_that_are_no_numbers_of_classes(pixels, message, tmp_path, capsys):
+    """Masks of 0 and 255 have one class, which any model would find in each pixel that counts."""
+    flags = ["--data", str(tmp_path), "--size", "32"]
+    (tmp_path / "images").mkdir()
+    assert "images has no .jpg or .png" in refused("segmentation_features", flags, capsys)
+    for name, fill in (("images", (1, 2, 3)), ("masks", pixels)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        for i in range(2):
+            Image.new("L" if fill == 255 else "RGB", (32, 32), fill).save(tmp_path / name / f"{i}.png")
+    assert message in refused("segmentation_features", flags, capsys)

@@ -79,6 +79,8 @@ def test_every_setting_says_what_it_means():
     [
         ("git@example.org:people/vitfast.git\n", "https://example.org/people/vitfast"),
         ("https://name:secret@example.org/people/vitfast.git", "https://example.org/people/vitfast"),
+        ("https://name:sec@ret@example.org/people/vitfast.git", "https://example.org/people/vitfast"),
+        ("ssh://git@example.org:2222/people/vitfast.git", "https://example.org/people/vitfast"),
         ("http://example.org/vitfast/", "https://example.org/vitfast"),
         ("/home/people/vitfast", None),
         ("", None),

@@ -74,6 +74,21 @@ def test_a_slow_one_is_named_and_its_seconds_are_not_those_of_training(tmp_path,
     assert seconds[-1] < 0.4  # two calls between these steps
 
 
+def test_an_evaluation_that_it_did_not_get_comes_again_in_the_next_run(tmp_path):
+    """Here the last one, which is after the last checkpoint: nothing else is left to do."""
+    config, rows = digits(tmp_path, **FIELDS | dict(eval_every=6)), []
+
+    def down(row):
+        if row["split"] == "val":
+            raise ConnectionError("no route")
+
+    with pytest.raises(InputError, match="for a val row of step 6"):
+        train(config, on_metrics=down)
+    summary = train(config, on_metrics=rows.append)
+    assert [(row["step"], row["split"], row["accuracy"]) for row in rows] == [(6, "val", summary["accuracy"])]
+    assert [(row["step"], row["split"]) for row in read_metrics(tmp_path)][2:] == [(6, "train"), (6, "val")]
+
+
 @pytest.mark.slow
 def test_it_runs_on_the_first_rank_alone_and_its_error_ends_all(tmp_path):
     said = done(ranks(2, logged_run, str(tmp_path / "a"), False))

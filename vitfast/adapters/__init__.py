@@ -75,7 +75,8 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None, keep: Keep = 
     autocast the stream has the dtype of the weights.
 
     keep: with "least", backward computes the norms' outputs and the input of each MLP's last layer again. With "all"
-    they are kept, which is faster where the memory has room (see ops.attention_block).
+    they are kept, which is faster where the memory has room (see ops.attention_block). Of several calls, the last one
+    decides about both options.
 
     Call it before or after you set up DDP, torch.compile, fully_shard and activation checkpointing. Raises InputError
     if `model` is no module, or for another `keep`.

@@ -2,14 +2,17 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -27,9 +30,13 @@ NEEDED = "triton pytest pytest_benchmark timm transformers torchvision"  # what 
 FORM = "new?template=gpu_results.yml"
 SAMPLED = "clocks.sm clocks.mem temperature.gpu power.draw utilization.gpu".split()
 REASONS = "clocks_event_reasons.active", "clocks_throttle_reasons.active"  # of new drivers and old ones
-KEPT = ("VITFAST_SECONDS", "VITFAST_CACHE")  # of the environment: what changes no kernel, as the user's own table would
-GLANCE = 5  # seconds between samples
-SHOWN = {"utilization.gpu": "% busy", "clocks.sm": "MHz", "temperature.gpu": "C"}  # of every sixth
+# Of the environment, what changes results and is not asked for here: NVIDIA's containers turn TF32 on, for example.
+CHANGING = re.compile(
+    r"VITFAST_(?!SECONDS$|CACHE$)|(PYTEST|PYTORCH|TORCH[A-Z]*|TRITON)_(?!\w*(DIR|PATH|HOME)$)"
+    r"|NVIDIA_TF32_OVERRIDE$|CUDA_LAUNCH_BLOCKING$|CUBLAS"
+)
+GLANCE = 2  # seconds between samples
+SHOWN = {"utilization.gpu": "% busy", "clocks.sm": "MHz", "temperature.gpu": "C"}  # of every tenth
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
 PLAN = """This measures vitfast on {device} and takes at most 10 minutes; nothing leaves this machine:
   1. every operation in bfloat16, float16 and float32, forward and backward, against float64 (about 2 minutes)
@@ -53,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"report-gpu needs {', '.join(absent)} too: {install('bench')}")
     if absent := [name for name in ("bash", "timeout", "tar") if shutil.which(name) is None]:
         raise InputError(f"report-gpu needs the program {absent[0]}")
+    if not args.rehearse and sample_clocks() is None:
+        needed = "an nvidia-smi that tells the clocks and what holds them back, which results are not taken without"
+        raise InputError(f"report-gpu needs {needed}: see `nvidia-smi -q -d PERFORMANCE`")
     output = Path(args.output).resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"--output {args.output} is there already and is not an empty folder; give another one")
@@ -153,6 +163,7 @@ def _tree(output: Path) -> Path:
         return bench.parent
     tree = output / "tree"
     shutil.copytree(bench, tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "bench").chmod(0o755)  # the package's may be read-only
     (tree / "pytest.ini").write_text(PYTEST)
     return tree
 
@@ -178,43 +189,63 @@ def _git(*command: str) -> str:
 def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> tuple[int, list[dict]]:
     """Runs bench/gpu.sh first and samples the clocks meanwhile; its exit code, and the samples."""
     command = ["bash", str(root / "bench" / "gpu.sh"), "first", str(output), *["--rehearse"] * rehearse]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VITFAST_") or k in KEPT}
+    environment = {k: v for k, v in os.environ.items() if not CHANGING.match(k)}
     environment |= dict(PYTHON=sys.executable, VITFAST_COMMIT=commit, VITFAST_TILES=os.devnull)
     samples, start = [], time.monotonic()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     process = subprocess.Popen(command, env=environment)
     try:
         while process.poll() is None:
             if sample := sample_clocks():
                 samples.append(dict(seconds=round(time.monotonic() - start, 1), **sample))
-                if len(samples) % 6 == 0:
+                if len(samples) % 10 == 0:
                     at = ", ".join(
                         f"{sample[key]:.0f} {unit}" for key, unit in SHOWN.items() if sample[key] is not None
                     )
                     print(f"   {samples[-1]['seconds']:.0f} s: the GPU is {at}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GLANCE)
-    except BaseException:  # such as Ctrl-C, which the script has got too
+    except BaseException:  # such as Ctrl-C, which the script has got too, or a lost connection, which it has not
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return process.returncode, samples
 
 
 def sample_clocks() -> dict | None:
     """One reading of nvidia-smi: a number or None by each name in SAMPLED, and the bits of `reasons`."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    for reasons in REASONS:
+    for gpu, reasons in itertools.product(gpu_addresses(), REASONS):
         fields = ",".join((*SAMPLED, reasons))
-        query = ["nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
-            read = subprocess.run(query, capture_output=True, text=True, timeout=10)
+            read = subprocess.run(query, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return None
         words = read.stdout.strip().split(", ")
         if read.returncode == 0 and len(words) == len(SAMPLED) + 1 and words[-1].startswith("0x"):
             return dict(zip(SAMPLED, map(_number, words))) | dict(reasons=int(words[-1], 16))
     return None
+
+
+@functools.cache
+def gpu_addresses() -> tuple[str, ...]:
+    """The PCI address and the number of the GPU that torch uses, for `nvidia-smi -i`."""
+    import torch
+
+    number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    if not torch.cuda.is_available():
+        return (number,)
+    gpu = torch.cuda.get_device_properties(0)
+    found = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]  # of newer torches
+    return (number,) if None in found else ("{:08x}:{:02x}:{:02x}.0".format(*found), number)
 
 
 def _number(word: str) -> float | None:

@@ -105,7 +105,7 @@ class OnMetrics:
 
 
 class Metrics:
-    """Appends records to metrics.csv and TensorBoard, and hands them to `on_metrics`.
+    """Hands records to `on_metrics`, and appends them to metrics.csv and TensorBoard.
 
     A resumed run drops the records after the step that it resumes from. Lines that are no records are left out, and a
     copy of the file as it was is kept under another name.
@@ -135,12 +135,12 @@ class Metrics:
 
     def write(self, **record) -> None:
         """Writes one record; the columns that it lacks stay empty. Raises InputError by `on_metrics`."""
+        if self.on_metrics:  # first: a resumed run repeats an evaluation that metrics.csv lacks, and no other one
+            self.on_metrics({name: record[name] for name in COLUMNS if record.get(name) is not None})
         self.file.write(self._line(record))
         self.file.flush()
         values = {f"{record['split']}/{k}": record[k] for k in COLUMNS[3:] if record.get(k) is not None}
         self.board.write(record["step"], values)
-        if self.on_metrics:
-            self.on_metrics({name: record[name] for name in COLUMNS if record.get(name) is not None})
 
     def close(self) -> None:
         for file in (self.file, self.board):
