@@ -82,11 +82,16 @@ def test_any_code_that_is_changed_has_another_hash(package):
 def test_an_interrupt_ends_the_script_and_leaves_nothing_running(number, package, tmp_path, capfd, monkeypatch):
     (package / "_bench" / "gpu.sh").write_text('trap "touch \\"$2/ended\\"; exit 130" TERM\nsleep 20 & wait\n')
 
-    before = signal.getsignal(number)
-    monkeypatch.setattr(report_gpu, "sample_clocks", lambda: os.kill(os.getpid(), number))
-    code, _, error = run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
-    assert code == 130 and "interrupted" in error and os.listdir(tmp_path / "out") in (["ended"], [])
-    assert signal.getsignal(number) in (before, signal.SIG_DFL)
+    # As in a fresh process: an interrupt of another test leaves SIG_DFL, and nohup SIG_IGN.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = signal.getsignal(number)
+        monkeypatch.setattr(report_gpu, "sample_clocks", lambda: os.kill(os.getpid(), number))
+        code, _, error = run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
+        assert code == 130 and "interrupted" in error and os.listdir(tmp_path / "out") in (["ended"], [])
+        assert signal.getsignal(number) in (before, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def test_what_the_environment_sets_for_other_work_does_not_reach_the_script(package, tmp_path, capfd, monkeypatch):
