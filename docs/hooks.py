@@ -32,9 +32,14 @@ def help_of(*argv: str) -> str:
     return text.getvalue()
 
 
+def names_in(text: str) -> list[str]:
+    """The commands that a help lists."""
+    return re.findall(r"^ {4}([a-z][a-z-]*)", text, flags=re.MULTILINE)
+
+
 def commands() -> list[str]:
     """The names of the commands, in the order of `vitfast --help`."""
-    return re.findall(r"^ {4}([a-z][a-z-]*)", help_of(), flags=re.MULTILINE)
+    return names_in(help_of())
 
 
 OPTION = re.compile(r"^  (\S.*?)(?:\n {9,}| {2,})(\S.*)$", re.MULTILINE)  # the meaning may begin in the next line
@@ -55,7 +60,7 @@ def command_as_markdown(name: str) -> str:
 
 def actions(command: str) -> list[str]:
     """The command, and the commands within it: "kernels", "kernels pack", ..."""
-    return [command, *(f"{command} {name}" for name in re.findall(r"^ {4}([a-z][a-z-]*)", help_of(command), re.MULTILINE))]
+    return [command, *(f"{command} {name}" for name in names_in(help_of(command)))]
 
 
 def commands_as_markdown() -> str:
