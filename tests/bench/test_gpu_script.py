@@ -285,4 +285,4 @@ def test_a_rehearsal_runs_every_case(stage, name):
         wanted |= dict(attention_separate=15)
         assert {n: len(content["benchmarks"]) for n, content in found.items()} == wanted
         assert not any(content["failed"] for content in found.values())
-        assert "rehearsed B/16 224 B256" in stage.files["report.md"]
+        assert "rehearsed B/16 224 B256" in (stage.out / "report.md").read_text()
