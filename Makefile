@@ -10,7 +10,7 @@ SMS ?= 80 or 89 or 90
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow oldest long gpu planted tritons bench codegen docs build lint clean
+.PHONY: help demo test slow oldest long gpu planted tritons loggers bench codegen docs build lint clean
 help:  ## say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -57,6 +57,12 @@ tritons: $(READY)  ## compile the kernels with earlier versions of Triton
 	    PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/tools/machine_code \
 	        -k "hazards or compiles_well_for and ($(SMS))" || exit 1; \
 	done
+
+# MLflow lies apart: its packages would replace others of the environment by older ones
+loggers: $(READY)  ## run the pages of W&B, MLflow and Lightning
+	test -d $(VENV)/mlflow || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	    --target $(VENV)/mlflow mlflow
+	PYTHONPATH=$(CURDIR)/$(VENV)/mlflow $(BIN)/python -m pytest -q -rs tests/docs/test_code_blocks.py -k library_that_it_needs
 
 bench: $(READY)  ## run the benchmarks: real shapes on a GPU, small ones on a CPU
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \

@@ -65,9 +65,6 @@ _DGATED = (
     _PRODUCT[-1],
 )
 _CUBLAS = (Rule(config(provider="cublas")),)
-# Few rows and long sums, as fc2 of one image: few programs, each with 24 rounds and more, where cuBLAS splits the sum.
-# One image through B/16 took 0.85 ms on an H200 (timm's 0.59); fc2 by cuBLAS is not timed yet.
-_LONG_SUMS = (Rule(config(provider="cublas"), sm=(90,), bits="16", shape="1[5-9]??x*f [2-9]???x*f 1????x*f"),)
 
 
 def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -94,7 +91,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _CUBLAS,
     "input_grad": _CUBLAS,
     "linear_gelu_fwd": _GELU + _PRODUCT,
-    "linear_residual_fwd": _NARROW + _MANY_ROWS + _LONG_SUMS + _PRODUCT,
+    "linear_residual_fwd": _NARROW + _MANY_ROWS + _PRODUCT,
     # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),

@@ -159,11 +159,6 @@ def test_few_rows_take_smaller_blocks():
         with tiles.using(sm=90), tiles.using() as used:
             record(lambda: mlp.linear_gelu(weight.new_empty(count, 768), weight, None, "gelu", False))  # noqa: B023
         assert [config.provider for config in used.values()] == [provider]
-    for count, k, provider in ((197, 3072, "cublas"), (197, 768, "triton"), (8192, 3072, "persistent")):
-        x, second, residual = (weight.new_empty(*size) for size in ((count, k), (768, k), (count, 768)))
-        with tiles.using(sm=90), tiles.using() as used:
-            record(lambda: linear.linear_residual(x, second, None, residual, None, None, 1))  # noqa: B023
-        assert [config.provider for config in used.values()] == [provider], (count, k)
 
 
 def test_a_gate_that_descriptors_cannot_take_goes_by_pointers():

@@ -125,7 +125,7 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
 
 
 def test_what_is_forced_must_exist():
-    says = "linear_residual_fwd has no provider 'nonsense', only persistent, cublas, triton, cublaslt, tma$"
+    says = "linear_residual_fwd has no provider 'nonsense', only persistent, triton, cublas, cublaslt, tma$"
     with pytest.raises(ValueError, match=says):
         tiles.using("linear_residual_fwd", config(provider="nonsense")).__enter__()
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
