@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InputError, TrainingError, install
-from ..run.files import write_atomically
+from ..run.files import write_tar
 from ..version import __version__
 
 SCHEMA = 1
@@ -121,20 +120,8 @@ def pack(results: Path, archive: Path, manifest: dict, more: Mapping[str, bytes]
         files = {Path(member.name).name: tar.extractfile(member).read() for member in tar if member.isfile()}
     files |= more
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    write_archive(archive, files | {"manifest.json": json.dumps(manifest | dict(files=hashes), indent=1).encode()})
-
-
-def write_archive(archive: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files by name as .tar.gz, whole or not at all."""
-
-    def write(path: Path) -> None:
-        with tarfile.open(path, "w:gz") as tar:
-            for name, content in files.items():
-                member = tarfile.TarInfo(name)
-                member.size, member.mtime = len(content), int(time.time())
-                tar.addfile(member, io.BytesIO(content))
-
-    write_atomically(archive, write)
+    text = json.dumps(manifest | dict(files=hashes), indent=1)
+    write_tar(archive, files | {"manifest.json": text.encode()}, "gz")
 
 
 def _device() -> str:

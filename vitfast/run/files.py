@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,6 +73,22 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Replaces a file by `text`, atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def write_tar(path: str | Path, files: Mapping[str, bytes], compression: str) -> None:
+    """Writes files by name, in this order, as a .tar compressed by "gz" or "xz", atomically.
+
+    It holds no user, time or permission of this machine: others can read what root unpacks.
+    """
+
+    def write(temporary: Path) -> None:
+        with tarfile.open(temporary, f"w:{compression}") as tar:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+    write_atomically(path, write)
 
 
 def as_csv(columns: Iterable[str], rows: Iterable[Mapping]) -> str:

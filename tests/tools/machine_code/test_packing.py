@@ -14,6 +14,7 @@ import torch
 from commands import run_cli
 
 from vitfast.kernels import archives, launch
+from vitfast.run.files import write_tar
 from vitfast.tools.machine_code import packing
 
 ROOT = Path(__file__).parents[3]
@@ -152,9 +153,7 @@ def test_pack_writes_what_others_can_read_and_checks_first_that_it_can_write(tmp
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         packing.write_archive(tmp_path / "file" / "a.tar.xz", 90, [], [])
-    (kernel := tmp_path / "cache" / "K" / "k.cubin").parent.mkdir(parents=True)
-    kernel.touch(0o600)
-    packing._write(tmp_path / "a.tar.xz", tmp_path / "cache", {})
+    write_tar(tmp_path / "a.tar.xz", {"K/k.cubin": b"code"}, "xz")
     with tarfile.open(tmp_path / "a.tar.xz") as tar:
         assert {(file.mode, file.uid, file.uname, file.mtime) for file in tar} == {(0o644, 0, "", 0)}
 

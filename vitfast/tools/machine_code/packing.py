@@ -1,9 +1,7 @@
 """Compiles kernels ahead of a run, without a GPU, into an archive (vitfast/kernels/archives.py)."""
 
-import io
 import json
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import as_completed
@@ -14,7 +12,7 @@ from ...kernels import archives
 from ...kernels.configs import tiles
 from ...kernels.launch import Launch
 from ...model.presets import preset
-from ...run.files import write_atomically
+from ...run.files import write_tar
 from ...version import __version__
 from .compiler import Compiler
 from .model_launches import launching_on_meta, model_launches
@@ -44,19 +42,10 @@ def write_archive(archive: Path, sm: int, found: Iterable[Launch], models: list[
             compiler.close()
             print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)
         facts = archives.made_with(sm) | dict(vitfast=__version__, models=models, count=len(futures))
-        write_atomically(archive, lambda path: _write(path, Path(folder), facts))
+        kept = [file for file in sorted(Path(folder).rglob("*")) if file.suffix in NEEDED]
+        files = {str(file.relative_to(folder)): file.read_bytes() for file in kept}
+        write_tar(archive, {archives.MANIFEST: json.dumps(facts, indent=1).encode()} | files, "xz")
     return len(futures)
-
-
-def _write(path: Path, folder: Path, facts: dict) -> None:
-    """Writes no user, time or permission of this machine: others must be able to read what root installs."""
-    files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.suffix in NEEDED}
-    with tarfile.open(path, "w:xz") as tar:
-        for name in (archives.MANIFEST, *files):
-            content = files[name].read_bytes() if name in files else json.dumps(facts, indent=1).encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
 
 
 def pack_models(archive: Path, gpu: str, models: list[str], processes: int = 0) -> int:
