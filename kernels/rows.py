@@ -31,26 +31,36 @@ def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside.
+    """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside; None where ptr is None.
 
     Stride 0 gives a vector (D,) to every row: in this layout each warp loads what it needs by itself, where a
     (1, BLOCK_D) load would be exchanged through shared memory.
     """
-    # This shows the compiler that ALIGN = 8 divides strides such as 1000; tl.multiple_of crashes it where BLOCK_M is 1.
-    start = ptr + rows.to(tl.int64) * (stride // ALIGN * ALIGN)
-    chunks = ()
-    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
-        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        chunks = chunks + (tl.load(start + offs_d, mask=row_mask(rows, M, i, D, BLOCK_D), other=0.0),)
+    if ptr is None:
+        chunks = None
+    else:
+        # This shows the compiler that ALIGN = 8 divides strides such as 1000; tl.multiple_of crashes it for BLOCK_M 1.
+        start = ptr + rows.to(tl.int64) * (stride // ALIGN * ALIGN)
+        chunks = ()
+        for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+            offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            chunks = chunks + (tl.load(start + offs_d, mask=row_mask(rows, M, i, D, BLOCK_D), other=0.0),)
     return chunks
 
 
 @triton.jit
+def times_chunk(x, chunks, i: tl.constexpr):
+    """x * chunks[i] in fp32, or x where chunks is None."""
+    return x if chunks is None else x * chunks[i].to(tl.float32)
+
+
+@triton.jit
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes chunk i of rows of a contiguous (M, D) matrix."""
-    offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    mask = row_mask(rows, M, i, D, BLOCK_D)
-    tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=mask)
+    """Writes chunk i of rows of a contiguous (M, D) matrix, if ptr is not None."""
+    if ptr is not None:
+        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        mask = row_mask(rows, M, i, D, BLOCK_D)
+        tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from ..rows import (
     row_programs,
     row_stride,
     store_chunk,
+    times_chunk,
 )
 
 
@@ -43,10 +44,14 @@ def _zeros(CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _add(total, chunks, CHUNKS: tl.constexpr):
-    result = ()
-    for i in tl.static_range(CHUNKS):
-        result = result + (total[i] + chunks[i].to(tl.float32),)
+def _add(ws_ptr, total, chunks, CHUNKS: tl.constexpr):
+    """total + chunks, for sums that are written to ws_ptr; total where it is None."""
+    if ws_ptr is None:
+        result = total
+    else:
+        result = ()
+        for i in tl.static_range(CHUNKS):
+            result = result + (total[i] + chunks[i].to(tl.float32),)
     return result
 
 
@@ -59,9 +64,10 @@ def _standardised(z, mean, rstd):
 @triton.jit
 def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes this program's row of the workspace: chunks (BLOCK_M, BLOCK_D) summed over their rows."""
-    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
-        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
-        tl.store(ws_ptr + tl.program_id(0) * D + offs_d, tl.sum(total[i], 0), mask=offs_d < D)
+    if ws_ptr is not None:
+        for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+            offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+            tl.store(ws_ptr + tl.program_id(0) * D + offs_d, tl.sum(total[i], 0), mask=offs_d < D)
 
 
 @triton.jit(do_not_specialize=["M", "rows_per_sample"])
@@ -94,21 +100,16 @@ def layer_norm_bwd_kernel(
     dls = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
     dz_sum = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
     block_rows = tl.arange(0, BLOCK_M)[:, None]
-    if w_ptr is not None:
-        w = load_rows(w_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
-    if y_ptr is not None and b_ptr is not None:
-        b = load_rows(b_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
-    if ls_ptr is not None:
-        ls = load_rows(ls_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+    w = load_rows(w_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+    b = load_rows(b_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+    ls = load_rows(ls_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
 
     for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = start + block_rows
         dy = load_rows(dy_ptr, rows, M, strides[0], D, ALIGN, BLOCK_D)
         z = load_rows(z_ptr, rows, M, strides[1], D, ALIGN, BLOCK_D)
-        if dz_ptr is not None:
-            dz = load_rows(dz_ptr, rows, M, strides[2], D, ALIGN, BLOCK_D)
-        if branch_ptr is not None:
-            branch = load_rows(branch_ptr, rows, M, strides[3], D, ALIGN, BLOCK_D)
+        dz = load_rows(dz_ptr, rows, M, strides[2], D, ALIGN, BLOCK_D)
+        branch = load_rows(branch_ptr, rows, M, strides[3], D, ALIGN, BLOCK_D)
         if dp_ptr is not None:
             dp = row_factor(dp_ptr, rows, M, rows_per_sample)
         mean = None if mean_ptr is None else tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
@@ -122,22 +123,16 @@ def layer_norm_bwd_kernel(
             g = dy[i].to(tl.float32)
             xhat = _standardised(z[i], mean, rstd)
             dw_more = dw_more + (g * xhat,)
-            y = xhat
-            if w_ptr is not None:
-                g *= w[i].to(tl.float32)
-                y *= w[i].to(tl.float32)
+            g = times_chunk(g, w, i)
+            y = times_chunk(xhat, w, i)
             g_total += g
             gx_total += g * xhat
-            if y_ptr is not None:
-                if b_ptr is not None:
-                    y += b[i].to(tl.float32)
-                store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
-        if dw_ptr is not None:
-            dw = _add(dw, dw_more, CHUNKS)
-        if db_ptr is not None:
-            db = _add(db, dy, CHUNKS)
-        if sum_ptr is not None:
-            dz_sum = _add(dz_sum, dz, CHUNKS)
+            if b_ptr is not None:
+                y += b[i].to(tl.float32)
+            store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
+        dw = _add(dw_ptr, dw, dw_more, CHUNKS)
+        db = _add(db_ptr, db, dy, CHUNKS)
+        dz_sum = _add(sum_ptr, dz_sum, dz, CHUNKS)
 
         if DRES:
             if mean_ptr is not None:
@@ -145,34 +140,22 @@ def layer_norm_bwd_kernel(
             gx_mean = tl.sum(gx_total, 1, keep_dims=True) / D
             dls_more = ()
             for i in tl.static_range(CHUNKS):
-                g = dy[i].to(tl.float32)
-                if w_ptr is not None:
-                    g *= w[i].to(tl.float32)
+                g = times_chunk(dy[i].to(tl.float32), w, i)
                 xhat = _standardised(z[i], mean, rstd)
                 dres = (g - g_mean - xhat * gx_mean) * rstd if mean_ptr is not None else (g - xhat * gx_mean) * rstd
                 if dz_ptr is not None:
                     dres += dz[i].to(tl.float32)
-                if dres_ptr is not None:
-                    store_chunk(dres_ptr, dres, rows, M, i, D, BLOCK_D)
+                store_chunk(dres_ptr, dres, rows, M, i, D, BLOCK_D)
                 if dp_ptr is not None:
                     dres *= dp
-                if branch_ptr is not None:
-                    dls_more = dls_more + (dres * branch[i].to(tl.float32),)
-                if dx_ptr is not None:
-                    if ls_ptr is not None:
-                        dres *= ls[i].to(tl.float32)
-                    store_chunk(dx_ptr, dres, rows, M, i, D, BLOCK_D)
-            if dls_ptr is not None:
-                dls = _add(dls, dls_more, CHUNKS)
+                dls_more = dls_more + (times_chunk(dres, branch, i),)
+                store_chunk(dx_ptr, times_chunk(dres, ls, i), rows, M, i, D, BLOCK_D)
+            dls = _add(dls_ptr, dls, dls_more, CHUNKS)
 
-    if dw_ptr is not None:
-        _store_sums(dw_ptr, dw, D, BLOCK_D)
-    if db_ptr is not None:
-        _store_sums(db_ptr, db, D, BLOCK_D)
-    if dls_ptr is not None:
-        _store_sums(dls_ptr, dls, D, BLOCK_D)
-    if sum_ptr is not None:
-        _store_sums(sum_ptr, dz_sum, D, BLOCK_D)
+    _store_sums(dw_ptr, dw, D, BLOCK_D)
+    _store_sums(db_ptr, db, D, BLOCK_D)
+    _store_sums(dls_ptr, dls, D, BLOCK_D)
+    _store_sums(sum_ptr, dz_sum, D, BLOCK_D)
 
 
 class Grads(NamedTuple):

@@ -25,6 +25,7 @@ from ..rows import (
     row_mask,
     row_stride,
     store_chunk,
+    times_chunk,
 )
 from .backward import Grads, layer_norm_bwd
 
@@ -58,24 +59,19 @@ def layer_norm_fwd_kernel(
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     x = load_rows(x_ptr, rows, M, stride_x, D, ALIGN, BLOCK_D)
-    if res_ptr is not None:
-        res = load_rows(res_ptr, rows, M, stride_res, D, ALIGN, BLOCK_D)
-    if ls_ptr is not None:
-        ls = load_rows(ls_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+    res = load_rows(res_ptr, rows, M, stride_res, D, ALIGN, BLOCK_D)
+    ls = load_rows(ls_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
     if dp_ptr is not None:
         dp = row_factor(dp_ptr, rows, M, rows_per_sample)
-    if w_ptr is not None:
-        w = load_rows(w_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
-    if b_ptr is not None:
-        b = load_rows(b_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+    w = load_rows(w_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+    b = load_rows(b_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
 
     z = ()
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for i in tl.static_range(CHUNKS):
         value = x[i].to(tl.float32)
         if res_ptr is not None:
-            if ls_ptr is not None:
-                value *= ls[i].to(tl.float32)
+            value = times_chunk(value, ls, i)
             if dp_ptr is not None:
                 value *= dp
             # Normalise what is stored: backward reads the rounded z.
@@ -97,9 +93,7 @@ def layer_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / D + eps)
 
     for i in tl.static_range(CHUNKS):
-        y = z[i] * rstd
-        if w_ptr is not None:
-            y *= w[i].to(tl.float32)
+        y = times_chunk(z[i] * rstd, w, i)
         if b_ptr is not None:
             y += b[i].to(tl.float32)
         store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
