@@ -31,7 +31,7 @@ def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside; None where ptr is None.
+    """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside; None for None.
 
     Stride 0 gives a vector (D,) to every row: in this layout each warp loads what it needs by itself, where a
     (1, BLOCK_D) load would be exchanged through shared memory.
