@@ -1,4 +1,7 @@
-"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
+"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast.
+
+Puts functions of ours before PyTorch's own kernels, where an operation of PyTorch is to run by ours.
+"""
 
 import contextlib
 import functools
@@ -11,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from ..errors import InputError
 from ..kernels import launch
@@ -146,27 +150,57 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     return False
 
 
-def kernels_cover(x: Tensor, unsupported: str | None) -> bool:
-    """Whether a kernel can run on x and the mode allows it; neither warns nor raises."""
-    mode = current_mode()
-    if mode == "off" or (mode == "auto" and x.device.type != "cuda"):
-        return False
-    return _unsupported_reason(x, unsupported) is None
+def reason_for_plain(weight: Tensor, unsupported: str | None = None) -> str | None:
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels.
 
-
-def reason_for_plain(weight: Tensor) -> str | None:
-    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
+    unsupported: as in kernels_wanted. This neither warns nor raises.
+    """
     mode = current_mode()
     if mode == "off":
         return "use_kernels('off')"
     if mode == "auto" and weight.device.type != "cuda":
         return f"the weights are on {weight.device.type}"
-    return _unsupported_reason(weight, None)
+    return _unsupported_reason(weight, unsupported)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether backward may need a gradient of one of these, so that forward must keep tensors for it."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class Call:
+    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
+
+    def __init__(self, name: str, theirs, keys, given: dict):
+        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
+
+    def __getitem__(self, name: str):
+        return self.given[name]
+
+    def run(self, /, **changed):
+        return self.theirs.call_boxed(self.keys, **(self.given | changed))
+
+
+def put_before(library: Library, name: str, key: str, when: Callable[[], bool], ours: Callable[[Call], Any]) -> None:
+    """Registers ours(call) for aten::name and a dispatch key; PyTorch's kernel runs unless when().
+
+    Nothing is registered in a PyTorch that has no kernel for the key, as one without CUDA.
+    """
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    try:  # what PyTorch composes of other operations is the same on every device
+        theirs = torch.library.get_kernel(operation, "CPU" if key == "CompositeImplicitAutograd" else key)
+    except RuntimeError:
+        return
+    names = [argument.name for argument in operation._schema.arguments]
+    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
+
+    def run(keys, *args, **kwargs):
+        if not when():
+            return theirs.call_boxed(keys, *args, **kwargs)
+        return ours(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
+
+    library.impl(name, run, key, with_keyset=True)
 
 
 # Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..kernels.launch import batch_invariant, cdiv
-from ._dispatch import NO_TRITON, _unsupported_reason
+from ._dispatch import NO_TRITON, Call, _unsupported_reason, put_before
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import linear
@@ -29,19 +29,6 @@ ALIGNMENT = 64  # bytes, at a multiple of which a row begins: elsewhere MKL sums
 CHUNK = 1 << 14  # elements; PyTorch divides 2^15 and more among threads
 VECTORS = 128  # elements, whole vectors of every CPU and dtype
 FUSED = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"  # PyTorch's attentions
-
-
-class Call:
-    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
-
-    def __init__(self, name: str, theirs, keys, given: dict):
-        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
-
-    def __getitem__(self, name: str):
-        return self.given[name]
-
-    def run(self, /, **changed):
-        return self.theirs.call_boxed(self.keys, **(self.given | changed))
 
 
 # Products
@@ -330,20 +317,6 @@ COMPOSED = {"linear": contiguous("input"), "matmul": contiguous("self", "other")
 ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_Scalar"
 
 
-def _either(name: str, operation, algorithm, theirs):
-    """The function that runs the algorithm in threads in the mode, and PyTorch's kernel in others."""
-    arguments = operation._schema.arguments
-    names = [argument.name for argument in arguments]
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-
-    def run(keys, *args, **kwargs):
-        if not batch_invariant():
-            return theirs.call_boxed(keys, *args, **kwargs)
-        return algorithm(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
-
-    return run
-
-
 _library: Library | None = None
 _stance = None  # of torch.compile; it restores the one before
 
@@ -357,13 +330,7 @@ def install() -> None:
     on_cpu = ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)
     for key, found in {"CPU": on_cpu, "CUDA": ALGORITHMS, "CompositeImplicitAutograd": COMPOSED}.items():
         for name, algorithm in found.items():
-            packet, _, overload = name.partition(".")
-            operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            try:
-                theirs = torch.library.get_kernel(operation, "CPU" if found is COMPOSED else key)
-            except RuntimeError:  # this PyTorch has none for the device
-                continue
-            _library.impl(name, _either(name, operation, algorithm, theirs), key, with_keyset=True)
+            put_before(_library, name, key, batch_invariant, algorithm)
     _stance = torch.compiler.set_stance("force_eager")
 
 

@@ -216,21 +216,17 @@ def attention(q, k, v, *, scale=None, bias=None, key_lengths=None, offsets=None,
 
 
 @_upcastable
-def attention_logits(q, k, *, offsets=None, longest=None, key_lengths=None, **options):
+def attention_logits(q, k, *, scale=None, bias=None, key_lengths=None, offsets=None, longest=None, rope=None, **turned):
     """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
 
     Keys that do not count have -inf. Options are as in `attention`; packed (tokens, H, Dh) give (H, tokens, tokens).
     """
-    if offsets is None:
-        return _logits(q, k, key_lengths=key_lengths, **options)
-    owner = owners(offsets, len(q))
-    return _logits(q[None], k[None], **options)[0].masked_fill(owner != owner[:, None], float("-inf"))
-
-
-def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
-    """attention_logits of q and k (B, N, H, Dh), not packed."""
+    if offsets is not None:
+        owner = owners(offsets, len(q))
+        whole = attention_logits(q[None], k[None], scale=scale, rope=rope, **turned)[0]
+        return whole.masked_fill(owner != owner[:, None], float("-inf"))
     if rope is not None:
-        q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
+        q, k = (rotate(x, *rope, **turned) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = ((q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)).to(torch.promote_types(q.dtype, torch.float32))
     mask = _mask(q, bias, key_lengths)

@@ -6,14 +6,13 @@ What forward keeps for backward is the same in all of them, so that either may f
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from ._dispatch import NO_TRITON, kernels_cover
+from ._dispatch import NO_TRITON, Call, current_mode, put_before, reason_for_plain
 from .attention import unsupported_reason
 
 if NO_TRITON is None:
@@ -45,28 +44,14 @@ def activate(key: str = "CUDA") -> _Handle:
     """
     library = Library("aten", "IMPL")
     for name in FUSED:
-        for suffix, ours in (("", _forward), ("_backward", _backward)):
-            operation = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{suffix}").default
-            try:
-                theirs = torch.library.get_kernel(operation, key)
-            except RuntimeError:
-                continue
-            library.impl(operation, _either(name, operation, ours, theirs), key, with_keyset=True)
+        for suffix, direction, ours in (("", "attention_fwd", _forward), ("_backward", "attention_bwd", _backward)):
+
+            def where_covered(call: Call, name=name, direction=direction, ours=ours):
+                return ours(name, call.given) if _covers(call.given, direction) else call.run()
+
+            operation = f"_scaled_dot_product_{name}_attention{suffix}"
+            put_before(library, operation, key, lambda: current_mode() != "off", where_covered)
     return _Handle(library)
-
-
-def _either(name: str, operation, ours: Callable, theirs) -> Callable:
-    """The function that runs ours where that covers the call, PyTorch's kernel elsewhere."""
-    names = [argument.name for argument in operation._schema.arguments]
-    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
-
-    def run(keys, *args, **kwargs):
-        given = defaults | dict(zip(names, args)) | kwargs
-        if _covers(given, "attention_fwd" if ours is _forward else "attention_bwd"):
-            return ours(name, given)
-        return theirs.call_boxed(keys, *args, **kwargs)
-
-    return run
 
 
 def _covers(given: dict, direction: str) -> bool:
@@ -77,8 +62,9 @@ def _covers(given: dict, direction: str) -> bool:
         return False
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return False
-    covered = kernels_cover(q, unsupported_reason(q.shape[-1], _scale(given)))
-    return covered and not kernels.is_of_pytorch(direction, q.transpose(1, 2))
+    if reason_for_plain(q, unsupported_reason(q.shape[-1], _scale(given))) is not None:
+        return False
+    return not kernels.is_of_pytorch(direction, q.transpose(1, 2))
 
 
 @functools.cache
