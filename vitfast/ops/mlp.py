@@ -118,38 +118,30 @@ def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
     return act if saved.up is None else act.mul_(saved.up)
 
 
-class HiddenGradients(NamedTuple):
-    """Gradients of the layers' outputs and of vectors, and the last layer's input; None if not wanted."""
-
-    pre: Tensor | None = None  # (M, F)
-    up: Tensor | None = None  # (M, F)
-    inner: Tensor | None = None  # (M, F), the last layer's input
-    in_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    inner_norm_weight: Tensor | None = None
-    inner_norm_bias: Tensor | None = None
+Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
 
 
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
-) -> HiddenGradients:
-    """HiddenGradients from g (M, D'), the gradient of the last layer's output; out_weight (D', F).
+) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None]]:
+    """((dpre, dup), the last layer's input (M, F), gradients of Hidden's vectors by name); None if not wanted.
 
-    Without a last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the
-    gradient of the hidden layers' input is needed. want_inner: whether the last layer's input is.
+    g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last layer out_weight is None, and
+    g (M, F) is the gradient of what it would read. below: whether the gradient of the hidden layers' input is needed.
+    want_inner: whether the last layer's input is.
     """
-    want_sums = needs.in_bias or needs.up_bias
-    if out_weight is None:
-        dpre, _, dbias = gelu_bwd(g, saved.pre, t.activation, want_sums)
-        return HiddenGradients(dpre, in_bias=dbias)
+    want_sums, dtype = needs.in_bias or needs.up_bias, t.in_weight.dtype
     if t.up_weight is None:
-        dpre, inner, dbias = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
-        return HiddenGradients(dpre, None, inner if want_inner else None, dbias)
+        if out_weight is None:
+            dpre, inner, dbias = gelu_bwd(g, saved.pre, t.activation, want_sums)
+        else:
+            dpre, inner, dbias = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
+        return (dpre, None), inner if want_inner else None, dict(in_bias=as_dtype(dbias, dtype))
     if t.inner_norm_weight is None:
         dup, dpre, inner, up_bias, in_bias = dgated_matmul(
             g, out_weight, saved.up, saved.pre, t.activation, want_sums, want_inner
         )
-        return HiddenGradients(dpre, dup, inner, in_bias, up_bias)
+        return (dpre, dup), inner, dict(in_bias=as_dtype(in_bias, dtype), up_bias=as_dtype(up_bias, dtype))
     want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
     want_norm = needs.inner_norm_weight or needs.inner_norm_bias
     inner = layer_norm_bwd(
@@ -166,25 +158,23 @@ def hidden_bwd(
     dup = dpre = up_bias = in_bias = None
     if want_layers:
         dup, dpre, _, up_bias, in_bias = gated_bwd(inner.dres, saved.up, saved.pre, t.activation, want_sums)
-    return HiddenGradients(dpre, dup, inner.y, in_bias, up_bias, inner.dweight, inner.dbias)
+    biases = dict(in_bias=as_dtype(in_bias, dtype), up_bias=as_dtype(up_bias, dtype))
+    return (dpre, dup), inner.y, dict(biases, inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
 
 
-def hidden_input_grad(found: HiddenGradients, t: Hidden) -> Tensor:
+def hidden_input_grad(slopes: Slopes, t: Hidden) -> Tensor:
     """dx (M, D): one product; for a gated MLP, a second one is added onto it."""
-    dx = None if found.up is None else input_grad(found.up, as_matrix(t.up_weight))
-    return input_grad(found.pre, as_matrix(t.in_weight), dx)
+    dpre, dup = slopes
+    dx = None if dup is None else input_grad(dup, as_matrix(t.up_weight))
+    return input_grad(dpre, as_matrix(t.in_weight), dx)
 
 
-def hidden_gradients(found: HiddenGradients, x: Tensor | None, t: Hidden, needs: Hidden) -> dict[str, Tensor | None]:
-    """Gradients of Hidden's tensors by name; x (M, D) is the layers' input, for the gradients of weights."""
-    dtype = t.in_weight.dtype
+def hidden_weight_gradients(slopes: Slopes, x: Tensor | None, t: Hidden, needs: Hidden) -> dict[str, Tensor | None]:
+    """Gradients of the weights by name; x (M, D) is the layers' input."""
+    (dpre, dup), dtype = slopes, t.in_weight.dtype
     return dict(
-        up_weight=weight_grad(found.up, x, out_dtype=dtype) if needs.up_weight else None,
-        in_weight=weight_grad(found.pre, x, out_dtype=dtype) if needs.in_weight else None,
-        in_bias=as_dtype(found.in_bias, dtype),
-        up_bias=as_dtype(found.up_bias, dtype),
-        inner_norm_weight=found.inner_norm_weight,
-        inner_norm_bias=found.inner_norm_bias,
+        up_weight=weight_grad(dup, x, out_dtype=dtype) if needs.up_weight else None,
+        in_weight=weight_grad(dpre, x, out_dtype=dtype) if needs.in_weight else None,
     )
 
 
@@ -222,10 +212,10 @@ def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[st
     g, grads, inner = as_matrix(dout), {}, None
     if needs.x or any(needs.hidden):
         wants = needs.hidden, needs.x, needs.out_weight
-        found = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
-        inner = found.inner
-        grads = dict(x=hidden_input_grad(found, t.hidden).view(t.x.shape) if needs.x else None)
-        grads |= hidden_gradients(found, as_matrix(t.x), t.hidden, needs.hidden)
+        slopes, inner, grads = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
+        if needs.x:
+            grads |= dict(x=hidden_input_grad(slopes, t.hidden).view(t.x.shape))
+        grads |= hidden_weight_gradients(slopes, as_matrix(t.x), t.hidden, needs.hidden)
     if needs.out_weight:
         inner = recompute_inner(t.hidden, saved) if inner is None else inner
         grads |= dict(out_weight=weight_grad(g, inner))

@@ -37,8 +37,8 @@ from .mlp import (
     fake_hidden,
     hidden_bwd,
     hidden_fwd,
-    hidden_gradients,
     hidden_input_grad,
+    hidden_weight_gradients,
     one_activation,
     recompute_inner,
 )
@@ -103,23 +103,23 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
-    dout, inner, found, grads = as_matrix(dout), saved.inner, None, {}
+    dout, inner, slopes, grads = as_matrix(dout), saved.inner, None, {}
     g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, needs_norm(needs), want_inner
-        found = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
-        inner, found = found.inner if inner is None else inner, found._replace(inner=None)
+        slopes, again, grads = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
+        inner = again if want_inner else inner
     elif want_inner:
         inner = recompute_inner(t.hidden, saved.hidden)
     dout_weight, dscale = weight_gradients(g, inner, t, needs)
-    inner = None  # 4 M D numbers, freed before more is allocated
-    if found is not None:
-        dh = hidden_input_grad(found, t.hidden) if needs_norm(needs) else None
+    inner = again = None  # 4 M D numbers, freed before more is allocated
+    if slopes is not None:
+        dh = hidden_input_grad(slopes, t.hidden) if needs_norm(needs) else None
         want_h = needs.hidden.in_weight or needs.hidden.up_weight
-        grads, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h)
+        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h)
         dh = None
-        grads |= hidden_gradients(found, h, t.hidden, needs.hidden)
+        grads |= found | hidden_weight_gradients(slopes, h, t.hidden, needs.hidden)
     return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
