@@ -49,9 +49,10 @@ def checked(
         raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
     if rope_layout not in ROPE_LAYOUTS:
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
-    if not is_whole(num_prefix) or not 0 <= num_prefix <= N:
+    prefix = as_whole(num_prefix)
+    if prefix is None or not 0 <= prefix <= N:
         raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {N} tokens, got {num_prefix!r}")
-    tables = (None, None) if rope is None else _check_rope(op, q, shape, rope, num_prefix)
+    tables = (None, None) if rope is None else _check_rope(op, q, shape, rope, prefix)
     if bias is not None:
         _check_table(op, "bias", bias, q)
         if tuple(bias.shape) not in ((H, N, N), (1, H, N, N), (B, H, N, N)):
@@ -61,15 +62,15 @@ def checked(
         check_counts(op, "key_lengths", key_lengths, q.device)
         check_shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
-    longest = 0 if longest is None else longest
     return AttentionOptions(
-        *tables, bias, key_lengths, offsets, rope_layout == "interleaved", whole(num_prefix), longest
+        *tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, 0 if longest is None else longest
     )
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
     """Checks offsets and `longest`; returns the tokens of the longest packed sample, or more."""
-    if longest is not None and (not is_whole(longest) or longest < 0):
+    given = as_whole(longest)
+    if longest is not None and (given is None or given < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
     most = check_offsets(op, offsets, tokens, device)
@@ -77,7 +78,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
         return tokens if most is None else most
     if most is not None and most > longest:
         raise ValueError(f"{op}: longest must be at least the tokens of the longest sample, {most}, got {longest}")
-    return whole(longest)
+    return given
 
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
@@ -90,14 +91,11 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
 
 
-def is_whole(value) -> bool:
-    """Whether value is a whole number, Python's, NumPy's or torch's, and no bool."""
-    return isinstance(value, (torch.SymInt, Integral)) and not isinstance(value, bool)
-
-
-def whole(value: int) -> int:
-    """A value for which is_whole holds, as an int or a torch.SymInt."""
-    return value if isinstance(value, torch.SymInt) else int(value)
+def as_whole(value) -> int | None:
+    """A whole number of Python, NumPy or torch as an int or a torch.SymInt; None for others and for a bool."""
+    if isinstance(value, torch.SymInt):
+        return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tuple[Tensor, Tensor]:

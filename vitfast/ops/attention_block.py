@@ -25,7 +25,7 @@ from ._blocks import (
 )
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
-from .attention import RopeLayout, checked, is_whole, needs_rope, option_gradients, whole
+from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -170,9 +170,9 @@ def attention_block(
     op = "attention_block"
     rows, width = check_weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
-    if not is_whole(num_heads):
-        raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
-    num_heads = whole(num_heads)
+    asked, num_heads = num_heads, as_whole(num_heads)
+    if num_heads is None:
+        raise TypeError(f"{op}: num_heads must be an integer, got {asked!r}")
     if num_heads < 1 or rest or not inner or inner % num_heads:
         want = f"3 * num_heads * head size rows with num_heads {num_heads}"
         raise ValueError(f"{op}: qkv_weight must have {want}, got {rows}")
