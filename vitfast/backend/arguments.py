@@ -8,42 +8,32 @@ from torch import Tensor
 
 from .. import ops
 
-# How the rows of one weight are ordered that holds q, k and v.
-LAYOUTS = ("three, head, column", "head, three, column", "head, column, three")
-
 
 def pack_qkv(
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    heads: int,
-    layout: str,
-    order: tuple,
-    scale: float | Tensor,
+    weights: list[Tensor], biases: list[Tensor | None], heads: int, axis: int, order: tuple, scale: float | Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each.
 
     The rows of q are multiplied by scale.
 
-    weights, biases: of the layers that compute q, k and v, whose rows one after the other have this layout, and hold q,
-    k and v in places `order`.
+    weights, biases: of the layers that compute q, k and v. Their rows, one after the other, are seen as heads and
+    columns with an axis of three in front, between or behind (axis 0, 1, 2), along which q, k and v have the places
+    `order`.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = biases[0]
     if len(biases) > 1 and any(b is not None for b in biases):
         bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b.to(w.dtype) for w, b in zip(weights, biases)])
-    return tuple(None if t is None else _packed(t, heads, layout, order, scale) for t in (weight, bias))
+    return tuple(None if t is None else _packed(t, heads, axis, order, scale) for t in (weight, bias))
 
 
-def _packed(rows: Tensor, heads: int, layout: str, order: tuple, scale: float | Tensor) -> Tensor:
+def _packed(rows: Tensor, heads: int, axis: int, order: tuple, scale: float | Tensor) -> Tensor:
     scaled = isinstance(scale, Tensor) or scale != 1
-    if layout == LAYOUTS[0] and order == (0, 1, 2) and not scaled:
+    if (axis, order) == (0, (0, 1, 2)) and not scaled:
         return rows
-    if layout == LAYOUTS[0]:
-        three = rows.unflatten(0, (3, -1)).unbind(0)
-    elif layout == LAYOUTS[1]:
-        three = [t.flatten(0, 1) for t in rows.unflatten(0, (heads, 3, -1)).unbind(1)]
-    else:
-        three = [t.flatten(0, 1) for t in rows.unflatten(0, (heads, -1, 3)).unbind(2)]
+    sizes = [heads, -1]
+    sizes.insert(axis, 3)
+    three = [t.flatten(0, 1) for t in rows.unflatten(0, sizes).unbind(axis)]
     q, k, v = (three[place] for place in order)
     return torch.cat([q * scale if scaled else q, k, v])
 

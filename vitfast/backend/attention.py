@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
-from .arguments import LAYOUTS, attend, logit_bias, module_mask, pack_qkv, rotary_table
+from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table
 from .graph import (
     DIVIDES,
     MULTIPLIES,
     PRODUCTS,
     Call,
+    Positions,
     Proposal,
+    Region,
     Unrecognised,
     argument,
     constant_factor,
-    is_symbolic,
     name_of,
     shape_of,
     tensor_of,
@@ -30,23 +31,21 @@ from .graph import (
 )
 from .linear import Linear
 from .masks import Mask, bias_of, mask_arguments, masks_of
-from .parts import NoAttention, Parts, call_block, common_arguments, item, tokens_may_be_first
+from .parts import Parts, call_block, common_arguments, tokens_may_be_first
 
 
-def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
+def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:
     """ops.attention for one call of scaled_dot_product_attention, or for the products around one softmax.
 
-    Returns the nodes that it replaces, q and the proposals. Raises Unrecognised where the operation cannot express it.
+    None for a softmax that has no products around it. Raises Unrecognised where the operation cannot express it.
     """
     if name_of(node) == "scaled_dot_product_attention":
-        nodes, mask, scale = [node], argument(node, 3, "attn_mask"), argument(node, 6, "scale")
-        q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-        masks, factors = [] if mask is None else [Mask(mask)], []
-        transposed, axes = False, ("bhnd",)
-        if argument(node, 5, "is_causal", False):
-            raise Unrecognised("causal attention")
+        nodes, (q, k, v), masks, scale = [node], *_fused_call(node)
+        factors, transposed, axes = [], False, ("bhnd",)
     else:
-        nodes, (q, k, v) = _around_softmax(node)
+        if (around := _around_softmax(node)) is None:
+            return None
+        nodes, (q, k, v) = around
         tokens, chain, transposed = shape_of(node)[-1], nodes[:-1], name_of(nodes[0]) != "einsum"
         axes = ("bhnd",) if transposed and name_of(nodes[-1]) != "einsum" else ("bhnd", "bnhd")
         masks, scale = masks_of(chain, tokens), constant_factor(chain)
@@ -69,7 +68,16 @@ def attention_alone(node: Node) -> tuple[list[Node], Node, Iterator[Proposal]]:
 
                 yield Proposal("attention", build)
 
-    return nodes, q, proposals()
+    return positions.around(nodes, q), proposals()
+
+
+def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
+    """([q, k, v], masks, scale) of a call of scaled_dot_product_attention."""
+    if argument(node, 5, "is_causal", False):
+        raise Unrecognised("causal attention")
+    mask = argument(node, 3, "attn_mask")
+    tensors = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
+    return tensors, [] if mask is None else [Mask(mask)], argument(node, 6, "scale")
 
 
 def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
@@ -92,21 +100,21 @@ def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dty
     return x
 
 
-def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]:
-    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v)."""
+def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]] | None:
+    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v); None without these products."""
     up, down = [softmax], [softmax]
     while name_of(up[-1]) not in _PRODUCTS:
         same = [a for a in up[-1].all_input_nodes if shape_of(a) == shape_of(softmax)]
         if not same:
-            raise NoAttention("no product before the softmax")
+            return None
         up.append(same[0])
     while name_of(down[-1]) not in _PRODUCTS:
         if len(down[-1].users) != 1:
-            raise NoAttention("no single user of the probabilities")
+            return None
         down.append(next(iter(down[-1].users)))
     (q, *k), (weights, *v) = ([a for a in product.args if isinstance(a, Node)] for product in (up[-1], down[-1]))
     if weights is not down[-2] or len(k) != 1 or len(v) != 1:
-        raise NoAttention("no product after the softmax")
+        return None
     return [*reversed(up), *down[1:]], (q, k[0], v[0])
 
 
@@ -148,9 +156,9 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
         raise Unrecognised(f"q, k and v of {3 * inner} rows with {roles.heads} heads")
     scale = roles.scale * (inner // roles.heads) ** 0.5
     scale = 1.0 if abs(scale - 1) < 1e-9 else scale
-    orders = list(itertools.permutations(range(3)))
-    candidates = [(layout, orders[0]) for layout in LAYOUTS]
-    candidates += [(layout, order) for layout in LAYOUTS[:2] for order in orders[1:]]
+    plain, *orders = itertools.permutations(range(3))
+    candidates = [(axis, plain) for axis in range(3)]  # arguments of pack_qkv
+    candidates += [(axis, order) for axis in range(2) for order in orders]
     ways = [
         (first, masked)
         for first in tokens_may_be_first(parts, roles.tokens)
@@ -158,15 +166,15 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
             roles.masks, shape_of(parts.region.source)[first], bias_of(roles.heads, tensor_of(out[0].node).dtype)
         )
     ]
-    for (layout, order), rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
+    for rows, rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
-        def build(call, layout=layout, order=order, rope=rope, first=first, masked=masked):
+        def build(call, rows=rows, rope=rope, first=first, masked=masked):
             weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
             qkv = weights[0], biases[0]
-            if len(weights) > 1 or scale != 1 or roles.factors or (layout, order) != candidates[0]:
+            if len(weights) > 1 or scale != 1 or roles.factors or rows != candidates[0]:
                 factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
-                both = call(pack_qkv, list(weights), list(biases), roles.heads, layout, order, factor)
-                qkv = [call(item, both, i) for i in range(2)]
+                both = call(pack_qkv, list(weights), list(biases), roles.heads, *rows, factor)
+                qkv = [call(operator.getitem, both, i) for i in range(2)]
             found = keywords(call) | masked(call)
             if rope is not None:
                 cos, sin, layout, prefix = rope
@@ -221,17 +229,13 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
     stops = {linear.node for linear in layers}
     inside = {*parts.region.nodes, parts.region.source}
     if name_of(attention) == "scaled_dot_product_attention":
-        q, k, v = (argument(attention, i, name) for i, name in enumerate(("query", "key", "value")))
-        if argument(attention, 5, "is_causal", False):
-            raise Unrecognised("causal attention")
-        shape, mask = shape_of(q), argument(attention, 3, "attn_mask")
-        if len(shape) != 4:
+        (q, k, v), masks, factor = _fused_call(attention)
+        if len(shape := shape_of(q)) != 4:
             raise Unrecognised(f"q of shape {shape}")
-        masks, heads, given = [] if mask is None else [Mask(mask)], shape[1], argument(attention, 6, "scale")
-        tokens = shape[-2]
-        if mask in inside:
+        if any(mask.node in inside for mask in masks):
             raise Unrecognised("a mask that is computed from the tokens")
-        factor = shape[-1] ** -0.5 if given is None else given
+        _, heads, tokens, head_size = shape
+        factor = head_size**-0.5 if factor is None else factor
         scores = [*parts.before(q, stops), *parts.before(k, stops)]
     else:
         scores, factor = parts.before(attention, stops), 1.0
@@ -270,7 +274,7 @@ def _rope_candidates(parts: Parts, roles: _Roles) -> list:
     if not roles.tables:
         return [None]
     tokens = tensor_of(parts.region.source).shape[1:-1].numel()
-    if len(roles.tables) % 2 or is_symbolic(tokens):
+    if len(roles.tables) % 2 or not isinstance(tokens, int):
         raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
     lengths = {([n for n in shape_of(t)[:-1] if n != 1] or [1])[-1] for t in roles.tables}
     if len(lengths) != 1 or not 0 < (length := lengths.pop()) <= tokens:

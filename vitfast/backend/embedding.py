@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,7 +30,6 @@ from .graph import (
     tensor_of,
 )
 from .linear import linear_of
-from .parts import item
 
 
 class _Step(NamedTuple):
@@ -50,9 +50,11 @@ def patch_embeddings(positions: Positions, node: Node) -> Iterator[tuple[Region,
         if tuple(kernel) != (tuple(stride) if isinstance(stride, (tuple, list)) else (stride,) * 2) or kernel == (1, 1):
             return
         weights = [lambda call: weight]
+    elif (layer := _linear_of_patches(node)) is not None:
+        images, weight, bias, weights = layer
     else:
-        images, weight, bias, weights = _linear_of_patches(node)
-    if not weights or shape_of(images) is None:
+        return
+    if shape_of(images) is None:
         return
     source, chain = _normalisation(images)
     cropped = name_of(node) == "conv2d" and any(n % side for n, side in zip(shape_of(images)[-2:], kernel))
@@ -71,36 +73,34 @@ def _proposals(source: Node, chain: list[Node], cropped: bool, weights, bias, st
             layer = [weight(call), bias]
             if chain:
                 both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
-                layer = [call(item, both, i) for i in (0, 1)]
+                layer = [call(operator.getitem, both, i) for i in (0, 1)]
             if steps:
                 both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
-                layer += [call(item, both, i) for i in (0, 1)]
+                layer += [call(operator.getitem, both, i) for i in (0, 1)]
             return call(ops.patch_embed, call(whole_patches, source, layer[0]) if cropped else source, *layer)
 
         yield Proposal("patch embedding", build)
 
 
-def _linear_of_patches(node: Node) -> tuple:
-    """(images, weight (D, C P P), bias, the weights of a convolution that it may be) of a linear layer."""
+def _linear_of_patches(node: Node) -> tuple | None:
+    """(images, weight (D, C P P), bias, the weights of a convolution that it may be) of a linear layer.
+
+    None for other nodes, and where the input is no rearrangement of images."""
     if (layer := linear_of(node)) is None or name_of(node) != "linear":
-        return None, None, None, []
-    images, weight, bias = layer.x, layer.weight, layer.bias
+        return None
+    images, weight = layer.x, layer.weight
     while images is not None and name_of(images) in REARRANGEMENTS and len(images.all_input_nodes) == 1:
         images = images.args[0]
     shape = shape_of(images) or ()
     if images is layer.x or len(shape) != 4 or shape[1] < 1:
-        return None, None, None, []
+        return None
     chans, columns = shape[1], layer.columns
     side = math.isqrt(max(0, columns // chans))
     if side < 2 or chans * side * side != columns or shape[2] % side or shape[3] % side:
-        return None, None, None, []
+        return None
     orders = itertools.permutations(range(3))
-    return (
-        images,
-        weight,
-        bias,
-        [lambda call, order=order: call(patch_weight, weight, chans, order) for order in orders],
-    )
+    weights = [lambda call, order=order: call(patch_weight, weight, chans, order) for order in orders]
+    return images, weight, layer.bias, weights
 
 
 def _normalisation(images: Node) -> tuple[Node, list[Node]]:

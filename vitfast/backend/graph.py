@@ -100,11 +100,6 @@ def shape_of(node) -> tuple[int, ...] | None:
     return None if tensor is None else tuple(map(size, tensor.shape))
 
 
-def is_symbolic(length) -> bool:
-    """Whether a length may be another one in the next call."""
-    return not isinstance(length, int)
-
-
 def storage_of(node) -> int | None:
     """The identity of the memory of a node's tensor, which views share with their base."""
     tensor = tensor_of(node)

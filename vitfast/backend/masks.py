@@ -75,25 +75,22 @@ def as_lengths(mask: Node) -> tuple[int, tuple[bool, ...]] | None:
     return (way, tuple(step == 0 for step in tensor_of(mask).stride()[:-1])) if way else None
 
 
-def random_mask(mask: Node, shape: tuple[int, ...], seed: int, turned: bool) -> Tensor:
+def random_mask(mask: Node, shape: tuple[int, ...], seed: int) -> Tensor:
     """A mask for a proof: with both values in each row, or with random lengths where it is lengths.
 
-    turned: whether the former shows what it hides."""
+    The former is one mask for the seed 0, and for others what shows all that this hides."""
     if lengths := as_lengths(mask):
         way, expanded = lengths
         rows = [1 if same else n for n, same in zip(shape, expanded)]
         generator = torch.Generator().manual_seed(seed)
         length = torch.randint(1, max(shape[-1], 2), (*rows, 1), generator=generator, device="cpu")
         shown = ((torch.arange(shape[-1], device="cpu") < length) ^ (way < 0)).expand(shape)
-        return (
-            shown
-            if _is_bool(mask)
-            else torch.zeros(shape, dtype=torch.float64, device="cpu").masked_fill(~shown, -math.inf)
-        )
+        zeros = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        return shown if _is_bool(mask) else zeros.masked_fill(~shown, -math.inf)
     found = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.7
     if found.dim() and found.shape[-1] > 1:
         found[..., 0], found[..., 1] = True, False
-    return found ^ turned
+    return found ^ (seed != 0)
 
 
 def direction(mask: Node) -> int:

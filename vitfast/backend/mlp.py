@@ -1,6 +1,7 @@
 """Proposes ops.mlp_block and ops.gated_mlp_block, and ops.mlp and ops.gated_mlp without the block."""
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 
 from torch.fx import Node
@@ -15,7 +16,6 @@ from .parts import (
     Parts,
     call_block,
     common_arguments,
-    item,
     parts_of,
 )
 
@@ -100,7 +100,8 @@ def _layers(parts: Parts, inner_norm: list[Node]) -> Iterator[tuple[str, Callabl
         def layers(call, swapped=swapped):
             if len(first) == 1:
                 both = call(halves, *first[0].parameters(call))
-                gate, up = [call(item, both, i) for i in (0, 1)], [call(item, both, i) for i in (2, 3)]
+                pieces = [call(operator.getitem, both, i) for i in range(4)]
+                gate, up = pieces[:2], pieces[2:]
             else:
                 gate, up = (layer.parameters(call) for layer in first)
             gate, up = (up, gate) if swapped else (gate, up)

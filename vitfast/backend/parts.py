@@ -24,10 +24,6 @@ from .linear import Linear, linear_of, with_bias
 from .norm import NORMS, norm_arguments
 
 
-class NoAttention(Unrecognised):
-    """A softmax with no products around it, which no report has to name."""
-
-
 class Parts(NamedTuple):
     """The anchors of a region, in the graph's order."""
 
@@ -136,8 +132,3 @@ def tokens_may_be_first(parts: Parts, tokens: int) -> list[bool]:
     shape = shape_of(parts.region.source)
     rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
     return rest + [True] * (len(shape) == 3 and shape[0] == tokens)
-
-
-def item(pair: tuple, i: int):
-    """One of several results."""
-    return pair[i]

@@ -39,14 +39,13 @@ class Numbers(NamedTuple):
     samples: int
     tokens: int
     seed: int
-    turned: bool  # whether masks show what they hide
     wide: bool  # magnitudes of a wide range: a softmax is 0 or 1, so that these prove nothing alone
 
 
-ORDINARY = Numbers(samples=2, tokens=11, seed=0, turned=False, wide=False)  # one sample hides what mixes samples
+ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample hides what mixes samples
 OTHERS = (
-    Numbers(samples=3, tokens=13, seed=2, turned=True, wide=False),
-    Numbers(samples=3, tokens=13, seed=3, turned=True, wide=True),
+    Numbers(samples=3, tokens=13, seed=2, wide=False),
+    Numbers(samples=3, tokens=13, seed=3, wide=True),
 )
 
 
@@ -154,14 +153,20 @@ def _built(proposal: Proposal, values: dict[Node, Any], casts: frozenset = _CAST
 def _compute(values: dict[Node, Any], casts: frozenset, function, *arguments, **keywords):
     """Calls a function now, with the values of nodes."""
 
+    arguments, keywords = _values((arguments, keywords), values, casts)
+    arguments = [list(a) if isinstance(a, (list, tuple)) else a for a in arguments]
+    return function(*arguments, **keywords)
+
+
+def _values(arguments: Any, values: dict[Node, Any], casts: frozenset) -> Any:
+    """The arguments with the values of nodes in their place, and float64 in place of the dtypes `casts`."""
+
     def value(a):
         if isinstance(a, Node):
             return values[a]
         return torch.float64 if isinstance(a, torch.dtype) and a in casts else a
 
-    arguments, keywords = map_aggregate(arguments, value), map_aggregate(keywords, value)
-    arguments = [list(a) if isinstance(a, (list, tuple)) else a for a in arguments]
-    return function(*arguments, **keywords)
+    return map_aggregate(arguments, value)
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -247,14 +252,8 @@ def _run(region: Region, lengths: _Lengths, numbers: Numbers) -> tuple[dict[Node
 
 
 def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
-    def value(a):
-        if isinstance(a, Node):
-            return env[a]
-        if isinstance(a, torch.dtype):
-            return torch.float64 if a in _CASTS else a
-        return a
-
-    arguments, keywords = map_aggregate(node.args, value), dict(map_aggregate(node.kwargs, value))
+    arguments, keywords = _values((node.args, node.kwargs), env, _CASTS)
+    keywords = dict(keywords)
     if name_of(node) in _RESHAPES:
         given = arguments[1:]
         listed = len(given) == 1 and isinstance(given[0], (tuple, list))
@@ -282,21 +281,18 @@ def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, A
         elif not isinstance(value, Tensor):
             values[node] = lengths.of((value,), node)[0]
         elif value.dtype == torch.bool or as_lengths(node):
-            mask = random_mask(node, lengths.of(value.shape, node), numbers.seed, numbers.turned)
+            mask = random_mask(node, lengths.of(value.shape, node), numbers.seed)
             values[node] = mask.to(value.device)
         elif value.dtype == torch.uint8:
-            shape = lengths.of(value.shape, node)
-            values[node] = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cpu").to(
-                value.device
-            )
+            pixels = functools.partial(torch.randint, 256, generator=generator, dtype=torch.uint8, device="cpu")
+            values[node] = pixels(lengths.of(value.shape, node)).to(value.device)
         else:
             x = _random(value.new_empty(lengths.of(value.shape, node), device="cpu"), generator)
             x = x * x.shape[-1] ** -0.5 if x.dim() == 2 else x  # a weight keeps the size of what it multiplies
-            if numbers.wide:
-                of_token = (
-                    torch.logspace(-3, 2, x.shape[-2], dtype=x.dtype, device="cpu") if x.dim() > 2 else x.new_ones(1)
-                )
-                x = x * of_token[:, None] if node is region.source else x * 1000
+            if numbers.wide and node is not region.source:
+                x = x * 1000
+            elif numbers.wide and x.dim() > 2:
+                x = x * torch.logspace(-3, 2, x.shape[-2], dtype=x.dtype, device="cpu")[:, None]
             values[node] = x.to(value.device).requires_grad_()
     return values
 

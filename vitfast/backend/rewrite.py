@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
-from .autocast import ambient_autocast, autocast_dtypes
 from .embedding import patch_embeddings
 from .graph import (
     VALUE_FREE,
@@ -24,6 +23,7 @@ from .graph import (
     Region,
     Unrecognised,
     additions,
+    argument,
     is_unchanged,
     is_viewed,
     module_of,
@@ -35,13 +35,34 @@ from .graph import (
 from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
 from .norm import NORMS, norm_alone
-from .parts import NoAttention, parts_of
-from .proof import Proof, prove
+from .parts import parts_of
+from .proof import prove
 from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise
 
 _log = logging.getLogger("vitfast")
 FUSED = "it is PyTorch's fused call for inference; torch.backends.mha.set_fastpath_enabled(False) shows its parts"
+
+
+def ambient_autocast(device: str) -> torch.dtype | None:
+    """The dtype of autocast now, None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def autocast_dtypes(
+    graph: Graph, device: str, ambient: Callable[[str], torch.dtype | None]
+) -> dict[Node, torch.dtype | None]:
+    """The dtype of autocast at each node: as it is around the graph, and as the graph switches it."""
+    active, found, around = {}, {}, ambient(device)
+    for node in graph.nodes:
+        if name_of(node) == "_enter_autocast" and argument(node, 0, "device_type") == device:
+            enabled = argument(node, 2, "enabled", True)
+            dtype = argument(node, 1, "dtype") or torch.get_autocast_dtype(device)
+            active[node] = dtype if enabled else None
+        elif name_of(node) == "_exit_autocast":
+            active.pop(node.args[0], None)
+        found[node] = list(active.values())[-1] if active else around
+    return found
 
 
 def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | None] = ambient_autocast) -> Report:
@@ -119,29 +140,26 @@ class _Rewriter:
             kind = "attention block" if parts.attentions or "attention" in inside else "MLP block"
             name = module_of(parts.norms[0] if parts.norms else add)
             found = attention_blocks(parts) if parts.attentions else mlp_blocks(parts)
-            kind, why = self._replace(region, found, kind)
-            return [Entry(kind, name, why)]
+            return [self._replace(region, found, kind, name)]
         return []
 
     def _patch_embedding(self, node: Node) -> list[Entry]:
-        kind, why = "patch embedding", None
+        left = []
         for region, found in patch_embeddings(self.positions, node):
-            kind, why = self._replace(region, found, kind)
-            if why is None:
-                return [Entry(kind, module_of(node), None)]
-        return [Entry(kind, module_of(node), why)] if why is not None and name_of(node) == "conv2d" else []
+            entry = self._replace(region, found, "patch embedding", module_of(node))
+            if entry.why is None:
+                return [entry]
+            left = [entry]
+        return left if name_of(node) == "conv2d" else []
 
     def _attention(self, node: Node) -> list[Entry]:
         if name_of(node) not in ("scaled_dot_product_attention", "softmax"):
             return []
         try:
-            nodes, source, found = attention_alone(node)
-        except NoAttention:
-            return []
+            found = attention_alone(self.positions, node)
         except Unrecognised as reason:
             return [Entry("attention", module_of(node), str(reason))]
-        kind, why = self._replace(self.positions.around(nodes, source), iter(found), "attention")
-        return [Entry(kind, module_of(node), why)]
+        return [] if found is None else [self._replace(*found, "attention", module_of(node))]
 
     def _mlp(self, node: Node) -> list[Entry]:
         return self._alone(node, mlp_alone(self.positions, node) if linear_of(node) is not None else None)
@@ -151,11 +169,11 @@ class _Rewriter:
 
     def _alone(self, node: Node, found: tuple[Region, Iterator[Proposal]] | None) -> list[Entry]:
         """The entry of a part without a block, where it is replaced: those left are no news."""
-        kind, why = ("", "") if found is None else self._replace(*found, "")
-        return [Entry(kind, module_of(node), None)] if why is None else []
+        entry = None if found is None else self._replace(*found, "", module_of(node))
+        return [entry] if entry is not None and entry.why is None else []
 
-    def _replace(self, region: Region, found: Iterator[Proposal], kind: str) -> tuple[str, str | None]:
-        """(the kind of what replaces a region, None), or (kind, why nothing does)."""
+    def _replace(self, region: Region, found: Iterator[Proposal], kind: str, name: str) -> Entry:
+        """The entry of what replaces a region, or of this kind where nothing does."""
         inside = {self.ours[node] for node in region.nodes if node in self.ours}
         why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
         if why is None:
@@ -164,9 +182,9 @@ class _Rewriter:
             if proposal is not None:
                 kind = proposal.kind
                 self._write(region, proposal)
-        return kind, why
+        return Entry(kind, name, why)
 
-    def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, tuple | None, str | None]:
+    def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, str | None]:
         """(a proposal, None) or (None, why there is none)."""
         start = time.perf_counter()
         try:
@@ -175,7 +193,8 @@ class _Rewriter:
             return None, str(reason)
         finally:
             self.proof_seconds += time.perf_counter() - start
-        return proposal, None if proposal is not None else _why(proof)
+        nearest = f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
+        return proposal, nearest if proposal is None else None
 
     def _write(self, region: Region, proposal: Proposal) -> None:
         """Writes an operation in front of the region's output, which it replaces; the region goes."""
@@ -223,7 +242,3 @@ class _Rewriter:
                 elif name.endswith("_like") and [own.shape, own.stride(), own.dtype] == like:
                     found.append((user, user.kwargs))
         return found
-
-
-def _why(proof: Proof) -> str:
-    return f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
