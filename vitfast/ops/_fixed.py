@@ -211,56 +211,38 @@ def _over(call: Call) -> list[int] | None:
 
 
 def _summing(function):
-    """The algorithm of a sum: function(call, x, its dimensions, how many elements each sum has)."""
+    """The algorithm of sums: function(call, x, total, count), each of count elements.
+
+    total(x, keepdim) is x summed over the call's dimensions.
+    """
 
     def algorithm(call: Call):
-        dims = _over(call)
+        x, dims = call["self"], _over(call)
         if dims is None:
             return call.run()
-        found = function(call, call["self"], dims, torch.Size(call["self"].shape[dim] for dim in dims).numel())
-        dtype = call.given.get("dtype") or call["self"].dtype
+        total = lambda x, keepdim=call["keepdim"]: tree_sum(x, dims, keepdim)  # noqa: E731
+        found = function(call, x, total, torch.Size(x.shape[dim] for dim in dims).numel())
+        dtype = call.given.get("dtype") or x.dtype
         return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
 
     return algorithm
 
 
-@_summing
-def sum_(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
-    return tree_sum(x, dims, call["keepdim"])
-
-
-@_summing
-def mean(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
-    return tree_sum(x, dims, call["keepdim"]) / count
-
-
-def _variance(call: Call, x: Tensor, dims: list[int], count: int) -> tuple[Tensor, Tensor]:
-    middle = tree_sum(x, dims, True) / count
+def _variance(call: Call, x: Tensor, total, count: int) -> tuple[Tensor, Tensor]:
+    """The variance and the mean."""
+    middle = total(x, True) / count
     freedom = max(0, count - (1 if call["correction"] is None else call["correction"]))
-    var = tree_sum((x.to(middle.dtype) - middle).square(), dims, call["keepdim"]) / freedom
-    return var, middle if call["keepdim"] else middle.squeeze(dims)
-
-
-var_mean = _summing(_variance)
+    var = total((x.to(middle.dtype) - middle).square()) / freedom
+    return var, middle.view_as(var)
 
 
 @_summing
-def var(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
-    return _variance(call, x, dims, count)[0]
-
-
-@_summing
-def std(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
-    return _variance(call, x, dims, count)[0].sqrt()
+def _euclidean(call: Call, x: Tensor, total, count: int) -> Tensor:
+    return total(x.to(torch.promote_types(x.dtype, torch.float32)).square()).sqrt()
 
 
 def vector_norm(call: Call) -> Tensor:
     return _euclidean(call) if call["ord"] == 2 else call.run()
-
-
-@_summing
-def _euclidean(call: Call, x: Tensor, dims: list[int], count: int) -> Tensor:
-    return tree_sum(x.to(torch.promote_types(x.dtype, torch.float32)).square(), dims, call["keepdim"]).sqrt()
 
 
 def softmax(call: Call) -> Tensor:
@@ -304,11 +286,11 @@ ALGORITHMS = {
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), _sample_by_sample("input")),
     **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d"), _image),
     **{f"{aa}upsample_{kind}2d{aa and '_aa'}": _image for aa in ("", "_") for kind in ("bilinear", "bicubic")},
-    "sum.dim_IntList": sum_,
-    "mean.dim": mean,
-    "var.correction": var,
-    "std.correction": std,
-    "var_mean.correction": var_mean,
+    "sum.dim_IntList": _summing(lambda call, x, total, count: total(x)),
+    "mean.dim": _summing(lambda call, x, total, count: total(x) / count),
+    "var.correction": _summing(lambda *given: _variance(*given)[0]),
+    "std.correction": _summing(lambda *given: _variance(*given)[0].sqrt()),
+    "var_mean.correction": _summing(_variance),
     "linalg_vector_norm": vector_norm,
     "_softmax": softmax,
     "glu": glu,

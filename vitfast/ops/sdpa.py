@@ -6,7 +6,7 @@ What forward keeps for backward is the same in all of them, so that either may f
 """
 
 import functools
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -28,19 +28,11 @@ def register() -> None:
         known("vitfast", register_fn=activate)
 
 
-class _Handle(NamedTuple):
-    """The registration that torch.nn.attention holds while it lasts, and ends."""
-
-    library: Library
-
-    def remove(self) -> None:
-        self.library._destroy()
-
-
-def activate(key: str = "CUDA") -> _Handle:
+def activate(key: str = "CUDA") -> SimpleNamespace:
     """Puts our attention in front of PyTorch's for the tensors of a dispatch key.
 
-    Nothing changes in a PyTorch that has no fused attention for it, as one without CUDA.
+    Nothing changes in a PyTorch that has no fused attention for it, as one without CUDA. The result's remove(), which
+    torch.nn.attention calls, undoes it.
     """
     library = Library("aten", "IMPL")
     for name in FUSED:
@@ -51,7 +43,7 @@ def activate(key: str = "CUDA") -> _Handle:
 
             operation = f"_scaled_dot_product_{name}_attention{suffix}"
             put_before(library, operation, key, lambda: current_mode() != "off", where_covered)
-    return _Handle(library)
+    return SimpleNamespace(remove=library._destroy)
 
 
 def _covers(given: dict, direction: str) -> bool:
