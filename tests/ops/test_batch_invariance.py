@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,11 +26,8 @@ def _off_again():
 
 
 def in_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def test_it_is_a_context_manager_and_a_setter_of_one_thread():
@@ -73,15 +70,12 @@ print(found, batch_invariant())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "said"), [("1", "[True, False] True"), ("", "[False, False] False"), ("yes", None)])
+@pytest.mark.parametrize(("value", "said"), [("1", "[True, False] True"), ("", "[False, False] False")])
 def test_the_environment(value, said):
+    """What it may not name is refused in tests/test_imports.py."""
     env = {**os.environ, "VITFAST_BATCH_INVARIANT": value}
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
-    if said is not None:
-        assert run.stdout.strip() == said, run.stderr
-    else:
-        wrong = "InputError: VITFAST_BATCH_INVARIANT: must be 0 or 1, got 'yes' in the environment"
-        assert run.stderr.strip().endswith(wrong)
+    assert run.stdout.strip() == said, run.stderr
 
 
 def test_compiled_code_runs_in_eager_mode_and_cannot_switch_it():
