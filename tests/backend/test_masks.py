@@ -108,10 +108,8 @@ BIAS = {
     "another mask": softmax(lambda s, l, n: l.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -INF)),
 }
 LEFT = {
-    "fills by -1e9": softmax(lambda s, l, n: l.masked_fill(~shown(n)[:, None, None], -1e9)),
     "fills by a tensor": softmax(lambda s, l, n: torch.where(shown(n)[:, None, None], l, torch.tensor(-INF).double())),
     "fills by a small number": softmax(lambda s, l, n: l.masked_fill(~shown(n)[:, None, None], -2.0)),
-    "fills by a large number": softmax(lambda s, l, n: l.masked_fill(~shown(n)[:, None, None], 9.0)),
 }
 
 

@@ -52,14 +52,6 @@ def test_all_blocks_are_replaced(name):
     assert compare(model, IMAGES.double(), tolerance=tolerance, fullgraph=True) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_other_compilers_get_the_rewritten_graph(inner):
-    torch.manual_seed(0)
-    model = randomize(of_timm(drop_path_rate=0.5 * (inner != "inductor"), init_values=0.1))
-    assert compare(model, IMAGES, inner=inner) == BOTH
-
-
 @pytest.mark.parametrize("where", ["inside", "around", pytest.param("weights", marks=pytest.mark.slow)])
 def test_outputs_keep_their_dtype(where):
     """Under autocast timm's residual stream is fp32; of a model in bf16 it is bf16."""
@@ -85,24 +77,6 @@ def test_outputs_keep_their_dtype(where):
     for name, g in right.items():
         assert given[name].dtype == wanted[name].dtype
         assert error(given[name], g) <= 2 * error(wanted[name], g) + 1e-4 * most, name
-
-
-def test_other_batch_sizes_compile_once_more():
-    torch.manual_seed(0)
-    model, graphs = randomize(of_timm(depth=1)), []
-
-    def counted(graph, inputs, **options):
-        graphs.append(graph)
-        return backend.compile_graph(graph, inputs, **options)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=counted, options={"inner": "eager"})
-    for batch in (3, 5, 2, 9):
-        images = torch.randn(batch, 3, 32, 32)
-        torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
-        assert len(backend.report().replaced) == 4
-    assert len(graphs) == 2
-    assert any("attention_block" in str(node.target) for node in graphs[1].graph.nodes)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import operations
 import pytest
@@ -12,7 +11,6 @@ from torch.autograd import forward_ad
 
 from vitfast import ops
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.ops import _dispatch
 from vitfast.tools.verify.draw import Draw
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
@@ -85,21 +83,6 @@ def test_kernels_refuse_every_transform(name, transform):
     message = rf"{name.split(',')[0]}: kernels are switched on, but no kernel runs under torch.func's transforms"
     with ops.use_kernels("on"), pytest.raises(RuntimeError, match=message):
         TRANSFORMS[transform](by_place(name, OPERATIONS[name].function), tensors_for(name, torch.float32))
-
-
-def test_a_gpu_takes_plain_pytorch_there_and_says_so(monkeypatch):
-    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
-    monkeypatch.setattr(_dispatch, "_warned", set())
-    on_gpu, wanted = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16), []
-
-    def f(x):
-        wanted.append(_dispatch.kernels_wanted("layer_norm", on_gpu))
-        return x.sin()
-
-    with pytest.warns(UserWarning, match="layer_norm: no kernel runs under torch.func's transforms"):
-        func.jvp(f, (torch.ones(2),), (torch.ones(2),))
-    f(torch.ones(2))
-    assert wanted == [False, True]
 
 
 @interpreted
