@@ -14,6 +14,7 @@ from vitfast.ops import reference as ref
 interpreted = pytest.mark.skipif(
     not launch.INTERPRETED, reason="our kernels run interpreted here; the gpu tests run the real ones"
 )
+MODES = ["off", pytest.param("on", marks=interpreted)]  # of use_kernels
 # Added to twice PyTorch's own error, relative to the largest value where that is above 1: some ulp of sums in another
 # order (fp32), one rounding of values up to 4 (fp16) or 2 (bf16), which PyTorch may do luckily on few elements.
 ATOL = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}

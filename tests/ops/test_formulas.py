@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import MODES, interpreted
 from checks import assert_close
 from operations import attend
 from timm.layers import GluMlp, Mlp, QuickGELU, RmsNorm, SwiGLU
@@ -16,14 +17,11 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from torch import nn
 
 from vitfast import ops
-from vitfast.kernels.launch import INTERPRETED
 from vitfast.ops import reference as ref
 
 B, N, D, FF, H, DH, PREFIX = 2, 9, 24, 40, 3, 8, 2
 TOL = dict(atol=1e-10)
 TIMM = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"), "quick_gelu": QuickGELU, "silu": nn.SiLU}
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
-MODES = ["off", pytest.param("on", marks=interpreted)]
 
 
 def rand(*shape: int) -> torch.Tensor:

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from attention_cases import MODES, interpreted
 from torch.testing import assert_close
 
 from vitfast import ops
-from vitfast.kernels import launch
 from vitfast.ops import reference as ref
 
 SIZES = [5, 20, 1, 33]
 OFFSETS = torch.tensor([0, *SIZES]).cumsum(0).int()
 T, H, D = sum(SIZES), 2, 16
-MODES = ["off", pytest.param("on", marks=pytest.mark.skipif(not launch.INTERPRETED, reason="needs the interpreter"))]
 TOL = dict(atol=1e-5, rtol=1e-5)
 
 
@@ -54,7 +53,7 @@ def test_jagged_tensors_in_and_out(mode):
     assert_close(ops.attention(q, k, v).values(), out.values(), **TOL)
 
 
-@pytest.mark.skipif(not launch.INTERPRETED, reason="needs the interpreter")
+@interpreted
 @pytest.mark.slow
 def test_compiled_once_for_all_sizes():
     """Counts and sizes change: after the first change nothing is compiled again."""

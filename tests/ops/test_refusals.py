@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attention_cases import MODES, interpreted
 from operations import HIDDEN, OPERATIONS, B, D, H, N
 
 from vitfast import InputError, ViT, ops
-from vitfast.kernels.launch import INTERPRETED
 from vitfast.ops import _dispatch
 from vitfast.tools.verify.draw import Draw
 
-MODES = ["off", pytest.param("on", marks=pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels"))]
 # Each public operation once, with all its tensors.
 NAMES = {name.partition(",")[0]: name for name in OPERATIONS if "packed" not in name}
 WRONG = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -241,7 +240,7 @@ UNCOVERED = [
 
 
 @pytest.mark.parametrize("op, change, reason", UNCOVERED)
-@pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+@interpreted
 def test_what_no_kernel_covers_runs_unless_kernels_are_switched_on(op, change, reason):
     given = tensors(op) | change
     if op in ("attention", "attention_block"):

@@ -6,14 +6,13 @@ from functools import partial
 import operations
 import pytest
 import torch
+from attention_cases import interpreted
 from torch import func
 from torch.autograd import forward_ad
 
 from vitfast import ops
-from vitfast.kernels.launch import INTERPRETED
 from vitfast.tools.verify.draw import Draw
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
 OPERATIONS = {name: operation for name, operation in operations.OPERATIONS.items() if "packed" not in name}
 
 

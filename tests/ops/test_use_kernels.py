@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from attention_cases import MODES, interpreted
 from torch.utils.checkpoint import checkpoint
 
 from vitfast import InputError, ops
-from vitfast.kernels.launch import INTERPRETED, launches_made
+from vitfast.kernels.launch import launches_made
 from vitfast.ops import _dispatch
 from vitfast.ops._dispatch import current_mode
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
 X, WEIGHT = torch.randn(3, 16), torch.randn(16)
 
 
@@ -127,7 +127,7 @@ class Deep(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize("mode", ["off", pytest.param("on", marks=interpreted)])
+@pytest.mark.parametrize("mode", MODES)
 def test_autograds_threads_have_the_mode_of_the_backward_call(mode):
     """Forward code that is run again there, of a checkpoint, runs as it did."""
     seen = []
