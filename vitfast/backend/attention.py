@@ -101,7 +101,9 @@ def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dty
 
 
 def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]] | None:
-    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v); None without these products."""
+    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v).
+
+    None without these products."""
     up, down = [softmax], [softmax]
     while name_of(up[-1]) not in _PRODUCTS:
         same = [a for a in up[-1].all_input_nodes if shape_of(a) == shape_of(softmax)]

@@ -92,7 +92,7 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
 
 
 def as_whole(value) -> int | None:
-    """A whole number of Python, NumPy or torch as an int or a torch.SymInt; None for others and for a bool."""
+    """A whole number of Python, NumPy or torch, as an int or a torch.SymInt; None for what is none."""
     if isinstance(value, torch.SymInt):
         return value
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

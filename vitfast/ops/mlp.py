@@ -124,11 +124,11 @@ Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M,
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
 ) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None]]:
-    """((dpre, dup), the last layer's input (M, F), gradients of Hidden's vectors by name); None if not wanted.
+    """((dpre, dup), the last layer's input (M, F), gradients of Hidden's vectors by name).
 
-    g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last layer out_weight is None, and
-    g (M, F) is the gradient of what it would read. below: whether the gradient of the hidden layers' input is needed.
-    want_inner: whether the last layer's input is.
+    They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last
+    layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient of the
+    hidden layers' input is needed. want_inner: whether the last layer's input is.
     """
     want_sums, dtype = needs.in_bias or needs.up_bias, t.in_weight.dtype
     if t.up_weight is None:
