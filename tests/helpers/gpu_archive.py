@@ -11,6 +11,7 @@ import struct
 import subprocess
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import report
@@ -145,6 +146,41 @@ def good(commit: str) -> dict[str, dict]:
     files["manifest.json"] = dict(schema=1, vitfast="0.1.0", commit=commit, device=DEVICE, exit_code=0, sources=sources)
     files["manifest.json"] |= dict(started=STARTED, finished=STARTED + 560)
     return files
+
+
+def put(path: str, value: object) -> Callable[[dict], None]:
+    """A change of the files: sets what lies at "file/key/0/key", or changes it by a function."""
+
+    def change(files: dict) -> None:
+        name, *keys = (int(key) if key.isdecimal() else key for key in path.split("/"))
+        at = files[f"{name}.json"]
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value(at[keys[-1]]) if callable(value) else value
+
+    return change
+
+
+def fact(key: str, value: object) -> Callable[[dict], None]:
+    """A change of one fact of the machine, in every file."""
+
+    def change(files: dict) -> None:
+        for name in [name.removesuffix(".json") for name, file in files.items() if "machine_info" in file]:
+            put(f"{name}/machine_info/vitfast/{key}", value)(files)
+
+    return change
+
+
+def fails(name: str, *impls: str, reason: str = "RuntimeError: no kernel") -> Callable[[dict], None]:
+    """These are listed as failed."""
+
+    def change(files: dict) -> None:
+        file = files[f"{name}.json"]
+        for c in [c for c in file["benchmarks"] if c["extra_info"]["impl"] in impls]:
+            file["benchmarks"].remove(c)
+            file["failed"].append(dict(name=c["name"], fullname=c["fullname"], reason=reason))
+
+    return change
 
 
 def add(root: Path, archive: Path, *options: str) -> int:
