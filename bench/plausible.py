@@ -237,9 +237,14 @@ def plan(name: str) -> dict[str, dict]:
     return found
 
 
-def _must_be_told(name: str, op: str, impl: str) -> bool:
-    """Whether this file must have a time of an implementation, a failure or why it did not run."""
-    return impl not in (*FLASH, "max-autotune") if op in OPS else name == "train.json" and impl in HEADLINE
+def needed(name: str) -> list[list[str]]:
+    """The cases of which a file must have a time, a failure or why it did not run: groups of peers, ours first."""
+    groups = {}
+    for full, planned in plan(name).items():
+        op, impl = planned["op"], planned["impl"]
+        if impl not in (*FLASH, "max-autotune") if op in OPS else name == "train.json" and impl in HEADLINE:
+            groups.setdefault((op, planned["direction"]), []).append(full)
+    return [*groups.values()]
 
 
 def check_benchmarks(content: dict, name: str, machine: Machine, told: dict[str, str]) -> None:
@@ -260,11 +265,7 @@ def check_benchmarks(content: dict, name: str, machine: Machine, told: dict[str,
             if state == "benchmarks":
                 check_case(case, plan(name)[full], machine)
             told[full] = f"{state}: {reason}"
-    groups = {}
-    for full, facts in plan(name).items():
-        if _must_be_told(name, facts["op"], facts["impl"]):
-            groups.setdefault((facts["op"], facts["direction"]), []).append(full)
-    for group in groups.values():
+    for group in needed(name):
         if lost := [full for full in group if full not in told]:
             raise Refused(f"{name} says nothing of {lost[0]}")
         timed = {full for full in group if told[full].startswith("benchmarks")}
