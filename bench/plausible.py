@@ -69,14 +69,14 @@ class Refused(Exception):
 
 WORDS = re.compile(r"[\w .,+/:%()\[\]-]{0,120}")  # these are shown in a page: no tags
 VERSION = re.compile(r"\d+(\.\w+)+.*")
-SIZES = re.compile(r"sm_(\d+), (\d+) GiB, (\d+) multiprocessors, L2 (\d+) MiB, CUDA [\d.]+")
+SIZES = re.compile(r"sm_(\d{2,3}), (\d{1,4}) GiB, (\d{1,4}) multiprocessors, L2 (\d{1,4}) MiB, CUDA [\d.]+")
 STATES = re.compile("ok|failed|timed out|stuck|skipped|interrupted")  # of a step of gpu.sh
 NUMBER = int | float
 RESULT = dict(op=str, dtype=str, passed=bool, error=NUMBER, torch_error=NUMBER) | {...: object}
 DOCTOR = dict(machine=dict.fromkeys(("gpu", "torch", "triton", "vitfast"), str) | {...: object})
 DOCTOR |= dict(results=[RESULT], not_examined=int)
 FACTS = dict.fromkeys(("torch", "triton", "timm"), VERSION) | dict(device=str, commit=str, gpu=SIZES)
-FACTS |= {"driver_version": re.compile(r"\d+\.\d+(\.\d+)?"), "clocks.max.sm": re.compile(r"\d+ MHz")}
+FACTS |= {"driver_version": re.compile(r"\d+\.\d+(\.\d+)?"), "clocks.max.sm": re.compile(r"\d{1,5} MHz")}
 FACTS |= {"datasheet_bf16_flops": NUMBER | None, ...: WORDS}
 FACTS |= dict(ceilings=dict.fromkeys(("copy", "bfloat16", "float16", "float32"), NUMBER))
 STATS = dict.fromkeys("rounds median min max mean q1 q3 iqr".split(), NUMBER)
@@ -194,13 +194,13 @@ def _sheet(device: str) -> Gpu | None:
 
 def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> None:
     """Every operation in every dtype agrees with float64. whole: each of `vitfast doctor` must be there."""
-    said, found = content["machine"], {}
+    said, found, roundings = content["machine"], {}, {str(dtype)[6:]: eps for dtype, eps in EPS.items()}
     if not said["gpu"].startswith(f"{machine.facts['device']}, sm_{machine.sm}, "):
         raise Refused(f"{name} is of another GPU: {said['gpu'][:80]}")
     for package in ("torch", "triton"):
         agree(f"{name}: {package}", *(of[package].partition("+")[0] for of in (said, machine.facts)))
     for result in content["results"]:
-        case, eps = f"{result['op']} in {result['dtype']}", EPS.get(getattr(torch, result["dtype"], None))
+        case, eps = f"{result['op']} in {result['dtype']}", roundings.get(result["dtype"])
         where, error, own = f"{name}: {case}", result["error"], result["torch_error"]
         if eps is None or case in found:
             raise Refused(f"{where} is there twice, or of an unknown dtype")
@@ -213,7 +213,7 @@ def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> Non
     agree(f"{name}: not_examined", content["not_examined"], 0)
     if not found:
         raise Refused(f"{name} has no results")
-    wanted = [f"{op} in {str(dtype)[6:]}" for op in cases(FOCUS.sizes, ops) for dtype in EPS] if whole else []
+    wanted = [f"{op} in {dtype}" for op in cases(FOCUS.sizes, ops) for dtype in roundings] if whole else []
     if lost := [case for case in wanted if case not in found]:
         raise Refused(f"{name} lacks {lost[0]}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
 
@@ -250,7 +250,7 @@ def needed(name: str) -> list[list[str]]:
 def check_benchmarks(content: dict, name: str, machine: Machine, told: dict[str, str]) -> None:
     """All cases of a file, and that none of its peers is passed over in silence.
 
-    told: what the files before said of each case, "timed" or why it has no time; this file's cases are added.
+    told: what the files before said of each case, by full name: its state and reason; this file's cases are added.
     """
     for state in ("benchmarks", "failed", "skipped"):
         for case in content[state]:

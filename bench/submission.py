@@ -221,7 +221,7 @@ def check(archive: Path, root: Path) -> tuple[dict[str, bytes], dict, Machine]:
             at = datetime.datetime.fromisoformat(content["datetime"]).timestamp() - manifest["started"]
             within(f"{name}: datetime", at, -5, seconds + 5, "seconds after the start of the run")
             plausible.check_benchmarks(content, name, machine, told)
-    except (Refused, ValueError) as error:
+    except (Refused, ValueError, OverflowError) as error:
         what = error if isinstance(error, Refused) else f"it has another form than report-gpu writes: {error!r}"
         raise Refused(f"{what}{older if sources_of(root, 'HEAD') != manifest['sources'] else ''}") from error
     return files, manifest | dict(commit=commit), machine
