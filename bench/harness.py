@@ -174,7 +174,7 @@ def measure(
 
 
 def rates(kernels: Kernels, seconds: float, flops_per_second: float, bytes_per_second: float) -> dict[str, float]:
-    """What follows from a time, at the ceilings of the run."""
+    """The numbers that follow from a time, at the ceilings of the run."""
     floor = floor_seconds(kernels, flops_per_second, bytes_per_second)
     flops, moved = total_flops(kernels), total_bytes(kernels)
     shares = dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)

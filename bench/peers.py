@@ -320,7 +320,7 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
 
 
 def model_rates(s: Shape | Mix, training: bool, seconds: float, ceiling: float, promised: float | None) -> dict:
-    """What follows from a whole model's time; FLOPs are the forward pass's, three times in training.
+    """Rates of a whole model by its time; FLOPs are the forward pass's, three times in training.
 
     That is the convention of MFU (Chowdhery et al., 2022). ceiling, promised: FLOP/s, measured and by the data sheet.
     """

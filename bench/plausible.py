@@ -1,4 +1,4 @@
-"""Whether a GPU's results can be true: of the form that is written, complete, consistent, and physically possible.
+"""Whether a GPU's results can be true: of the right form, complete, consistent, physically possible.
 
 `FORMS` says what each file holds, and every value is held against it once (`check_form`). Then the numbers: FLOPs and
 bytes are counted again from the shape (vitfast/tools/cost/work.py) and rates from the times, so that a number that was
@@ -238,7 +238,7 @@ def plan(name: str) -> dict[str, dict]:
 
 
 def needed(name: str) -> list[list[str]]:
-    """The cases of which a file must have a time, a failure or why it did not run: groups of peers, ours first."""
+    """The cases that a file must have, with a time or the reason why not: groups of peers, ours first."""
     groups = {}
     for full, planned in plan(name).items():
         op, impl = planned["op"], planned["impl"]
@@ -284,7 +284,7 @@ def _parameters() -> int:
 
 
 def true_info(op: str, impl: str, direction: str, batch: int, seconds: float, machine: Machine) -> tuple[dict, Kernels]:
-    """What extra_info says of a case beside MEASURED, by its name and its times; and its kernels, of ViT-B/16."""
+    """The extra_info of a case beside MEASURED, by its name and its median; and its kernels, of ViT-B/16."""
     shape, ceilings = replace(FOCUS, batch=batch), machine.facts["ceilings"]
     facts = dict(op=op, impl=impl, direction=direction, shape=f"B/16 224 B{batch}", dtype="bfloat16")
     if op in OPS:
@@ -306,7 +306,7 @@ def least_seconds(kernels: Kernels, machine: Machine) -> float:
 
 
 def check_case(case: dict, planned: dict, machine: Machine) -> None:
-    """One benchmark: everything that follows from its name and its times, and what was measured beside them."""
+    """One benchmark: all that follows from its name and its times, and what was measured beside."""
     title, info, op, impl = case["name"], case["extra_info"], planned["op"], planned["impl"]
     median, fastest = check_times(case["stats"], title, STEPS if op in ("train", "throughput") else 1)
     batches = dict(latency=(1,), throughput=BATCHES).get(op, (FOCUS.batch,))

@@ -141,13 +141,13 @@ def sources_of(root: Path, commit: str) -> dict[str, str] | None:
 
 def check_sources(manifest: dict, root: Path) -> str:
     """The commit whose code was measured."""
-    said, commit = manifest["sources"], manifest.get("commit")
+    said, commit = manifest["sources"], manifest["commit"]
     if commit is None:  # an installed package
         every = _git(root, "log", f"-{LOOKED_AT}", "--format=%H", "--", *CODE) or b""
         commit = next((c for c in every.decode().split() if sources_of(root, c) == said), None)
         if commit is None:
             raise Refused(f"no commit of this repository has the code of its vitfast {manifest['vitfast']}")
-    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}", commit):
+    if not re.fullmatch("[0-9a-f]{40}", commit):
         raise Refused(f"manifest.json: commit must be 40 hexadecimal digits, got {commit!r}")
     true = sources_of(root, commit)
     if true is None or _git(root, "merge-base", "--is-ancestor", commit, "HEAD") is None:  # also of a tree
