@@ -1,22 +1,19 @@
 """Embeddings: the forward alone, from memory, and from JPEG files, against a script of timm's parts.
 
-The script is what people write today: a data set that opens files with Pillow, timm's evaluation transform, torch's
+The script is what people write today: files opened with Pillow, timm's evaluation transform, torch's
 DataLoader with as many worker processes as there are cores, timm's model with the same weights, compiled and in bf16 on
 a GPU, in inference mode. Both see the same photographs (bench_train.folder) and give the same vectors, which is checked
 before and after. Times are by the wall clock, ours and the script's in turn.
 
-`extra_info` has ratio (the script's seconds by ours), images_per_second of both, waiting (the share of our time that
-waits for images), and decode_share, resize_share and forward_share: where the time goes once nothing overlaps, an image
-decoded on one core, resized and computed among eight on the device.
+`extra_info` has ratio (the script's seconds by ours), images_per_second of both, and waiting: the share of our time
+that waits for images.
 """
 
-import io
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import machine
-import numpy as np
 import pytest
 import torch
 from bench_train import WORKERS, folder  # noqa: F401
@@ -25,7 +22,7 @@ from machine import wall, warm_up
 from PIL import Image
 from shapes import Shape, model_work, planned
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from vitfast import ViT
 from vitfast.eval.embedder import Embedder, Stages
@@ -37,18 +34,10 @@ DTYPE = torch.bfloat16 if machine.GPU else torch.float32
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the distance of the two results, by norm
 
 
-class Photographs(Dataset):
-    """Images, or the paths of their files, as timm's transform makes tensors of them."""
-
-    def __init__(self, images: list, transform):
-        self.images, self.transform = images, transform
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tensor:
-        image = self.images[index]
-        return self.transform(image if isinstance(image, Image.Image) else Image.open(image).convert("RGB"))
+def collate(transform: Callable, images: list) -> Tensor:
+    """A batch of images, or of the paths of their files."""
+    opened = (i if isinstance(i, Image.Image) else Image.open(i).convert("RGB") for i in images)
+    return torch.stack([transform(image) for image in opened])
 
 
 class Script:
@@ -69,40 +58,14 @@ class Script:
 
     @torch.inference_mode()
     def embed(self, images: list) -> Tensor:
-        options = dict(num_workers=WORKERS, pin_memory=machine.GPU)
-        loader = DataLoader(Photographs(images, self.transform), self.batch, **options)
+        options = dict(num_workers=WORKERS, pin_memory=machine.GPU, collate_fn=partial(collate, self.transform))
+        loader = DataLoader(images, self.batch, **options)
         found = [self.run(batch.to(machine.DEVICE, DTYPE, non_blocking=True)).float() for batch in loader]
         return torch.cat(found).cpu()
 
     @torch.inference_mode()
     def forward(self, pixels: Tensor) -> Tensor:
         return self.run(pixels)
-
-
-def _stage_seconds(embedder: Embedder, path: Path) -> dict[str, float]:
-    """Seconds of one image by stage: decoded on one core, resized and computed among eight on the device."""
-    content = path.read_bytes()
-
-    def seconds(run) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    image = torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
-    image = image.to(embedder.device)
-    batch = embedder.backbone.prepare([image] * 8)
-
-    @torch.inference_mode()
-    def forward() -> None:
-        embedder.backbone.embed(batch)
-        wall()
-
-    decode = seconds(lambda: Image.open(io.BytesIO(content)).convert("RGB"))
-    resize = seconds(lambda: (embedder.backbone.prepare([image] * 8), wall())) / 8
-    return dict(decode=decode, resize=resize, forward=seconds(forward) / 8)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -146,20 +109,19 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
         assert error <= LIMIT[DTYPE], f"the two differ by {error:.1e}: no time for a wrong result"
         return error
 
-    def seconds(run) -> float:
+    def time_theirs() -> None:
         start = wall()
-        run()
-        return wall() - start
+        theirs()
+        script_seconds.append(wall() - start)
 
     error = check()
     warm_up(ours), warm_up(theirs)
     stages.waiting = stages.computing = 0.0
     script_seconds = []
-    took = measure(benchmark, ours, setup=lambda: script_seconds.append(seconds(theirs)), rounds=ROUNDS, timer=wall)
-    each, other = _stage_seconds(embedder, paths[0]), statistics.median(script_seconds)
+    took = measure(benchmark, ours, setup=time_theirs, rounds=ROUNDS, timer=wall)
+    other = statistics.median(script_seconds)
     info = dict(op="embed", shape=model, direction="forward", stage=stage, batch=s.batch, workers=WORKERS)
     info |= dict(ratio=other / took, images_per_second=count / took, script_images_per_second=count / other)
     info |= dict(waiting=stages.waiting / max(1e-9, stages.waiting + stages.computing), error=error)
-    info |= {f"{name}_share": value / sum(each.values()) for name, value in each.items()}
     work = [kernel for kernel in model_work(s, DTYPE.itemsize).of("forward")] * max(1, count // s.batch)
     describe(benchmark, "vitfast", work, took, DTYPE, error_after=check(), **info)

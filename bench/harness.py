@@ -173,25 +173,22 @@ def measure(
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
+def rates(kernels: Kernels, seconds: float, flops_per_second: float, bytes_per_second: float) -> dict[str, float]:
+    """The numbers that follow from a time, at the ceilings of the run."""
+    floor = floor_seconds(kernels, flops_per_second, bytes_per_second)
+    flops, moved = total_flops(kernels), total_bytes(kernels)
+    shares = dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)
+    speeds = dict(tflops=flops / seconds / 1e12, gigabytes_per_second=moved / seconds / 1e9)
+    return dict(flops=int(flops), bytes=int(moved)) | shares | speeds
+
+
 def describe(
     benchmark, impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
 ) -> None:
     """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
-    floor, flops, moved = floor_seconds(kernels, top[dtype], top["copy"]), total_flops(kernels), total_bytes(kernels)
-    benchmark.extra_info.update(
-        impl=impl,
-        device=machine.name(),
-        dtype=dtype,
-        flops=int(flops),
-        bytes=int(moved),
-        floor_us=1e6 * floor,
-        percent_of_floor=100 * floor / seconds,
-        tflops=flops / seconds / 1e12,
-        gigabytes_per_second=moved / seconds / 1e9,
-        peak_mib=None if peak is None else peak / 2**20,
-        **more,
-    )
+    facts = dict(impl=impl, device=machine.name(), dtype=dtype) | rates(kernels, seconds, top[dtype], top["copy"])
+    benchmark.extra_info.update(facts, peak_mib=None if peak is None else peak / 2**20, **more)
 
 
 def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:
@@ -207,19 +204,18 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
         before = allocated()
         first = Call(case, function, direction)
         first.whole()
-        with machine.alone():
-            warm_up(first.whole)
-            peak = peak_bytes(first.whole, before)
-            calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
-            lead = lead_of(functools.partial(first.timed, first.prepare()))
+        warm_up(first.whole)
+        peak = peak_bytes(first.whole, before)
+        calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
+        lead = lead_of(functools.partial(first.timed, first.prepare()))
 
-            def setup():
-                call = next(calls)
-                arguments = call, call.prepare()
-                cold(lead)
-                return arguments, {}
+        def setup():
+            call = next(calls)
+            arguments = call, call.prepare()
+            cold(lead)
+            return arguments, {}
 
-            seconds = measure(benchmark, Call.timed, setup)
+        seconds = measure(benchmark, Call.timed, setup)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
     facts = dict(op=case.op, shape=case.shape, direction=direction, **errors)
     describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **facts, **more)

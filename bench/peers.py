@@ -319,18 +319,27 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
     return step, optimizer
 
 
+def model_rates(s: Shape | Mix, training: bool, seconds: float, ceiling: float, promised: float | None) -> dict:
+    """Rates of a whole model by its time; FLOPs are the forward pass's, three times in training.
+
+    That is the convention of MFU (Chowdhery et al., 2022). ceiling, promised: FLOP/s, measured and by the data sheet.
+    """
+    flops = (3 if training else 1) * total_flops(model_work(s, 2).forward)
+    shares = dict(mfu_ceiling=flops / seconds / ceiling, mfu_datasheet=promised and flops / seconds / promised)
+    return dict(images_per_second=s.batch / seconds, model_flops=int(flops)) | shares
+
+
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
     """Checks, times and checks again `step`, a function of a batch, and describes it.
 
-    graph: whether it is captured as a CUDA graph and run from a cold cache; others run back to back. FLOPs follow the
-    convention of MFU (Chowdhery et al., 2022): the forward pass's, three times in training. more: for extra_info.
+    graph: whether it is captured as a CUDA graph and run from a cold cache; others run back to back. more: for
+    extra_info.
     """
     setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
-        run()  # compiled before anybody waits
-        with peer.mode(), machine.alone():
+        with peer.mode():
             warm_up(run, seconds=machine.WARM_SECONDS)
             peak = peak_bytes(run, peer.before) if setting.peak_known else None
             if graph:
@@ -339,7 +348,6 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
                 steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
                 seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
         errors |= peer.check_again()
-    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
     ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())
     facts = dict(
         op=op,
@@ -348,9 +356,6 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
         batch=shape.batch,
         precision=setting.precision,
         attention=peer.backend or "its own",
-        images_per_second=shape.batch / seconds,
-        model_flops=int(flops),
-        mfu_ceiling=flops / seconds / ceiling,
-        mfu_datasheet=flops / seconds / promised if promised else None,
     )
+    facts |= model_rates(shape, peer.training, seconds, ceiling, promised)
     describe(benchmark, setting.name, kernels, seconds, dtype, peak, **facts, **errors, **more)

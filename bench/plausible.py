@@ -1,112 +1,142 @@
-"""Whether a GPU's results can be true: correct, complete, consistent, and physically possible.
+"""Whether a GPU's results can be true: of the right form, complete, consistent, physically possible.
 
-FLOPs and bytes are counted again from the shape (vitfast/tools/cost/work.py) and rates from the times, so that a number
-that was changed alone is found. No time may be shorter than its FLOPs at the GPU's peak, or its bytes at its bandwidth:
-the peak is what the multiprocessors can do at the highest clock, and at most PEAK_SLACK times the data sheet's, which
-is of a lower clock. Of the bytes, what the L2 cache may keep is not counted: each kernel may find as much of its inputs
-there and leave as much of its outputs, but the first reads from a cold one.
+`FORMS` says what each file holds, and every value is held against it once (`check_form`). Then the numbers: FLOPs and
+bytes are counted again from the shape (vitfast/tools/cost/work.py) and rates from the times, so that a number that was
+changed alone is found; and what a GPU can do has limits (`within`). No time may be shorter than its FLOPs at the GPU's
+peak, or its bytes at its bandwidth: the peak is what the multiprocessors can do at the highest clock, and at most
+PEAK_SLACK times the data sheet's, which is of a lower clock. Of the bytes, what the L2 cache may keep is not counted:
+each kernel may find as much of its inputs there and leave as much of its outputs, but the first reads from a cold one.
 """
 
-import datetime
 import fnmatch
 import functools
+import itertools
 import math
 import re
 import statistics
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from bench_model import BATCHES, EVERY, LEADING
 from bench_ops import OPS
-from shapes import FOCUS, Shape, model_work
+from harness import rates
+from libraries import FLASH
+from peers import model_rates
+from pytest_benchmark.stats import Stats
+from shapes import FOCUS, model_work
 
 from vitfast import ViT, ops
-from vitfast.tools.cost.gpus import GPUS, datasheet_flops
-from vitfast.tools.cost.work import Kernels, floor_seconds, total_bytes, total_flops, update
+from vitfast.cli.report_gpu import SAMPLED
+from vitfast.tools.cost.gpus import GPUS, Gpu
+from vitfast.tools.cost.work import Kernels, total_bytes, total_flops, update
 from vitfast.tools.verify import ATOL, EPS, cases
 
 PEAK_SLACK, COPY_SLACK = 1.25, 1.02
 # FLOPs of a multiprocessor in a clock: dense bf16, added up in fp32, of the best GPU with this sm
-FLOPS_PER_CLOCK = {
-    80: 2048,
-    86: 1024,
-    87: 2048,
-    89: 1024,
-    90: 4096,
-    100: 8192,
-    103: 8192,
-    110: 8192,
-    120: 1024,
-    121: 1024,
-}
-MOST_SPEED = 1.3  # times the copy measured: the bandwidth of a GPU whose data sheet is not known
-THROTTLED = {  # nvidia-smi's clocks_event_reasons; a power cap is how a GPU is sold
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
-THROTTLED_SHARE = 0.1
+FLOPS_PER_CLOCK = {80: 2048, 86: 1024, 87: 2048, 89: 1024, 90: 4096}
+FLOPS_PER_CLOCK |= {100: 8192, 103: 8192, 110: 8192, 120: 1024, 121: 1024}
+MOST_SPEED, MOST_COPY = 1.3, 12e12  # times the copy measured: the bandwidth of a GPU of no known data sheet; bytes/s
 LEAST_ERROR = 0.01  # roundings: in a result of thousands of numbers no error is smaller
 MOST_TORCH_ERROR = 16  # roundings of the dtype: PyTorch's own error has been at most 4
 MOST_LIMIT = 0.1  # of a benchmark's error limit: bf16 has been at most 0.05
 MOST_MFU, LEAST_MFU = 1.1, 0.1  # of the matrix product measured: of anybody's model, and of a peer's; both are near 0.6
 SMALL_MEMORY = 20 * 2**30  # bytes, in which the headline's batch may not fit
-STEPS = 3  # of a model between two events, as peers.py has it on a GPU
-MAIN = "B/16 224 B256"
-WORDS = re.compile(r"[\w .,+/:%()\[\]-]{0,120}")  # these are shown in a page: no tags
-DIRECTIONS = ("forward", "backward", "both")
-SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "sdpa math")
-BLOCK = ("eager", "compile")
-# The operations of each file, each with the peers of which it must say a time, a failure or why they did not run.
-PEERS = {
-    "attention.json": {"attention": SDPA},
-    "attention_separate.json": {"attention separate": SDPA},
-    "blocks.json": {"attention_block": BLOCK, "mlp_block": BLOCK},
-    "norm_and_patches.json": {
-        "add_layer_norm": BLOCK,
-        "patch_embed uint8": (*BLOCK, "compile unfold"),
-        "patch_embed float": (*BLOCK, "compile unfold"),
-    },
-}
-MODELS = {  # the operations of the other files
+LEAST_ROUNDS, STEPS = 10, 3  # times of a case; steps of a model between two events, as peers.py has it on a GPU
+INFERENCE = ("latency", "throughput")
+MODELS = ("train", *INFERENCE)
+SETTINGS = {setting.name: setting for setting in (*LEADING, *EVERY)}
+HEADLINE = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
+FILES = {  # the operations of each file of benchmarks
     "train.json": ("train",),
     "accelerate.json": ("train",),
-    "inference.json": ("latency", "throughput"),
+    "inference.json": INFERENCE,
+    "attention.json": ("attention",),
+    "attention_separate.json": ("attention separate",),
+    "blocks.json": ("attention_block", "mlp_block"),
+    "norm_and_patches.json": ("add_layer_norm", "patch_embed uint8", "patch_embed float"),
 }
-KNOWN = set(  # keys of extra_info; in a table any other could take the place of a number that was checked
-    "op impl shape direction device dtype flops bytes floor_us percent_of_floor tflops gigabytes_per_second error "
-    "error_after error_limit peak_mib attention batch precision images_per_second model_flops mfu_ceiling "
-    "mfu_datasheet".split()
-)
-STATS = set(
-    "data rounds iterations min max mean median stddev q1 q3 iqr total ops outliers iqr_outliers stddev_outliers "
-    "ld15iqr hd15iqr".split()
-)
-STORED = dict(bf16=2, amp=4)  # bytes of a weight
-SETTINGS = {setting.name for setting in (*LEADING, *EVERY)}
-INFERENCE = ("latency", "throughput")
-HEADLINE = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
 
 
-class Refused(ValueError):
+class Refused(Exception):
     """Results are not taken; the message says why in one line."""
 
-
-def take(content: dict, key: str, kind: type, where: str):
-    """The value of a key, of this very type; a float may be written as an integer."""
-    if not isinstance(content, dict) or key not in content:
-        raise Refused(f"{where} lacks {key}")
-    value = content[key]
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise Refused(f"{where}: {key} must be of type {kind.__name__}, got {str(value)[:60]!r}")
-    return value
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
 
 
-def agree(where: str, what: str, said: float, true: float) -> None:
-    if not math.isclose(said, true, rel_tol=1e-6, abs_tol=1e-12):
-        raise Refused(f"{where}: {what} is {said:.6g}, and by its times and its shape {true:.6g}")
+# ---- the form of the files
+
+WORDS = re.compile(r"[\w .,+/:%()\[\]-]{0,120}")  # these are shown in a page: no tags
+VERSION = re.compile(r"\d+(\.\w+)+.*")
+SIZES = re.compile(r"sm_(\d{2,3}), (\d{1,4}) GiB, (\d{1,4}) multiprocessors, L2 (\d{1,4}) MiB, CUDA [\d.]+")
+STATES = re.compile("ok|failed|timed out|stuck|skipped|interrupted")  # of a step of gpu.sh
+NUMBER = int | float
+RESULT = dict(op=str, dtype=str, passed=bool, error=NUMBER, torch_error=NUMBER) | {...: object}
+DOCTOR = dict(machine=dict.fromkeys(("gpu", "torch", "triton", "vitfast"), str) | {...: object})
+DOCTOR |= dict(results=[RESULT], not_examined=int)
+FACTS = dict.fromkeys(("torch", "triton", "timm"), VERSION) | dict(device=str, commit=str, gpu=SIZES)
+FACTS |= {"driver_version": re.compile(r"\d+\.\d+(\.\d+)?"), "clocks.max.sm": re.compile(r"\d{1,5} MHz")}
+FACTS |= {"datasheet_bf16_flops": NUMBER | None, ...: WORDS}
+FACTS |= dict(ceilings=dict.fromkeys(("copy", "bfloat16", "float16", "float32"), NUMBER))
+STATS = dict.fromkeys("rounds median min max mean q1 q3 iqr".split(), NUMBER)
+MEASURED = dict.fromkeys("error error_after error_limit peak_mib".split(), NUMBER)  # the rest follows from the times
+CASE = dict(name=str, fullname=str, stats=dict(data=[float]) | STATS | {...: NUMBER | str})
+CASE |= {"extra_info": MEASURED | {...: NUMBER | str | None}, ...: object}
+MISSED = dict(name=str, fullname=str, reason=re.compile("(?s).+")) | {...: object}
+BENCHMARKS = dict(machine_info={"vitfast": FACTS, ...: object}, datetime=str, benchmarks=[CASE])
+BENCHMARKS |= dict(failed=[MISSED], skipped=[MISSED]) | {...: object}
+STEP = dict(name=WORDS, state=STATES, code=int | None, seconds=int)
+SAMPLE = dict.fromkeys(SAMPLED, NUMBER | None) | {"clocks.sm": NUMBER, "seconds": NUMBER, "reasons": int}
+MANIFEST = dict(schema=int, vitfast=re.compile(r"\d+(\.\w+)+"), commit=str | None, started=int, finished=int)
+MANIFEST |= dict(device=re.compile("NVIDIA [A-Z0-9][A-Za-z0-9 .+-]{1,60}"), exit_code=int)
+MANIFEST |= dict(sources={...: str}, files={...: str})
+FORMS = dict.fromkeys(FILES, BENCHMARKS) | {
+    "manifest.json": MANIFEST,
+    "clocks.json": dict(interval=int, samples=[SAMPLE]),
+    "steps_first.json": dict(stage=re.compile("first"), steps=[STEP], checks={...: int | None}),
+    "smoke.json": DOCTOR,
+    "doctor.json": DOCTOR,
+}
+
+
+def check_form(value: object, form: object, where: str) -> None:
+    """Refuses a value of another form, which is one of these.
+
+    A type (True is no number, nor is an infinity); a pattern, of the whole text; [form], of every item; a dict of forms
+    by key, all of which are there, with `...` for every other key, if there may be any.
+    """
+    kind = {dict: dict, list: list, re.Pattern: str}.get(type(form), form)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+        raise Refused(f"{where} must be of type {getattr(kind, '__name__', kind)}, got {str(value)[:60]!r}")
+    if isinstance(value, (int, float)) and not -1e300 < value < 1e300:
+        raise Refused(f"{where} is no number: {str(value)[:60]}")
+    if isinstance(form, re.Pattern) and not form.fullmatch(value):
+        raise Refused(f"{where} is {value[:60]!r}, which report-gpu does not write")
+    if isinstance(form, list):
+        value, form = dict(enumerate(value)), {...: form[0]}
+    if isinstance(form, dict):
+        if lost := [key for key in form if key is not ... and key not in value]:
+            raise Refused(f"{where} lacks {', '.join(lost)}")
+        if odd := [str(key) for key in value if key not in form and not (... in form and WORDS.fullmatch(str(key)))]:
+            raise Refused(f"{where} has other keys than report-gpu writes: {', '.join(odd)[:80]!r}")
+        for key, item in value.items():
+            check_form(item, form.get(key, form.get(...)), f"{where}: {key}")
+
+
+def agree(where: str, said: object, true: object) -> None:
+    """Refuses what is not as it should be; floats up to their rounding."""
+    same = type(said) is type(true) and said == true
+    if isinstance(true, float) and isinstance(said, (int, float)):
+        same = math.isclose(said, true, rel_tol=1e-6, abs_tol=1e-12)
+    if not same:
+        raise Refused(f"{where} is {said!r:.80}, and by everything else {true!r}")
+
+
+def within(where: str, value: float, least: float, most: float, why: str) -> None:
+    """Refuses a number beyond what is possible, or reasonable."""
+    if not least <= value <= most:
+        raise Refused(f"{where} is {value:.5g}, and may be {least:.5g} to {most:.5g}: {why}")
 
 
 # ---- the machine
@@ -114,72 +144,48 @@ def agree(where: str, what: str, said: float, true: float) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU that all files were measured on, its ceilings, and what no GPU of its kind exceeds."""
+    """The GPU that all files were measured on, by its `facts`, and what no GPU of its kind exceeds."""
 
-    device: str
-    driver: str
+    facts: dict
     sm: int
     memory: float  # bytes
     cache: float
     most_mhz: float
-    facts: dict
-    ceilings: dict
-    peak: float
+    peak: float  # FLOP/s
     bandwidth: float
-
-
-def _find(pattern: str, facts: dict, key: str) -> re.Match:
-    if not (found := re.fullmatch(pattern, take(facts, key, str, "machine_info"))):
-        raise Refused(f"machine_info: {key} is {facts[key]!r}, which no machine says")
-    return found
 
 
 def check_machine(measured: dict[str, dict], device: str, commit: str) -> Machine:
     """The Machine of all benchmark files, which must say the same."""
-    every = {name: content["machine_info"]["vitfast"] for name, content in measured.items()}
-    facts = every["train.json"]
-    if odd := [name for name, other in every.items() if other != facts]:
-        raise Refused(f"{odd[0]} was measured on another machine than train.json, or in another run")
-    if not re.fullmatch("NVIDIA [A-Z0-9][A-Za-z0-9 .+-]{1,60}", device) or facts.get("device") != device:
-        raise Refused(f"it was measured on {facts.get('device')!r}, the manifest says {device!r}: no NVIDIA GPU")
-    for key, value in facts.items():
-        text = key if key in ("ceilings", "datasheet_bf16_flops") else value
-        if not (WORDS.fullmatch(key) and type(text) is str and WORDS.fullmatch(text)):
-            raise Refused(f"machine_info: {key[:60]!r} holds what is no version or size")
-    for package in ("torch", "triton", "timm"):
-        _find(r"\d+\.\d+.*", facts, package)
-    if take(facts, "commit", str, "machine_info") != commit:
-        raise Refused(f"machine_info has commit {facts['commit']!r}, the manifest {commit!r}")
-    driver = _find(r"\d+\.\d+(\.\d+)?", facts, "driver_version")[0]
-    gpu = _find(r"sm_(\d+), (\d+) GiB, (\d+) multiprocessors, L2 (\d+) MiB, CUDA [\d.]+", facts, "gpu")
-    sm, gib, processors, mib = map(int, gpu.groups())
-    mhz = int(_find(r"(\d+) MHz", facts, "clocks.max.sm")[1])
-    if sm < 80:
-        raise Refused(f"sm_{sm} is older than sm_80")
-    if sm not in FLOPS_PER_CLOCK or not (0 < processors <= 256 and 0 < mib <= 256 and 300 < mhz < 4000):
-        raise Refused(f"no GPU is known that is {facts['gpu']} at {mhz} MHz")
-    peak, sheet = processors * FLOPS_PER_CLOCK[sm] * mhz * 1e6, _sheet(device)
-    ceilings = take(facts, "ceilings", dict, "machine_info")
-    rates = {key: take(ceilings, key, float, "ceilings") for key in ("copy", "bfloat16", "float16", "float32")}
-    if odd := ceilings.keys() - rates.keys():
-        raise Refused(f"there are unknown ceilings: {', '.join(sorted(odd))[:60]!r}")
-    bandwidth = sheet.gigabytes_per_second * 1e9 * COPY_SLACK if sheet else MOST_SPEED * rates["copy"]
+    facts = measured["train.json"]["machine_info"]["vitfast"]
+    for name, content in measured.items():
+        if content["machine_info"]["vitfast"] != facts:
+            raise Refused(f"{name} was measured on another machine than train.json, or in another run")
+    sheet = _sheet(device)
+    promised = 1e12 * sheet.teraflops if sheet else None
+    for key, true in dict(device=device, commit=commit, datasheet_bf16_flops=promised).items():
+        agree(f"machine_info: {key}", facts[key], true)
+    sm, gib, processors, mib = map(int, SIZES.fullmatch(facts["gpu"]).groups())
+    mhz, ceilings = int(facts["clocks.max.sm"].split()[0]), facts["ceilings"]
+    if sm not in FLOPS_PER_CLOCK:
+        raise Refused(f"machine_info: sm_{sm} is no GPU that is known, from sm_80 on")
+    sizes = {"gpu: multiprocessors": (processors, 256), "gpu: MiB of L2": (mib, 256), "clocks.max.sm": (mhz, 4000)}
+    for what, (value, most) in sizes.items():
+        within(f"machine_info: {what}", value, 1, most, "no GPU is known that has more")
+    peak, bandwidth, least = processors * FLOPS_PER_CLOCK[sm] * mhz * 1e6, MOST_SPEED * ceilings["copy"], {}
     if sheet:
-        peak = min(peak, PEAK_SLACK * sheet.teraflops * 1e12)
-        if gib > 1.03 * sheet.memory_gib:
-            raise Refused(f"{device} has {sheet.memory_gib} GiB, not {gib}")
-        if rates["copy"] < bandwidth / 4 or rates["bfloat16"] < sheet.teraflops * 1e12 / 4:
-            raise Refused("a ceiling is less than a quarter of the data sheet's: was the GPU in use?")
-    if facts.get("datasheet_bf16_flops") != datasheet_flops(device):
-        raise Refused(f"the data sheet's FLOP/s are {datasheet_flops(device)}, not {facts.get('datasheet_bf16_flops')}")
-    for key, rate in rates.items():
-        if not peak / 1e4 < rate <= (bandwidth if key == "copy" else peak) or rates["copy"] > 12e12:
-            raise Refused(f"the ceiling {key}, {rate:.3g}, is not what a GPU of this kind can do")
-    return Machine(device, driver, sm, gib * 2**30, mib * 2**20, 1.02 * mhz, facts, rates, peak, bandwidth)
+        within("machine_info: gpu: GiB", gib, 1, 1.03 * sheet.memory_gib, f"{device} has {sheet.memory_gib} GiB")
+        peak, bandwidth = min(peak, PEAK_SLACK * promised), COPY_SLACK * sheet.gigabytes_per_second * 1e9
+        least = dict(copy=bandwidth / 4, bfloat16=promised / 4)
+    for key, rate in ceilings.items():
+        most = min(bandwidth, MOST_COPY) if key == "copy" else peak
+        why = "what a GPU of this kind can do; was it in use?"
+        within(f"machine_info: ceilings: {key}", rate, least.get(key, peak / 1e4), most, why)
+    return Machine(facts, sm, gib * 2**30, mib * 2**20, 1.02 * mhz, peak, bandwidth)
 
 
-def _sheet(device: str):
-    """The data sheet of a GPU by its driver's name, or None."""
+def _sheet(device: str) -> Gpu | None:
+    """The data sheet of a GPU by its driver's name."""
     return next((g for g in GPUS.values() if any(fnmatch.fnmatchcase(device, n) for n in g.driver_names)), None)
 
 
@@ -188,81 +194,87 @@ def _sheet(device: str):
 
 def check_doctor(content: dict, name: str, machine: Machine, whole: bool) -> None:
     """Every operation in every dtype agrees with float64. whole: each of `vitfast doctor` must be there."""
-    facts = take(content, "machine", dict, name)
-    if not take(facts, "gpu", str, name).startswith(f"{machine.device}, sm_{machine.sm}, "):
-        raise Refused(f"{name} is of another GPU: {facts['gpu']}")
+    said, found, roundings = content["machine"], {}, {str(dtype)[6:]: eps for dtype, eps in EPS.items()}
+    if not said["gpu"].startswith(f"{machine.facts['device']}, sm_{machine.sm}, "):
+        raise Refused(f"{name} is of another GPU: {said['gpu'][:80]}")
     for package in ("torch", "triton"):
-        if take(facts, package, str, name).partition("+")[0] != machine.facts[package].partition("+")[0]:
-            raise Refused(f"{name} has {package} {facts[package]}, machine_info {machine.facts[package]}")
-    found = set()
-    for result in take(content, "results", list, name):
-        op, dtype = take(result, "op", str, name), take(result, "dtype", str, name)
-        where, eps = f"{name}: {op} in {dtype}", EPS.get(getattr(torch, dtype, None))
-        if eps is None or (op, dtype) in found:
+        agree(f"{name}: {package}", *(of[package].partition("+")[0] for of in (said, machine.facts)))
+    for result in content["results"]:
+        case, eps = f"{result['op']} in {result['dtype']}", roundings.get(result["dtype"])
+        where, error, own = f"{name}: {case}", result["error"], result["torch_error"]
+        if eps is None or case in found:
             raise Refused(f"{where} is there twice, or of an unknown dtype")
-        if not take(result, "passed", bool, where):
+        if not result["passed"]:
             raise Refused(f"{where} has not passed: please open an issue about that")
-        error, own = (take(result, key, float, where) for key in ("error", "torch_error"))
-        if error > max(2 * own, eps):
-            raise Refused(f"{where} is wrong: error {error:.1e}, PyTorch's {own:.1e}: please open an issue about that")
-        if not (LEAST_ERROR * eps < error and 0 < own <= MOST_TORCH_ERROR * eps):
-            raise Refused(f"{where} has errors {error:.1e} and {own:.1e} (PyTorch's), which rounding does not make")
-        found.add((op, dtype))
-    if take(content, "not_examined", int, name) != 0 or not found:
-        raise Refused(f"{name}: {content['not_examined'] or 'all'} checks were not made")
-    wanted = {(op, str(dtype)[6:]) for op in cases(FOCUS.sizes, ops) for dtype in EPS} if whole else set()
-    if lost := sorted(wanted - found):
-        raise Refused(f"{name} lacks {lost[0][0]} in {lost[0][1]}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
+        within(f"{where}: PyTorch's own error", own, 1e-300, MOST_TORCH_ERROR * eps, "rounding makes this")
+        why = "rounding makes this; where it is wrong, please open an issue about that"
+        within(f"{where}: its error", error, LEAST_ERROR * eps, max(2 * own, eps), why)
+        found[case] = error
+    agree(f"{name}: not_examined", content["not_examined"], 0)
+    if not found:
+        raise Refused(f"{name} has no results")
+    wanted = [f"{op} in {dtype}" for op in cases(FOCUS.sizes, ops) for dtype in roundings] if whole else []
+    if lost := [case for case in wanted if case not in found]:
+        raise Refused(f"{name} lacks {lost[0]}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
 
 
 # ---- benchmarks
 
 
-def check_date(content: dict, name: str, started: int, finished: int) -> None:
-    at = datetime.datetime.fromisoformat(take(content, "datetime", str, name))
-    if at.tzinfo is None or not started - 5 <= at.timestamp() <= finished + 5:
-        raise Refused(f"{name} is of {at}, and the run was at another time")
+@functools.cache
+def plan(name: str) -> dict[str, dict]:
+    """The cases that a file may hold, by full name: the operation, implementation and direction of each."""
+    found = {}
+    for op in FILES[name]:
+        impls = SETTINGS if op in MODELS else OPS[op].impls
+        directions = dict(train=["both"], latency=["forward"], throughput=["forward"])
+        for direction, impl in itertools.product(directions.get(op, ("forward", "backward", "both")), impls):
+            title = f"bench_ops.py::test_{op.replace(' ', '_')}[B/16 224 B256-{direction}-{impl}]"
+            if op in MODELS:
+                test = f"train[B/16 224 B256-{impl}]" if op == "train" else f"inference[B/16 224-{impl}-{op}]"
+                title = f"bench_model.py::test_{test}"
+            found[f"bench/{title}"] = dict(op=op, impl=impl, direction=direction)
+    return found
+
+
+def needed(name: str) -> list[list[str]]:
+    """The cases that a file must have, with a time or the reason why not: groups of peers, ours first."""
+    groups = {}
+    for full, planned in plan(name).items():
+        op, impl = planned["op"], planned["impl"]
+        if impl not in (*FLASH, "max-autotune") if op in OPS else name == "train.json" and impl in HEADLINE:
+            groups.setdefault((op, planned["direction"]), []).append(full)
+    return [*groups.values()]
 
 
 def check_benchmarks(content: dict, name: str, machine: Machine, told: dict[str, str]) -> None:
     """All cases of a file, and that none of its peers is passed over in silence.
 
-    told: what the files before said of each case, "timed" or why it has no time; this file's cases are added.
+    told: what the files before said of each case, by full name: its state and reason; this file's cases are added.
     """
-    if name == "train_peers.json":
-        raise Refused("the device broke in a training step of ours: please open an issue about that")
-    if name not in PEERS | MODELS:
-        raise Refused(f"{name} is not a file of this stage")
-    for case in take(content, "benchmarks", list, name):
-        if (title := check_case(case, name, machine)) in told:
-            raise Refused(f"{title} is there twice")
-        told[title] = "timed"
-    module = "ops" if name in PEERS else "model"
-    tests = {f"test_{'inference' if op in INFERENCE else op.replace(' ', '_')}" for op in (PEERS | MODELS)[name]}
-    for state in ("failed", "skipped"):
-        for case in take(content, state, list, name):
-            title, reason = take(case, "name", str, name), take(case, "reason", str, name)
-            named = take(case, "fullname", str, name) == f"bench/bench_{module}.py::{title}"
-            if not (WORDS.fullmatch(title) and named and title.partition("[")[0] in tests):
-                raise Refused(f"{name}: {title[:80]!r} is not the name of a case, or not that of its fullname")
+    for state in ("benchmarks", "failed", "skipped"):
+        for case in content[state]:
+            full, title, reason = case["fullname"], case["name"], case.get("reason", "")
+            if full not in plan(name):
+                raise Refused(f"{name}: the fullname {full[:120]} is of no case that report-gpu measures there")
+            agree(f"{name}: the name of {full}", title, full.partition("::")[2])
+            if full in told:
+                raise Refused(f"{title} is there twice")
             if "WrongResult" in reason and "-vitfast" in title:
                 raise Refused(f"{title} is wrong: please open an issue about that")
-            if title in told or not reason:
-                raise Refused(f"{title} is there twice, or without a reason")
-            told[title] = f"{state}: {reason}"
-    for op, peers in PEERS.get(name, {}).items():
-        for direction in DIRECTIONS:
-            titles = [f"test_{op.replace(' ', '_')}[{MAIN}-{direction}-{impl}]" for impl in ("vitfast", *peers)]
-            if lost := [title for title in titles if title not in told]:
-                raise Refused(f"{name} says nothing of {lost[0]}")
-            if told[titles[0]] == "timed" and all(told[title].startswith("failed") for title in titles[1:]):
-                raise Refused(f"{titles[0]} has a time, and all of its peers failed")
-    for setting in HEADLINE if name == "train.json" else ():
-        if (title := f"test_train[{MAIN}-{setting}]") not in told:
-            raise Refused(f"{name} says nothing of {title}")
-        too_large = machine.memory < SMALL_MEMORY and "OutOfMemoryError" in told[title]
-        if told[title] != "timed" and setting.endswith("bf16") and not too_large:
-            raise Refused(f"the headline is not there: {title} has no time")
+            if state == "benchmarks":
+                check_case(case, plan(name)[full], machine)
+            told[full] = f"{state}: {reason}"
+    for group in needed(name):
+        if lost := [full for full in group if full not in told]:
+            raise Refused(f"{name} says nothing of {lost[0]}")
+        timed = {full for full in group if told[full].startswith("benchmarks")}
+        if timed == {group[0]} and all(told[full].startswith("failed") for full in group[1:]):
+            raise Refused(f"{group[0]} has a time, and all of its peers failed")
+        for full in group if name == "train.json" else ():
+            too_large = machine.memory < SMALL_MEMORY and "OutOfMemoryError" in told[full]
+            if full not in timed and full.endswith("bf16]") and not too_large:
+                raise Refused(f"the headline is not there: {full} has no time")
 
 
 @functools.cache
@@ -271,12 +283,20 @@ def _parameters() -> int:
         return sum(p.numel() for p in ViT.from_preset("B/16").parameters())
 
 
-def expected(op: str, batch: int, direction: str, precision: str) -> Kernels:
-    """The kernels of a case, which is of ViT-B/16 at 224 pixels."""
-    shape = Shape("B/16", 224, batch)
-    if op == "train":
-        return model_work(shape, 2).of("both") + update(_parameters(), size=STORED[precision])
-    return model_work(shape, 2).forward if op in ("latency", "throughput") else OPS[op].work(shape, 2).of(direction)
+def true_info(op: str, impl: str, direction: str, batch: int, seconds: float, machine: Machine) -> tuple[dict, Kernels]:
+    """The extra_info of a case beside MEASURED, by its name and its median; and its kernels, of ViT-B/16."""
+    shape, ceilings = replace(FOCUS, batch=batch), machine.facts["ceilings"]
+    facts = dict(op=op, impl=impl, direction=direction, shape=f"B/16 224 B{batch}", dtype="bfloat16")
+    if op in OPS:
+        kernels = OPS[op].work(shape, 2).of(direction)
+    else:
+        setting, work = SETTINGS[impl], model_work(shape, 2)
+        step = work.of("both") + update(_parameters(), size=setting.stored.itemsize)
+        kernels, promised = step if op == "train" else work.forward, machine.facts["datasheet_bf16_flops"]
+        facts |= dict(batch=batch, precision=setting.precision)
+        facts |= model_rates(shape, op == "train", seconds, ceilings["bfloat16"], promised)
+    facts |= rates(kernels, seconds, ceilings["bfloat16"], ceilings["copy"])
+    return facts | dict(device=machine.facts["device"]), kernels
 
 
 def least_seconds(kernels: Kernels, machine: Machine) -> float:
@@ -285,49 +305,31 @@ def least_seconds(kernels: Kernels, machine: Machine) -> float:
     return max(total_flops(kernels) / machine.peak, moved / machine.bandwidth)
 
 
-def check_case(case: dict, name: str, machine: Machine) -> str:
-    """One benchmark; returns its name."""
-    title, info = take(case, "name", str, name), take(case, "extra_info", dict, name)
-    op, impl, shape, direction = (take(info, key, str, title) for key in ("op", "impl", "shape", "direction"))
-    whole = op in ("train", *INFERENCE)
-    if odd := (info.keys() - KNOWN) | (take(case, "stats", dict, title).keys() - STATS):
+def check_case(case: dict, planned: dict, machine: Machine) -> None:
+    """One benchmark: all that follows from its name and its times, and what was measured beside."""
+    title, info, op, impl = case["name"], case["extra_info"], planned["op"], planned["impl"]
+    median, fastest = check_times(case["stats"], title, STEPS if op in ("train", "throughput") else 1)
+    batches = dict(latency=(1,), throughput=BATCHES).get(op, (FOCUS.batch,))
+    batch = info["batch"] if info.get("batch") in batches else batches[0]
+    true, kernels = true_info(**planned, batch=batch, seconds=median, machine=machine)
+    if odd := info.keys() - true.keys() - MEASURED.keys() - {"attention"}:  # such a key could enter a table unchecked
         raise Refused(f"{title} has other keys than a benchmark writes: {', '.join(sorted(odd))[:80]!r}")
-    if op not in MODELS.get(name, PEERS.get(name, ())) or direction not in DIRECTIONS:
-        raise Refused(f"{title} of {name} is of the operation {op!r} {direction}, which is not in that file")
-    known = impl in SETTINGS if whole else impl in OPS[op].impls
-    if not (known and WORDS.fullmatch(take(info, "attention", str, title) if whole else "")):
-        raise Refused(f"{name}: {impl[:60]!r} is not the name of an implementation")
-    if whole and direction != ("both" if op == "train" else "forward"):
-        raise Refused(f"{title} has the direction {direction}")
-    batches = dict(latency=(1,), throughput=BATCHES).get(op, (256,))
-    batch = next((b for b in batches if shape == f"B/16 224 B{b}"), None)
-    if batch is None:
-        raise Refused(f"{title} is of the shape {shape!r}, which this stage does not measure")
-    if op == "train":
-        wanted = f"test_train[{shape}-{impl}]"
-    else:
-        inference = f"test_inference[B/16 224-{impl}-{op}]"
-        wanted = inference if whole else f"test_{op.replace(' ', '_')}[{shape}-{direction}-{impl}]"
-    full = f"bench/bench_{'model' if whole else 'ops'}.py::{wanted}"
-    if title != wanted or take(case, "fullname", str, title) != full:
-        raise Refused(f"{title} is by its extra_info {full}")
-    if take(info, "device", str, title) != machine.device or take(info, "dtype", str, title) != "bfloat16":
-        raise Refused(f"{title} is of {info['device']} in {info['dtype']}")
-    seconds, fastest = check_times(case["stats"], title, STEPS if op in ("train", "throughput") else 1)
-    kernels = expected(op, batch, direction, take(info, "precision", str, title) if whole else "")
-    check_rates(info, title, kernels, seconds, machine)
-    if whole:
-        check_model(info, title, batch, seconds, machine)
-    check_errors(info, title)
-    peak = take(info, "peak_mib", float, title)
-    if not 0 < peak * 2**20 <= machine.memory:
-        raise Refused(f"{title}: a peak of {peak:.0f} MiB does not fit into the GPU's {machine.memory / 2**30:.0f} GiB")
-    if op == "train" and peak * 2**20 < 3 * _parameters() * STORED[info["precision"]]:
-        raise Refused(f"{title}: a peak of {peak:.0f} MiB does not even hold weights and optimiser")
-    if fastest < (least := least_seconds(kernels, machine)):
-        work = f"{total_flops(kernels):.3g} FLOPs and {total_bytes(kernels):.3g} bytes"
-        raise Refused(f"{title}: {1e6 * fastest:.1f} us are impossible: its {work} take {1e6 * least:.1f} us at least")
-    return title
+    for key, value in true.items():
+        agree(f"{title}: {key}", info.get(key), value)
+    if op in MODELS:
+        check_form(info.get("attention"), WORDS, f"{title}: attention")
+    eps, limit = LEAST_ERROR * EPS[torch.bfloat16], info["error_limit"]
+    within(f"{title}: error_limit", limit, ATOL[torch.bfloat16], MOST_LIMIT, "bfloat16 makes this")
+    for key in ("error", "error_after"):
+        within(f"{title}: {key}", info[key], eps, limit, "bfloat16 makes this")
+    optimiser = 3 * _parameters() * SETTINGS[impl].stored.itemsize if op == "train" else 1
+    why = "of weights and optimiser, and of the GPU"
+    within(f"{title}: peak_mib", info["peak_mib"], optimiser / 2**20, machine.memory / 2**20, why)
+    if op in MODELS:
+        least = 0.0 if impl.startswith("vitfast") or op == "latency" else LEAST_MFU
+        within(f"{title}: mfu_ceiling", info["mfu_ceiling"], least, MOST_MFU, "the speed of a matrix product")
+    why = f"seconds, by its {total_flops(kernels):.3g} FLOPs and {total_bytes(kernels):.3g} bytes"
+    within(f"{title}: its shortest time", fastest, least_seconds(kernels, machine), 600, why)
 
 
 def _clocked(seconds: float, calls: int) -> bool:
@@ -338,57 +340,18 @@ def _clocked(seconds: float, calls: int) -> bool:
 
 def check_times(stats: dict, title: str, calls: int) -> tuple[float, float]:
     """(median, shortest) of the seconds, which a clock has said and whose statistics are right."""
-    data = take(stats, "data", list, title)
-    if len(data) < 10 or take(stats, "rounds", int, title) != len(data):
-        raise Refused(f"{title} has {len(data)} times in {stats['rounds']} rounds, where 10 at least are measured")
-    if not all(type(value) is float and 0 < value < 600 for value in data):
-        raise Refused(f"{title} has times that are no seconds")
-    if odd := [value for value in data if not _clocked(value, calls)]:
-        raise Refused(f"{title} has the time {odd[0]!r}, which no GPU's clock says: were the times scaled?")
-    for key, of in dict(median=statistics.median, min=min, max=max, mean=statistics.fmean).items():
-        agree(title, key, take(stats, key, float, title), of(data))
-    q1, q3, iqr = (take(stats, key, float, title) for key in ("q1", "q3", "iqr"))
-    if not min(data) <= q1 <= stats["median"] * (1 + 1e-9) <= q3 * (1 + 2e-9) <= max(data) * (1 + 3e-9):
-        raise Refused(f"{title}: its quartiles are out of order")
-    agree(title, "iqr", iqr, q3 - q1)
-    return stats["median"], min(data)
-
-
-def check_rates(info: dict, title: str, kernels: Kernels, seconds: float, machine: Machine) -> None:
-    """FLOPs and bytes are those of the shape, and the rates those of the times."""
-    flops, moved = total_flops(kernels), total_bytes(kernels)
-    for key, true in dict(flops=int(flops), bytes=int(moved)).items():
-        if take(info, key, int, title) != true:
-            raise Refused(f"{title}: {key} is {info[key]}, and by its shape {true}")
-    floor = floor_seconds(kernels, machine.ceilings["bfloat16"], machine.ceilings["copy"])
-    rates = dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)
-    rates |= dict(tflops=flops / seconds / 1e12, gigabytes_per_second=moved / seconds / 1e9)
-    for key, true in rates.items():
-        agree(title, key, take(info, key, float, title), true)
-
-
-def check_model(info: dict, title: str, batch: int, seconds: float, machine: Machine) -> None:
-    flops = (3 if info["op"] == "train" else 1) * total_flops(model_work(Shape("B/16", 224, batch), 2).forward)
-    if take(info, "batch", int, title) != batch or info["precision"] not in info["impl"].split():
-        raise Refused(f"{title} has batch {info['batch']} and precision {info['precision']!r}")
-    numbers = dict(images_per_second=batch / seconds, model_flops=flops)
-    numbers |= dict(mfu_ceiling=flops / seconds / machine.ceilings["bfloat16"])
-    if promised := datasheet_flops(machine.device):
-        numbers |= dict(mfu_datasheet=flops / seconds / promised)
-    elif info.get("mfu_datasheet", 0) is not None:
-        raise Refused(f"{title} has an MFU of a data sheet that is not known")
-    for key, true in numbers.items():
-        agree(title, key, take(info, key, float, title), true)
-    least = 0.0 if info["impl"].startswith("vitfast") or info["op"] == "latency" else LEAST_MFU
-    if not least <= (share := numbers["mfu_ceiling"]) <= MOST_MFU:
-        raise Refused(f"{title} has {share:.2f} of the speed of a matrix product, which is not a peer's, or anybody's")
-
-
-def check_errors(info: dict, title: str) -> None:
-    limit = take(info, "error_limit", float, title)
-    for key in ("error", "error_after"):
-        if (
-            not LEAST_ERROR * EPS[torch.bfloat16] < take(info, key, float, title) <= limit <= MOST_LIMIT
-            or limit < ATOL[torch.bfloat16]
-        ):
-            raise Refused(f"{title}: {key} {info[key]:.1e} of at most {limit:.1e} is not what bfloat16 makes")
+    data, median = stats["data"], stats["median"]
+    within(f"{title}: its number of times", len(data), LEAST_ROUNDS, 10**4, "so many rounds are measured")
+    for seconds in data:
+        within(f"{title}: a time", seconds, 1e-9, 600, "seconds")
+        if not _clocked(seconds, calls):
+            raise Refused(f"{title} has the time {seconds!r}, which no GPU's clock says: were the times scaled?")
+    if odd := stats.keys() - {*Stats.fields, "data", "iterations"}:  # a case has these too, in a table
+        raise Refused(f"{title} has other statistics than a benchmark writes: {', '.join(sorted(odd))[:80]!r}")
+    true = dict(median=statistics.median(data), min=min(data), max=max(data), mean=statistics.fmean(data))
+    for key, value in dict(true, rounds=len(data)).items():
+        agree(f"{title}: {key}", stats[key], value)
+    for key, least, most in (("q1", min(data), median), ("q3", median, max(data))):
+        within(f"{title}: {key}", stats[key], least * (1 - 3e-9), most * (1 + 3e-9), "quartiles are in order")
+    agree(f"{title}: iqr", stats["iqr"], float(stats["q3"] - stats["q1"]))
+    return median, min(data)

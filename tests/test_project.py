@@ -62,16 +62,6 @@ def test_the_form_for_bugs_asks_what_doctor_says():
     assert doctor["validations"]["required"] and "`vitfast doctor`" in doctor["attributes"]["label"]
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "README.md"])
-def test_what_a_page_names_is_there(page):
-    text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
-    named = re.findall(r"`((?:vitfast|kernels|tests|bench|docs|\.ci)/[\w./-]+)`", text)
-    assert not [path for path in (*links, *named) if not (ROOT / path).exists()]
-    targets = [word for command in re.findall(r"`make ([a-z ]+)`", text) for word in command.split()]
-    assert {*targets} <= TARGETS, page
-
-
 def test_the_citation_has_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == vitfast.__version__ and citation["cff-version"] == "1.2.0"

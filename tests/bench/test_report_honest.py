@@ -9,8 +9,7 @@ from pathlib import Path
 import gpu_archive
 import plausible
 import pytest
-from gpu_archive import add, members
-from gpu_damages import everywhere, fails
+from gpu_archive import add, fact, fails, members
 
 A100 = dict(
     DEVICE="NVIDIA A100-SXM4-80GB", SIZES="sm_80, 79 GiB, 108 multiprocessors, L2 40 MiB, CUDA 13.0", SHEET=312e12
@@ -33,8 +32,8 @@ def fields_lost(files):
     """A slice of a GPU, whose driver knows neither its load nor its power."""
     for sample in files["clocks.json"]["samples"]:
         sample.update({"utilization.gpu": None, "power.draw": None, "temperature.gpu": None})
-    everywhere("power.limit", "[N/A]")(files)
-    everywhere("clocks.max.memory", "[N/A]")(files)
+    fact("power.limit", "[N/A]")(files)
+    fact("clocks.max.memory", "[N/A]")(files)
 
 
 def few_cpus(files):

@@ -116,19 +116,21 @@ def test_what_the_reference_names_is_there():
 EXAMPLE = re.compile(r".*squared_relu\.py")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
 def test_pages_are_short_and_narrow_and_name_files_that_are_there(page):
-    """Short except for tables, and what bench/report.py writes into README.md."""
+    """Short and narrow except for tables, what bench/report.py writes into README.md, and pages that GitHub shows."""
     text = (ROOT / page).read_text()
-    named = re.findall(r"`((?:vitfast|kernels|tests|bench|docs|examples)/[\w./-]*)`", text)
+    named = re.findall(r"`((?:vitfast|kernels|tests|bench|docs|examples|\.ci)/[\w./-]*)`", text)
     named += [f"vitfast/{path}" for line in re.findall(r"^ \w+/.*\.py.*$", text, re.MULTILINE) for path in line.split()]
     missing = [path for path in named if not (ROOT / path.rstrip(",")).exists() and not EXAMPLE.match(path)]
     assert not missing
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert not [path for path in linked if not ((ROOT / page).parent / path).exists()]
+    targets = {word for command in re.findall(r"`make ([a-z ]+)`", text) for word in command.split()}
+    assert targets <= {*re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
     plain = re.sub(r"<!-- speed -->.*<!-- /speed -->", "", text, flags=re.DOTALL)
     wide = [line for line in plain.splitlines() if not line.lstrip().startswith("|") and len(line) > WIDEST_LINE]
-    assert len(plain.splitlines()) <= LONGEST_FILE and not wide, wide
+    assert page not in PAGES or (len(plain.splitlines()) <= LONGEST_FILE and not wide), wide
 
 
 def test_every_place_of_the_architecture_stands_on_its_floor():

@@ -6,34 +6,28 @@ import hashlib
 import io
 import json
 import random
-import statistics
 import struct
 import subprocess
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import plausible
 import report
-from bench_ops import OPS
-from shapes import Shape, model_work
+from pytest_benchmark.stats import Stats
+from shapes import Shape
 
-from vitfast import ViT, ops
+from vitfast import ops
 from vitfast.cli.report_gpu import digests
-from vitfast.tools.cost.work import Kernels, floor_seconds, total_bytes, total_flops, update
 from vitfast.tools.verify import EPS, cases
 
 DEVICE, SIZES, SHEET = "NVIDIA H200", "sm_90, 140 GiB, 132 multiprocessors, L2 60 MiB, CUDA 13.0", 989e12
 CEILINGS = dict(copy=4.29e12, bfloat16=6.72e14, float16=6.55e14, float32=5.13e13)
 CODE = {"kernels/a.py": "KERNEL = 1\n", "vitfast/b.py": "OPERATION = 1\n", "bench/c.py": "CASE = 1\n"}
-BLOCKS, PATCHES = ("eager", "compile"), ("eager", "compile", "compile unfold")
-SDPA = tuple(f"sdpa {name}" for name in ("flash", "cudnn", "efficient", "math"))
-OP_FILES = {
-    "attention": {"attention": SDPA},
-    "attention_separate": {"attention separate": SDPA},
-    "blocks": {"attention_block": BLOCKS, "mlp_block": BLOCKS},
-    "norm_and_patches": {"add_layer_norm": BLOCKS, "patch_embed uint8": PATCHES, "patch_embed float": PATCHES},
-}
-STARTED = int(time.time())
+PLANNED = {full: planned for name in plausible.FILES for full, planned in plausible.plan(name).items()}
+STARTED, INFERENCE = int(time.time()), "inference.json"
 
 
 def repository(folder: Path) -> str:
@@ -54,51 +48,34 @@ def clocked(case: dict, factor: float = 1.0) -> list[float]:
     return [struct.unpack("f", count)[0] / 1e3 / calls for count in counts]
 
 
-def timed(title: str, module: str, kernels: Kernels, slower: float = 1.6, **info) -> dict:
-    """A case whose floor is at the ceilings; slower: times the floor."""
-    floor, numbers = floor_seconds(kernels, CEILINGS["bfloat16"], CEILINGS["copy"]), random.Random(title)
-    data = [slower * floor * numbers.uniform(0.98, 1.03) for _ in range(20)]
-    flops, moved = total_flops(kernels), total_bytes(kernels)
-    info |= dict(device=DEVICE, dtype="bfloat16", flops=int(flops), bytes=int(moved), peak_mib=2048.5)
+def facts(commit: str = "") -> dict:
+    """What machine_info says."""
+    found = dict(device=DEVICE, torch="2.11.0", triton="3.6.0", timm="1.0.29", commit=commit, ceilings=CEILINGS)
+    found |= {"gpu": SIZES, "driver_version": "580.159.04"}
+    return found | {"clocks.max.sm": "1980 MHz", "power.limit": "700.00 W", "datasheet_bf16_flops": SHEET}
+
+
+def timed(full: str, slower: float = 1.6) -> dict:
+    """A case, `slower` times as slow as its floor at the ceilings."""
+    info = dict(PLANNED[full], batch=1 if "-latency]" in full else 256, peak_mib=2048.5, attention="cudnn")
     info |= dict(error=0.01, error_after=0.01, error_limit=0.04)
-    case = dict(name=title, fullname=f"bench/{module}.py::{title}", extra_info=info, stats=dict(data=data))
+    case = dict(name=full.partition("::")[2], fullname=full, extra_info=info, stats=dict(data=[1.0]))
+    floor, numbers = recount(case)["extra_info"]["floor_us"] / 1e6, random.Random(full)
+    case["stats"]["data"] = [slower * floor * numbers.uniform(0.98, 1.03) for _ in range(20)]
     case["stats"]["data"] = clocked(case)
-    return recount(case, floor)
+    return recount(case)
 
 
-def recount(case: dict, floor: float | None = None) -> dict:
+def recount(case: dict) -> dict:
     """Everything that follows from the case's times, made anew: what a careful forger does."""
-    info, data = case["extra_info"], case["stats"]["data"]
-    floor, seconds = floor or info["floor_us"] / 1e6, statistics.median(data)
-    low, _, high = statistics.quantiles(data)
-    case["stats"] = dict(data=data, rounds=len(data), median=seconds, min=min(data), max=max(data), q1=low, q3=high)
-    case["stats"] |= dict(mean=statistics.fmean(data), iqr=high - low)
-    info |= dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)
-    info |= dict(tflops=info["flops"] / seconds / 1e12, gigabytes_per_second=info["bytes"] / seconds / 1e9)
-    if "model_flops" in info:
-        speed = info["model_flops"] / seconds
-        info |= dict(images_per_second=info["batch"] / seconds, mfu_ceiling=speed / CEILINGS["bfloat16"])
-        info |= dict(mfu_datasheet=SHEET and speed / SHEET)
+    stats = Stats()
+    stats.data = case["stats"]["data"]
+    case["stats"] = dict(stats.as_dict(), data=stats.data)
+    machine, batch = SimpleNamespace(facts=facts()), case["extra_info"].get("batch", 256)
+    planned = PLANNED[case["fullname"]]
+    true, _ = plausible.true_info(**planned, batch=batch, seconds=stats.median, machine=machine)
+    case["extra_info"] = {k: v for k, v in case["extra_info"].items() if k != "batch"} | true
     return case
-
-
-def model(op: str, impl: str, batch: int, parameters: int, **more) -> dict:
-    work, precision = model_work(Shape("B/16", 224, batch), 2), impl.split()[2]
-    flops = total_flops(work.forward) * (3 if op == "train" else 1)
-    kernels = (
-        work.of("both") + update(parameters, size=4 if precision == "amp" else 2) if op == "train" else work.forward
-    )
-    shape = f"B/16 224 B{batch}"
-    title = f"test_train[{shape}-{impl}]" if op == "train" else f"test_inference[B/16 224-{impl}-{op}]"
-    info = dict(op=op, impl=impl, shape=shape, direction="both" if op == "train" else "forward", batch=batch)
-    info |= dict(precision=precision, attention="cudnn", model_flops=int(flops))
-    return timed(title, "bench_model", kernels, **more | info)
-
-
-def operation(op: str, impl: str, direction: str) -> dict:
-    kernels = OPS[op].work(Shape("B/16", 224, 256), 2).of(direction)
-    title = f"test_{op.replace(' ', '_')}[B/16 224 B256-{direction}-{impl}]"
-    return timed(title, "bench_ops", kernels, op=op, impl=impl, shape="B/16 224 B256", direction=direction)
 
 
 def result(op: str, dtype: str, eps: float) -> dict:
@@ -107,26 +84,14 @@ def result(op: str, dtype: str, eps: float) -> dict:
 
 def good(commit: str) -> dict[str, dict]:
     """The JSON files by name, the manifest among them; `write` hashes them."""
-    facts = dict(device=DEVICE, torch="2.11.0", triton="3.6.0", timm="1.0.29", commit=commit, ceilings=CEILINGS)
-    facts |= {"gpu": SIZES, "driver_version": "580.159.04"}
-    facts |= {"clocks.max.sm": "1980 MHz", "power.limit": "700.00 W", "datasheet_bf16_flops": SHEET}
-    parameters = sum(p.numel() for p in ViT.from_preset("B/16").parameters())
-    settings = [f"{library} compile {precision}" for precision in ("bf16", "amp") for library in ("vitfast", "timm")]
-    found = {"train": [model("train", impl, 256, parameters) for impl in settings]}
-    found["inference"] = [model("latency", impl, 1, parameters, slower=9.0) for impl in settings[:2]]
-    for name, peers in OP_FILES.items():
-        found[name] = [
-            operation(op, impl, direction)
-            for op, impls in peers.items()
-            for direction in ("forward", "backward", "both")
-            for impl in ("vitfast", *impls)
-        ]
+    wanted = {name: plausible.needed(name) for name in plausible.FILES if name not in ("accelerate.json", INFERENCE)}
+    found = {name: [timed(full) for group in groups for full in group] for name, groups in wanted.items()}
+    latency = "bench/bench_model.py::test_inference[B/16 224-{} compile bf16-latency]"
+    found[INFERENCE] = [timed(latency.format(library), slower=9.0) for library in ("vitfast", "timm")]
     date = datetime.datetime.fromtimestamp(STARTED + 100, datetime.timezone.utc).isoformat()
     flash = dict(name="test_attention[B/16 224 B256-forward-flash-attn 3]", reason="flash_attn_3 cannot be used")
     files = {
-        f"{name}.json": dict(
-            machine_info=dict(vitfast=dict(facts)), datetime=date, benchmarks=of, failed=[], skipped=[]
-        )
+        name: dict(machine_info=dict(vitfast=facts(commit)), datetime=date, benchmarks=of, failed=[], skipped=[])
         for name, of in found.items()
     }
     files["attention.json"]["skipped"] = [flash | dict(fullname=f"bench/bench_ops.py::{flash['name']}")]
@@ -145,6 +110,41 @@ def good(commit: str) -> dict[str, dict]:
     files["manifest.json"] = dict(schema=1, vitfast="0.1.0", commit=commit, device=DEVICE, exit_code=0, sources=sources)
     files["manifest.json"] |= dict(started=STARTED, finished=STARTED + 560)
     return files
+
+
+def put(path: str, value: object) -> Callable[[dict], None]:
+    """A change of the files: sets what lies at "file/key/0/key", or changes it by a function."""
+
+    def change(files: dict) -> None:
+        name, *keys = (int(key) if key.isdecimal() else key for key in path.split("/"))
+        at = files[f"{name}.json"]
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value(at[keys[-1]]) if callable(value) else value
+
+    return change
+
+
+def fact(key: str, value: object) -> Callable[[dict], None]:
+    """A change of one fact of the machine, in every file."""
+
+    def change(files: dict) -> None:
+        for name in [name.removesuffix(".json") for name, file in files.items() if "machine_info" in file]:
+            put(f"{name}/machine_info/vitfast/{key}", value)(files)
+
+    return change
+
+
+def fails(name: str, *impls: str, reason: str = "RuntimeError: no kernel") -> Callable[[dict], None]:
+    """These are listed as failed."""
+
+    def change(files: dict) -> None:
+        file = files[f"{name}.json"]
+        for c in [c for c in file["benchmarks"] if c["extra_info"]["impl"] in impls]:
+            file["benchmarks"].remove(c)
+            file["failed"].append(dict(name=c["name"], fullname=c["fullname"], reason=reason))
+
+    return change
 
 
 def add(root: Path, archive: Path, *options: str) -> int:
