@@ -107,8 +107,8 @@ a kernel that does not clip | kernels/resize/passes.py | data/test_resize.py -k 
 + acc >> BITS
 # embeddings
 images in the order in which they were read | eval/embedder.py | eval/test_embedder.py -k timm_computes
-- group, future = waiting.popleft()
-+ group, future = waiting.pop()
+- yield waiting.popleft().result()
++ yield waiting.pop().result()
 rows count the images that could not be read | eval/embed.py | eval/test_embed.py -k embedder_returns
 - None if found.vector is None else next(rows) for found
 + None if found.vector is None else results.index(found) for found
@@ -122,7 +122,7 @@ a shard in place before it is whole | eval/embed.py | eval/test_embed.py -k full
 - with staged(folder, paths[0], name=f"shard-{shard:05d}") as scratch:
 + for scratch in [folder]:
 a batch of images of two shards | eval/embedder.py | eval/test_embed.py -k killed
-- if batch and (group != last or held
+- if batch and (one.group != batch[-1].group or held
 + if batch and (False or held
 # training
 a resumed run draws other random numbers | train/step.py | train/test_train.py -k bit_for_bit
