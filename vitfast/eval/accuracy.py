@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import PIL
@@ -26,6 +27,19 @@ from ..run.device import autocast, autocast_dtype, choose_device
 logger = logging.getLogger("vitfast")
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; what was training trains again at the end."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @torch.no_grad()
 def validation_means(
     model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
@@ -36,13 +50,11 @@ def validation_means(
     model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
     image can be read, or more than `max_unreadable` cannot.
     """
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(len(names) + 2, device=device, dtype=torch.float64)
-    for images, labels, unreadable in data.eval_batches():
-        sums[:-1] += score(images, labels)
-        sums[-1] += data.left_out(unreadable)
-    model.train(was_training)
+    with evaluating(model):
+        for images, labels, unreadable in data.eval_batches():
+            sums[:-1] += score(images, labels)
+            sums[-1] += data.left_out(unreadable)
     *totals, count, left_out = data.ranks.sum(sums).tolist()
     data.check_left_out(int(left_out), int(count))
     means = {name: total / count for name, total in zip(names, totals)}

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, overload
 
@@ -28,7 +27,7 @@ from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
 from ..ops._dispatch import current_mode
 from ..run.device import autocast, autocast_dtype, choose_device
-from .accuracy import compare_pillow
+from .accuracy import compare_pillow, evaluating
 from .backbones import backbone
 
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
@@ -293,7 +292,7 @@ class Embedder:
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
         """(B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
-        with self._lock, _evaluating(self.backbone.model):
+        with self._lock, evaluating(self.backbone.model):
             try:
                 vectors = self._forward(given)
             except torch.OutOfMemoryError:
@@ -328,19 +327,6 @@ class Embedder:
     def _full(self) -> int:
         """As many images of the model's own size as `tokens` allow."""
         return max(1, self.tokens // self.backbone.own_tokens)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; what was training trains again at the end."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @dataclass
