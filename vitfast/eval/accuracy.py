@@ -23,6 +23,7 @@ from ..model.vit import ViT
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast, autocast_dtype, choose_device
+from ..run.distributed import Ranks
 
 logger = logging.getLogger("vitfast")
 
@@ -83,22 +84,28 @@ def evaluate(
         if on_logits:
             on_logits(logits, labels)
         if data.multi_label:
-            parts.append((logits, labels))
+            parts.append(torch.cat([logits, labels], 1))
             loss = nn.functional.binary_cross_entropy_with_logits(logits[read], labels[read], reduction="sum")
             return torch.stack([loss, (labels.gather(1, logits.argmax(1, keepdim=True)) == 1).sum(), read.sum()])
         top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
         return torch.stack([loss, top[:, 0].sum(), top.sum(), read.sum()])
 
+    names = ["loss", "accuracy"] if data.multi_label else ["loss", "accuracy", "top5"]
+    means = validation_means(model, data, device, names, score)
     if not data.multi_label:
-        return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
-    means = validation_means(model, data, device, ["loss", "accuracy"], score)
-    mine = torch.cat([torch.stack(part) for part in parts], dim=1)  # (2, n, K)
-    everyone = mine.new_zeros(2, data.ranks.world, *mine.shape[1:])  # all ranks have equally many, some of them PADDING
-    everyone[:, data.ranks.rank] = mine
-    logits, labels = data.ranks.sum(everyone).flatten(1, 2).cpu()
+        return means
+    logits, labels = of_all_ranks(torch.cat(parts), data.ranks).chunk(2, 1)
     read = counts(labels)
     return means | dict(map=mean_average_precision(logits[read], labels[read]))
+
+
+def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
+    """The rows (n, K) of all ranks, which take turns, on the CPU; a rank with fewer than others adds PADDING."""
+    missing = ranks.agree(len(mine)) - len(mine)  # none but in Shards: elsewhere all have equally many
+    everyone = mine.new_zeros(ranks.world, len(mine) + missing, mine.shape[1])
+    everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)
+    return ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()
 
 
 def logits_of(
