@@ -84,7 +84,7 @@ restore leaves the dtype of the residual | adapters/__init__.py | adapters/test_
 labels of the next image | data/samples.py | data/test_loader.py data/test_folders.py data/test_images.py
 - return image, label, unreadable
 + return image, self.source[(index + 1) % len(self.source)][1], unreadable
-evaluation crops nothing off | data/transforms.py | data/test_transforms.py -k as_timm_does
+evaluation crops nothing off | data/transforms.py | eval/test_pixels.py -k predicts_answers
 - crop_pct=config.crop_pct or 1.0
 + crop_pct=1.0
 every epoch in the same order | data/samples.py | data/test_loader.py -k each_epoch_once
@@ -165,7 +165,7 @@ features that are not whitened | eval/fewshot.py | eval/test_fewshot.py -k sciki
 top-5 counts the first alone | eval/accuracy.py | eval/test_accuracy.py -k top_5
 - top[:, 0].sum(), top.sum()
 + top[:, 0].sum(), top[:, 0].sum()
-the probability of another class | eval/predict.py | eval/test_predict.py
+the probability of another class | eval/predict.py | eval/test_pixels.py -k predicts_answers
 - probabilities.gather(-1, classes).tolist()
 + probabilities.sort(-1).values[:, :count].tolist()
 a broken image that goes unnoticed | eval/triton_server/model.py | eval/test_triton_server.py -k alone
