@@ -159,9 +159,9 @@ colours with the channels in another order | train/masked.py | train/test_masked
 - torch.arange(digits.shape[1] - 1, -1, -1, device
 + torch.arange(digits.shape[1], device
 # evaluation
-features that are not whitened | eval/fewshot.py | eval/test_fewshot.py -k scikit
-- F.pad(self.whiten(x), (0, 1)
-+ F.pad(x.double(), (0, 1)
+features that are not whitened | eval/fewshot.py | eval/test_fewshot.py -k least_squares
+- F.pad(whiten(part), (0, 1)
++ F.pad(part.double(), (0, 1)
 top-5 counts the first alone | eval/accuracy.py | eval/test_accuracy.py -k top_5
 - top[:, 0].sum(), top.sum()
 + top[:, 0].sum(), top[:, 0].sum()
