@@ -36,19 +36,12 @@ def folder(tmp_path_factory, model):
     return root
 
 
-def whole(path, most=10**9):
-    """An image file as the model is to see it: to the nearest patches, both sides resized at once."""
-    with Image.open(path) as image:
-        grid = [max(1, round(side / 8)) for side in image.size]
-        assert grid[0] * grid[1] <= most
-        size = [8 * n for n in grid]
-        image = image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
 def alone(model, path):
-    with torch.no_grad():
-        return model(whole(path)[None])[0]
+    """The logits of an image file as the model is to see it: to the nearest patches, both sides resized at once."""
+    with Image.open(path) as image, torch.no_grad():
+        size = [8 * max(1, round(side / 8)) for side in image.size]
+        image = image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+        return model(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])[0]
 
 
 @pytest.mark.parametrize("settings", [[], ["--batch-size", "1"], ["--set", "workers=2", "tokens_per_step=90"]])
