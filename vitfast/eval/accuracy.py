@@ -101,7 +101,10 @@ def evaluate(
 
 
 def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
-    """The rows (n, K) of all ranks, which take turns, on the CPU; a rank with fewer than others adds PADDING."""
+    """The rows (n, K) of all ranks, which take turns, on the CPU.
+
+    A rank with fewer rows than others adds rows of PADDING.
+    """
     missing = ranks.agree(len(mine)) - len(mine)  # none but in Shards: elsewhere all have equally many
     everyone = mine.new_zeros(ranks.world, len(mine) + missing, mine.shape[1])
     everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)

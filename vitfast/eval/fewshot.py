@@ -18,7 +18,7 @@ BIAS = 100.0  # the constant feature: so large that the regularisation hardly to
 
 
 def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Tensor:
-    """Regularised least squares from whitened features and a constant onto {-1, 1}^K: scikit-learn's, in float64.
+    """Regularised least squares from whitened features and a constant onto {-1, 1}^K, in float64.
 
     As the released evaluator of the ViT's authors (big_vision, fewshot_lsr) does, it minimises |X W - Y|^2 + l2 |W|^2,
     in which W includes the constant's weights. x (n, D), y (n,) class numbers; returns the classes (m,) of the queries.

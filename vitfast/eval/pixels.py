@@ -100,7 +100,7 @@ def library_of(model: nn.Module) -> Literal["vitfast", "timm", "transformers"]:
 
 
 def timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]:
-    """Size, crop, mean and std of a ViT or a model of timm, as timm resolves them, or those of a baseline."""
+    """Size, crop, mean and std of a ViT, a model of timm or a baseline, as timm resolves them."""
     from timm.data import resolve_model_data_config
 
     told = resolve_model_data_config(model)
