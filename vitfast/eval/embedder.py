@@ -203,7 +203,7 @@ class Embedder:
         self.backbone = backbone(*self._made_from)
 
     def _read_ahead(self, items: Iterator[tuple[object, ImageLike, str]]) -> Iterator["_Read"]:
-        """What `_read` returns of each item (group, image, name), in order; threads read ahead."""
+        """The image of each item (group, image, name), read, in order; threads read ahead."""
         if self.workers:
             items = ((group, own(image, self.exif_orientation), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
