@@ -129,30 +129,16 @@ def test_untagged_images_take_no_longer():
 
 
 @pytest.mark.parametrize("decode", ["host", "device"])
-def test_training_and_validation_see_upright_images(folder, decode):
+@pytest.mark.parametrize("split", ["", "train"], ids=["two splits", "one that is held out from"])
+def test_training_and_validation_see_upright_images(folder, decode, split):
     batches = {}
     for kind, turned in (("tagged", True), ("upright", True), ("tagged", False)):
         options = dict(batch_size=16, steps=2, hflip=0.5, workers=0, exif_orientation=turned, decode=decode)
-        data = open_data(digits(data=str(folder / kind), **options), (32, 16), (8, 8), CPU)
+        data = open_data(digits(data=str(folder / kind / split), **options), (32, 16), (8, 8), CPU)
         batches[kind, turned] = [images for images, *_ in (*data.train_batches(0, 2), *data.eval_batches())]
     truth = batches["upright", True]
     assert all(map(torch.equal, batches["tagged", True], truth))
     assert not any(map(torch.equal, batches["tagged", False], truth))
-
-
-def test_labels_files_and_many_sizes_see_upright_images(folder, tmp_path):
-    for kind, suffix in (("tagged", "jpg"), ("upright", "png")):
-        shutil.copytree(folder / kind / "train", tmp_path / kind)
-        lines = [f"{name}/{tag}.{suffix},{name}" for name in "ab" for tag in range(1, 9)]
-        (tmp_path / kind / "labels.csv").write_text("\n".join(lines))
-    options = dict(batch_size=4, steps=2, workers=0, objective="sigmoid", sizes="16:48", mixup=0, cutmix=0)
-    tagged, truth = (
-        list(open_data(digits(data=str(tmp_path / kind), **options), (32, 32), (8, 8), CPU).train_batches(0, 2))
-        for kind in ("tagged", "upright")
-    )
-    for (ours, *_), (theirs, *_) in zip(tagged, truth):
-        for a, b in zip(ours, theirs):
-            assert torch.equal(a.patches, b.patches) and torch.equal(a.grids, b.grids)
 
 
 @pytest.mark.parametrize("sizes", ["", "native"])

@@ -51,17 +51,11 @@ def test_bytes_are_those_of_pillow(name):
     check(draw(list(FILTERS).index(name), 2000), name)
 
 
+@pytest.mark.parametrize("count, most", [(20, 48), pytest.param(334, 150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FILTERS)
-def test_kernels_give_the_bytes_of_pillow(name):
+def test_kernels_give_the_bytes_of_pillow(name, count, most):
     with ops.use_kernels("on"):
-        check(draw(10 + list(FILTERS).index(name), 20, 48), name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FILTERS)
-def test_kernels_give_the_bytes_of_pillow_at_2000_sizes_in_all(name):
-    with ops.use_kernels("on"):
-        check(draw(20 + list(FILTERS).index(name), 334), name)
+        check(draw(10 + list(FILTERS).index(name), count, most), name)
 
 
 @pytest.mark.long

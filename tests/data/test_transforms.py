@@ -6,7 +6,6 @@ import pytest
 import torch
 from PIL import Image
 from runs import digits
-from timm.data import create_transform
 
 from vitfast import InputError
 from vitfast.data.transforms import Erase, SquashedCrop, transforms
@@ -26,16 +25,6 @@ def ends(pixels, axis: int) -> tuple[float, float]:
     line = np.asarray(pixels)[0].mean(0) if axis else np.asarray(pixels)[1].mean(1)
     step = (line[-1] - line[0]) / (len(line) - 1)
     return (line[0] - step / 2) / 200, (line[-1] + step / 2) / 200
-
-
-@pytest.mark.parametrize("mode", ["center", "squash", "border"])
-@pytest.mark.parametrize("pct", [1.0, 0.875, 0.9])
-@pytest.mark.parametrize("size", [(224, 224), (96, 160)], ids=str)
-def test_evaluations_cut_images_as_timm_does(mode, pct, size):
-    image = pictures.smooth(3, 150, 220)
-    options = dict(interpolation="bicubic", mean=(0.5,) * 3, use_prefetcher=True)
-    theirs = create_transform((3, *size), crop_pct=pct, crop_mode=mode, **options)(image)
-    assert np.array_equal(transforms(digits(crop_mode=mode, crop_pct=pct), size)[1](image), theirs)
 
 
 def test_evaluations_see_what_the_sources_see():

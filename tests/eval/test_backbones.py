@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import transformers
-from embedding_models import CLOSE, IMAGES, SIDE, TEXT, TINY, drawn
+from embedding_models import CLOSE, IMAGES, SIDE, TEXT, TINY, drawn, processors
 
 import vitfast
 from vitfast import Embedder, InputError
@@ -81,21 +81,26 @@ def test_a_baseline_has_its_own_mean_and_std(name, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
-def test_a_processor_is_found_beside_the_weights(file, tmp_path):
-    """transformers 5 saves that of images and texts in one file, with that of images in it."""
-    side = dict(height=32, width=32)
-    processor = transformers.CLIPImageProcessorPil(size=dict(shortest_edge=37), crop_size=side, resample=2)
-    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    model = drawn(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**shape, image_size=32, patch_size=8)))
-    model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("name, side", [("dinov2", 32), ("clip", 48)])
+def test_a_processor_is_found_beside_the_weights(file, name, side, tmp_path):
+    """transformers 5 saves that of images and texts in one file, with that of images in it.
+
+    Where an odd number is cut off, its crop begins a pixel before timm's; DINOv2's table is for larger images.
+    """
+    model, kind, _, pick = processors()[name]
+    drawn(model).save_pretrained(tmp_path)
+    options = dict(size=dict(shortest_edge=side + 5), crop_size=dict(height=side, width=side), resample=2)
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
     told = processor.to_dict()
     content = dict(image_processor=told, processor_class="CLIPProcessor") if file[:3] == "pro" else told
     (tmp_path / file).write_text(json.dumps(content))
     with torch.inference_mode():
-        truth = torch.cat([model(**processor(images=i, return_tensors="pt")).pooler_output for i in IMAGES])
-    again = transformers.CLIPVisionModel.from_pretrained(tmp_path)
+        truth = torch.cat([pick(model(**processor(images=i, return_tensors="pt"))) for i in IMAGES])
+    again = type(model).from_pretrained(tmp_path)
     for given in (again, tmp_path):
-        torch.testing.assert_close(Embedder(given, device="cpu").embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
+        embedder = Embedder(given, device="cpu")
+        assert given is again or embedder.backbone.size == (side, side)
+        torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
     (tmp_path / file).write_text("{")
     with pytest.raises(InputError, match=f"{file}.* (is damaged|cannot be read)"):
         Embedder(again)

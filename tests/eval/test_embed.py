@@ -12,7 +12,6 @@ import numpy as np
 import pictures
 import pyarrow.parquet as pq
 import pytest
-import shards
 import torch
 from commands import run_cli
 from frozen import tiny
@@ -73,49 +72,11 @@ def test_files_hold_what_the_embedder_returns(source, capsys):
     assert content(source / "out") == before
 
 
-@pytest.mark.parametrize("kind", ["list", "tar", "parquet"])
-def test_the_same_images_from_other_sources_have_the_same_vectors(source, capsys, kind):
-    import pyarrow as pa
-
-    paths = sorted((source / "photos" / "more").glob("*.png"))
-    spec = source / ("images.txt" if kind == "list" else f"images.{kind}")
-    if kind == "list":
-        spec.write_text("\n".join(map(str, paths)))
-    elif kind == "tar":
-        shards.write(spec, [(path.name, path.read_bytes()) for path in paths])
-    else:
-        pq.write_table(pa.table({"image": [path.read_bytes() for path in paths]}), spec, row_group_size=3)
-    given = arguments(source, kind)
-    given[1] = str(spec)
-    assert run_cli(capsys, *given)[0] == 0
-    truth = Embedder(source / "w", device="cpu").embed(paths)
-    torch.testing.assert_close(torch.from_numpy(read(source / kind)[1]), truth, atol=1e-6, rtol=1e-5)
-
-
 def test_ranks_share_the_work_without_talking(source, capsys):
     run_cli(capsys, *arguments(source, "alone"))
     outputs = done(ranks(3, command_line, arguments(source)))
     assert [out.count(": 8 images,") for out in outputs] == [1, 1, 1]
     assert content(source / "out") == content(source / "alone")
-
-
-def killed(source, times: int, slow: float) -> None:
-    """Kills the job so many times at random moments; then it ends with the bytes of an undisturbed run."""
-    draw = random.Random(0)
-    kills = 0
-    while kills < times:
-        child = Child(_slowed, arguments(source), slow)
-        deadline = time.time() + draw.uniform(0, 0.6)
-        while time.time() < deadline and child.poll() is None:
-            time.sleep(0.005)
-        if child.poll() is not None:  # it had ended: take some shards away, as if it had not
-            assert child.poll() == 0, child.communicate()
-            for path in draw.sample(sorted((source / "out").glob("e*.npy")), 3):
-                path.unlink()
-            continue
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        kills += 1
 
 
 def _slowed(argv: list[str], seconds: float) -> int:
@@ -134,8 +95,23 @@ def _slowed(argv: list[str], seconds: float) -> int:
 
 @pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_a_job_that_is_killed_goes_on_to_the_same_bytes(source, capsys, times):
+    """At random moments, so many times; then it ends with the bytes of an undisturbed run."""
     run_cli(capsys, *arguments(source, "alone"))
-    killed(source, times, 0.03)
+    draw = random.Random(0)
+    kills = 0
+    while kills < times:
+        child = Child(_slowed, arguments(source), 0.03)
+        deadline = time.time() + draw.uniform(0, 0.6)
+        while time.time() < deadline and child.poll() is None:
+            time.sleep(0.005)
+        if child.poll() is not None:  # it had ended: take some shards away, as if it had not
+            assert child.poll() == 0, child.communicate()
+            for path in draw.sample(sorted((source / "out").glob("e*.npy")), 3):
+                path.unlink()
+            continue
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        kills += 1
     code, out, _ = run_cli(capsys, *arguments(source))
     assert code == 0 and content(source / "out") == content(source / "alone")
 

@@ -1,7 +1,5 @@
 """Vectors of images, against timm's and transformers' own preprocessing and models."""
 
-import json
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +14,7 @@ from frozen import tiny
 from PIL import Image, ImageSequence
 
 import vitfast
-from vitfast import Embedder, InputError, ViT
+from vitfast import Embedder, InputError
 from vitfast.model.convert import write
 
 
@@ -46,29 +44,6 @@ def test_weights_give_the_vectors_that_timm_computes(tmp_path, mode, share, kind
     torch.testing.assert_close(found, truth, **CLOSE)
     for tokens in (1, 40, 10**6):  # one image at once, a few, all of them
         torch.testing.assert_close(Embedder(model, tokens=tokens, workers=1).embed(IMAGES), truth, **CLOSE)
-
-
-def test_every_kind_of_input_gives_the_same_vector(tmp_path):
-    embedder = Embedder(tiny(5))
-    image, path = IMAGES[2], tmp_path / "a.png"
-    image.save(path)
-    array = np.asarray(image).transpose(2, 0, 1)
-    kinds = [
-        path,
-        str(path),
-        *os.scandir(os.fsencode(tmp_path)),
-        path.read_bytes(),
-        bytearray(path.read_bytes()),
-        image,
-        Image.open(path),
-        array,
-    ]
-    kinds += [torch.from_numpy(array.copy()), IMAGES[0]]
-    found = embedder.embed(iter(kinds))
-    assert all(torch.equal(vector, found[0]) for vector in found[:-1]) and not torch.equal(found[-1], found[0])
-    grey = torch.from_numpy(np.asarray(image.convert("L")).copy())[None]
-    assert torch.equal(embedder.embed([grey]), embedder.embed([image.convert("L")]))
-    assert torch.equal(embedder.embed(grey.expand(2, 3, -1, -1)), embedder.embed([grey, grey]))
 
 
 def test_images_are_copied_before_an_iterator_uses_them_again(tmp_path):
@@ -143,27 +118,6 @@ def test_a_model_in_training_is_evaluated_and_trains_on():
     assert model.training and model.blocks[1].training and not model.blocks[0].training
 
 
-@pytest.mark.parametrize("name", ["dinov2", "clip"])
-def test_weights_with_a_processor_see_what_it_gives(name, tmp_path):
-    """Where an odd number is cut off, its crop begins a pixel before timm's; DINOv2's table is for larger images."""
-    model, kind, _, pick = processors()[name]
-    side = 32 if name == "dinov2" else 48
-    drawn(model).save_pretrained(tmp_path)
-    options = dict(size=dict(shortest_edge=side + 5), crop_size=dict(height=side, width=side), resample=2)
-    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
-    processor.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        truth = torch.cat([pick(model(**processor(images=image, return_tensors="pt"))) for image in IMAGES])
-    for together in (False, True):  # since version 5, a processor of images and texts is saved as one file
-        if together:
-            (tmp_path / "preprocessor_config.json").unlink()
-            both = json.dumps(dict(image_processor=processor.to_dict()))
-            (tmp_path / "processor_config.json").write_text(both)
-        embedder = Embedder(tmp_path, device="cpu")
-        assert embedder.backbone.size == (side, side)
-        torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("pool", ["token", "avg", "map"])
 def test_native_sizes_are_the_models_own_forward(pool):
     own = dict(global_pool="map", class_token=False) if pool == "map" else {}
@@ -193,6 +147,7 @@ def test_bad_images_are_one_error_or_skipped_and_listed(tmp_path):
         (tmp_path / "none.jpg", "none.jpg cannot be read as an image (No such file"),
         (torch.zeros(3, 8, 8), "images[2] must be uint8 pixels (3, H, W) or (1, H, W)"),
         (torch.zeros(8, 8, 3, dtype=torch.uint8), "must be uint8 pixels (3, H, W)"),
+        (np.zeros((5, 5, 2), np.uint8), "as an array, (H, W, 3); got uint8 (5, 5, 2)"),
         (np.array([[["a"]]], object), "must be uint8 pixels (3, H, W)"),
         (np.zeros((3, 8, 8), ">u2"), "must be uint8 pixels (3, H, W)"),
         (Image.new("F", (8, 8)), "images[2] is a broken image (its pixels are 32-bit"),
@@ -331,9 +286,7 @@ def test_what_no_embedder_can_do_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match="images have 3 channels, and the model takes 1"):
         Embedder(tiny(5, in_chans=1))
     with pytest.raises(InputError, match="must be a ViT of vitfast"):
-        Embedder(torch.nn.Linear(3, 3))
-    with pytest.raises(InputError, match="must be a ViT of vitfast"):
-        Embedder(torch.nn.Identity())
+        Embedder(torch.nn.Identity())  # without parameters
     with pytest.raises(InputError, match="VisionTransformer has no class token"):
         Embedder(timm.create_model("vit_tiny_patch16_224", depth=1, class_token=False, global_pool="avg"), pool="token")
     with pytest.raises(InputError, match="nothing says how images for ViTModel are prepared; give processor="):
@@ -342,7 +295,3 @@ def test_what_no_embedder_can_do_is_refused_by_name(tmp_path):
         Embedder(tmp_path / "nothing")
     with pytest.raises(ValueError, match="errors must be 'raise' or 'skip'"):
         Embedder(model).embed(IMAGES, errors="ignore")
-
-
-def test_it_is_found_at_the_top_without_being_imported_there():
-    assert vitfast.Embedder is Embedder and issubclass(ViT, torch.nn.Module)

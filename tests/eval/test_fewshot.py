@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_close
 from commands import run_cli
 from frozen import evaluation, save_tiny
-from sklearn.linear_model import Ridge as SklearnRidge
 from sklearn.neighbors import KNeighborsClassifier
 
 from vitfast import InputError, ViT
@@ -38,21 +36,19 @@ def cloud(count: int, width: int, classes: int = 4, seed: int = 0) -> tuple[torc
 
 
 @pytest.mark.parametrize("count, width", [(300, 20), (16, 40)], ids=["more images", "more features"])
-def test_ridge_is_scikit_learns_on_whitened_features_and_a_constant(count, width):
+def test_ridge_is_least_squares_on_whitened_features_and_a_constant(count, width):
+    """By the normal equations of features and constant, solved by NumPy."""
     (x, y), (queries, _) = cloud(count, width), cloud(80, width, seed=1)
-    solver = fewshot.Ridge(x, y, 4)
 
     def design(f):
         a = x.numpy().astype(np.float64)
         return np.concatenate([(f.numpy() - a.mean(0)) / (a.std(0) + 1e-5), np.full((len(f), 1), 100.0)], axis=1)
 
     for l2 in (0.5, 2.0**10, 2.0**16):
-        theirs = SklearnRidge(alpha=l2, fit_intercept=False, solver="cholesky").fit(
-            design(x), np.eye(4)[y.numpy()] * 2 - 1
-        )
-        assert_close(solver.weights(l2), torch.from_numpy(theirs.coef_.T), atol=1e-9, rtol=1e-6, name=f"l2 {l2}")
-        assert np.array_equal(solver.predict(queries, l2).numpy(), theirs.predict(design(queries)).argmax(1))
-    assert torch.equal(fewshot.classify("ridge", x, y, queries, 4), solver.predict(queries, 1024.0))
+        a, target = design(x), np.eye(4)[y.numpy()] * 2 - 1
+        truth = design(queries) @ np.linalg.solve(a.T @ a + l2 * np.eye(a.shape[1]), a.T @ target)
+        assert np.array_equal(fewshot.ridge(x, y, queries, 4, l2).numpy(), truth.argmax(1))
+    assert torch.equal(fewshot.classify("ridge", x, y, queries, 4), fewshot.ridge(x, y, queries, 4, 1024.0))
 
 
 def test_draws_are_of_every_class_and_nested():
@@ -115,24 +111,20 @@ def own_features(weights, source, transform) -> torch.Tensor:
 
 
 def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
-    """The whole way, against scikit-learn on features taken one image at a time."""
+    """The whole way, against features taken one image at a time."""
     config = evaluation(digits_weights)
     result = fewshot.few_shot(config, shots=[2, 10], seeds=2)
     data = open_data(config, (16, 16), (8, 8), CPU)
-    x, queries = (
-        own_features(digits_weights, source, data.eval_transform).double().numpy() for source in (data.train, data.val)
-    )
+    x, queries = (own_features(digits_weights, source, data.eval_transform) for source in (data.train, data.val))
     labels, truth = np.array(data.train.labels), np.array(data.val.labels)
     assert result["method"] == "ridge" and result["l2"] == 1024 and result["images"] == 360
     for row in result["results"]:
         for seed, accuracy in enumerate(row["accuracies"]):
             generator = np.random.default_rng(seed)
             classes = [generator.permutation(np.where(labels == k)[0]) for k in range(10)]
-            a = x[chosen := np.concatenate([order[: row["shots"]] for order in classes])]
-            whitened = [(f - a.mean(0)) / (a.std(0) + 1e-5) for f in (a, queries)]
-            design = [np.pad(f, ((0, 0), (0, 1)), constant_values=100.0) for f in whitened]
-            theirs = SklearnRidge(alpha=1024, fit_intercept=False).fit(design[0], np.eye(10)[labels[chosen]] * 2 - 1)
-            assert accuracy == pytest.approx((theirs.predict(design[1]).argmax(1) == truth).mean(), abs=2 / 360)
+            chosen = np.concatenate([order[: row["shots"]] for order in classes])
+            found = fewshot.ridge(x[chosen], torch.from_numpy(labels[chosen]), queries, 10, 1024)
+            assert accuracy == pytest.approx((found.numpy() == truth).mean(), abs=2 / 360)
         assert row["accuracy"] == pytest.approx(np.mean(row["accuracies"]))
     assert 0.1 < result["results"][0]["accuracy"] < result["results"][1]["accuracy"]
 

@@ -9,12 +9,9 @@ from commands import run_cli
 from frozen import tiny
 from PIL import Image
 
-from vitfast.data.loader import open_data
 from vitfast.data.packing import Native
-from vitfast.eval.accuracy import evaluate
 from vitfast.eval.predict import predict
 from vitfast.run.config import Config
-from vitfast.train.recipes import resolve
 
 SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (5, 90), (24, 24)]  # width, height
 
@@ -39,19 +36,12 @@ def folder(tmp_path_factory, model):
     return root
 
 
-def whole(path, most=10**9):
-    """An image file as the model is to see it: to the nearest patches, both sides resized at once."""
-    with Image.open(path) as image:
-        grid = [max(1, round(side / 8)) for side in image.size]
-        assert grid[0] * grid[1] <= most
-        size = [8 * n for n in grid]
-        image = image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
 def alone(model, path):
-    with torch.no_grad():
-        return model(whole(path)[None])[0]
+    """The logits of an image file as the model is to see it: to the nearest patches, both sides resized at once."""
+    with Image.open(path) as image, torch.no_grad():
+        size = [8 * max(1, round(side / 8)) for side in image.size]
+        image = image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+        return model(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])[0]
 
 
 @pytest.mark.parametrize("settings", [[], ["--batch-size", "1"], ["--set", "workers=2", "tokens_per_step=90"]])
@@ -120,12 +110,3 @@ def test_what_is_of_one_size_says_so(folder, tmp_path, capsys, command, setting,
     flags = ("--weights", weights, "--data", folder / "data", "--device", "cpu", "--set", setting)
     code, _, err = run_cli(capsys, command, *flags, *more)
     assert code == 2 and says in err
-
-
-def test_streams_and_several_classes_an_image(folder, model):
-    """The evaluation of a run's data object, in batches of its own."""
-    config = resolve("eval", dict(data=str(folder / "data"), sizes="native", workers=0))
-    data = open_data(config, (16, 16), (8, 8), torch.device("cpu"))
-    (images, labels, unreadable), *rest = data.eval_batches()
-    assert not rest and sum(map(len, images)) == len(labels) == 7 and len(unreadable) == 1
-    assert evaluate(model, data, torch.device("cpu"), None)["images"] == 6

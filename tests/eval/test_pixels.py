@@ -1,7 +1,9 @@
 """The pixels of a model by timm's own functions and by `vitfast.transform`, against timm's and transformers'."""
 
 import copy
+import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pictures
@@ -28,7 +30,7 @@ SIZES = [(90, 60), (50, 130), (20, 17), (48, 48), (47, 31)]  # height, width
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     for seed, size in enumerate(SIZES):
-        pictures.smooth(seed, *size).save(folder / f"{seed}.png")
+        pictures.smooth(seed, *size).convert("L" if seed == 2 else "RGB").save(folder / f"{seed}.png")
     return sorted(map(str, folder.iterdir()))
 
 
@@ -46,13 +48,16 @@ def by_timm(model: torch.nn.Module, files: list[str]) -> torch.Tensor:
     return torch.stack([transform(Image.open(path).convert("RGB")) for path in files])
 
 
-def probabilities(model: ViT, files: list[str]) -> torch.Tensor:
-    """What predict says, each class in its place."""
+def probabilities(model: ViT, files: list[str], **options) -> torch.Tensor:
+    """What predict says, the best class first, each in its place."""
     rows = torch.zeros(len(files), model.num_classes)
     names = list(model.class_names or range(model.num_classes))
-    for row, record in zip(rows, predict(model, files, Config(workers=0), top_k=99)):
-        for found in record["predictions"]:
-            row[names.index(found["label"])] = found["probability"]
+    records = list(predict(model, files, Config(workers=0), top_k=99, **options))
+    assert [record["image"] for record in records] == files
+    for row, record in zip(rows, records):
+        shares = [found["probability"] for found in record["predictions"]]
+        assert shares == sorted(shares, reverse=True)
+        row[[names.index(found["label"]) for found in record["predictions"]]] = torch.tensor(shares)
     return rows
 
 
@@ -67,8 +72,10 @@ def test_timms_functions_give_predicts_answers(mode, size, files, tmp_path):
         torch.nn.init.normal_(model.head.weight, std=0.5, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             images = by_timm(model, files)
-            truth = model(images).softmax(-1)
+            logits = model(images)
+        truth = logits.softmax(-1)
         torch.testing.assert_close(probabilities(model, files), truth, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(probabilities(model, files, sigmoid=True), logits.sigmoid(), atol=1e-6, rtol=1e-5)
         assert truth.std() > 0.01
         transform = vitfast.transform(model)
         assert torch.equal(torch.stack([transform(path) for path in files]), images)
@@ -110,22 +117,24 @@ def test_every_form_of_an_image(files):
     array = np.array(image)
     (truth,) = by_timm(model, [path])
     assert truth.dtype == torch.float32
-    forms = [image, path, open(path, "rb").read(), array, torch.from_numpy(array).permute(2, 0, 1)]
-    forms += [array.transpose(2, 0, 1), np.dstack([array, array[..., :1]])]  # alpha is left out
+    content = open(path, "rb").read()
+    forms = [image, Image.open(path), path, Path(path), content, bytearray(content), array]
+    forms += [entry for entry in os.scandir(os.path.dirname(os.fsencode(path))) if entry.path == os.fsencode(path)]
+    forms += [torch.from_numpy(array).permute(2, 0, 1), array.transpose(2, 0, 1)]
+    forms += [np.dstack([array, array[..., :1]])]  # alpha is left out
     for form in forms:
         assert torch.equal(transform(form), truth), type(form)
+    assert len(forms) == 11
+    found = vitfast.Embedder(model, workers=2).embed(iter([*forms, files[1]]))
+    assert all(torch.equal(vector, found[0]) for vector in found[:-1]) and not torch.equal(found[-1], found[0])
     grey = np.array(image.convert("L"))
     (truth,) = (create_transform(**resolve_model_data_config(model))(Image.fromarray(grey).convert("RGB")),)
     for form in (grey, grey[None], torch.from_numpy(grey), Image.fromarray(grey)):
         assert torch.equal(transform(form), truth)
-    for wrong, message in (
-        (array / 255, r"the image must be uint8 pixels .* got float64 \(90, 60, 3\)"),
-        (np.zeros((5, 5, 2), np.uint8), r"\(H, W, 3\); got uint8 \(5, 5, 2\)"),
-        ("no/such.png", "no/such.png cannot be read"),
-        (7, "the image must be a path"),
-    ):
-        with pytest.raises(InputError, match=message):
-            transform(wrong)
+    together = torch.from_numpy(np.stack([array.transpose(2, 0, 1)] * 2))
+    assert torch.equal(vitfast.Embedder(model).embed(together), found[:2])
+    with pytest.raises(InputError, match=r"the image must be uint8 pixels .* got float64 \(90, 60, 3\)"):
+        transform(array / 255)
 
 
 def test_a_data_set_reads_with_it_in_processes(files, tmp_path):

@@ -1,4 +1,4 @@
-"""Predictions of image files: against timm's own pipeline, and against `vitfast eval` on the same folder."""
+"""Predictions of image files: what has none, folders, CSV, and `vitfast eval` on the same folder."""
 
 import csv
 import dataclasses
@@ -8,14 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pictures
 import pytest
-import timm
 import torch
-from checks import randomize
 from frozen import evaluation, tiny
-from PIL import Image
 
 from vitfast import InputError, ViT
 from vitfast.data.image_files import image_files
@@ -28,52 +24,9 @@ from vitfast.run.config import Config
 HOST = Config(workers=0)
 
 
-def photograph(seed: int, size: tuple[int, int]) -> Image.Image:
-    """Blurred noise: neighbours are alike, as in photographs."""
-    small = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-
-
-@pytest.fixture
-def peer(tmp_path) -> tuple[torch.nn.Module, ViT]:
-    """A random ViT of timm with statistics of its own, and the same in vitfast through timm's files."""
-    overlay = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.4, 0.5, 0.6), std=(0.3, 0.25, 0.2))
-    overlay |= dict(interpolation="bicubic")
-    size = dict(img_size=48, embed_dim=48, depth=2, num_heads=3, num_classes=11)
-    theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=overlay, **size).eval()
-    randomize(theirs, std=0.2)
-    timm.models.save_for_hf(theirs, tmp_path / "weights", model_args=size, safe_serialization=True)
-    return theirs, ViT.from_pretrained(tmp_path / "weights")
-
-
-def test_probabilities_are_those_of_timms_pipeline(peer, tmp_path):
-    theirs, model = peer
-    images = {"wide.png": (90, 60), "tall.jpg": (50, 130), "small.png": (20, 17), "exact.png": (48, 48)}
-    for seed, (name, size) in enumerate(images.items()):
-        photograph(seed, size).save(tmp_path / name)
-    photograph(9, (64, 70)).convert("L").save(tmp_path / "grey.png")
-    paths = [str(tmp_path / name) for name in (*images, "grey.png")]
-    config = timm.data.resolve_data_config({}, model=theirs)
-    assert config["input_size"] == (3, 48, 48) and config["mean"] == (0.4, 0.5, 0.6)
-    transform = timm.data.create_transform(**config, is_training=False)
-    with torch.no_grad():
-        inputs = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
-        softmax, sigmoid = theirs(inputs).softmax(-1), theirs(inputs).sigmoid()
-    for expected, options in ((softmax, {}), (sigmoid, dict(sigmoid=True))):
-        for k in (3, 100):  # 11 are all
-            records = list(predict(model, paths, HOST, top_k=k, **options))
-            assert [record["image"] for record in records] == paths
-            for record, row in zip(records, expected):
-                best = row.topk(min(k, 11))
-                assert [p["label"] for p in record["predictions"]] == best.indices.tolist()
-                found = torch.tensor([p["probability"] for p in record["predictions"]])
-                torch.testing.assert_close(found, best.values, atol=1e-4, rtol=0)
-    assert softmax.max() > 0.5 and not torch.allclose(softmax, sigmoid, atol=0.1)  # the model tells images apart
-
-
 def test_images_stream(tmp_path):
     """Paths are taken and files are read as the answers are asked for: an endless list has a beginning."""
-    photograph(0, (30, 30)).save(tmp_path / "a.png")
+    pictures.smooth(0, 30, 30).save(tmp_path / "a.png")
     taken = []
 
     def endless():
@@ -87,8 +40,8 @@ def test_images_stream(tmp_path):
 
 def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
     good, bad, cut = (str(tmp_path / name) for name in ("good.png", "bad.png", "cut.jpg"))
-    photograph(0, (40, 40)).save(good)
-    photograph(1, (400, 400)).save(cut)
+    pictures.smooth(0, 40, 40).save(good)
+    pictures.smooth(1, 400, 400).save(cut)
     with open(cut, "r+b") as file:
         file.truncate(2000)  # its header is whole
     (tmp_path / "bad.png").write_text("no image")
@@ -103,7 +56,7 @@ def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
 
 
 def test_numbers_that_are_none_no_head_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
-    photograph(0, (40, 40)).save(tmp_path / "a.png")
+    pictures.smooth(0, 40, 40).save(tmp_path / "a.png")
     model = tiny(3)
     model.head.bias.data[1] = float("nan")
     (record,) = predict(model, [str(tmp_path / "a.png")], HOST, sigmoid=True)

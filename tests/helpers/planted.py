@@ -84,7 +84,7 @@ restore leaves the dtype of the residual | adapters/__init__.py | adapters/test_
 labels of the next image | data/samples.py | data/test_loader.py data/test_folders.py data/test_images.py
 - return image, label, unreadable
 + return image, self.source[(index + 1) % len(self.source)][1], unreadable
-evaluation crops nothing off | data/transforms.py | data/test_transforms.py -k as_timm_does
+evaluation crops nothing off | data/transforms.py | eval/test_pixels.py -k predicts_answers
 - crop_pct=config.crop_pct or 1.0
 + crop_pct=1.0
 every epoch in the same order | data/samples.py | data/test_loader.py -k each_epoch_once
@@ -107,8 +107,8 @@ a kernel that does not clip | kernels/resize/passes.py | data/test_resize.py -k 
 + acc >> BITS
 # embeddings
 images in the order in which they were read | eval/embedder.py | eval/test_embedder.py -k timm_computes
-- group, future = waiting.popleft()
-+ group, future = waiting.pop()
+- yield waiting.popleft().result()
++ yield waiting.pop().result()
 rows count the images that could not be read | eval/embed.py | eval/test_embed.py -k embedder_returns
 - None if found.vector is None else next(rows) for found
 + None if found.vector is None else results.index(found) for found
@@ -122,7 +122,7 @@ a shard in place before it is whole | eval/embed.py | eval/test_embed.py -k full
 - with staged(folder, paths[0], name=f"shard-{shard:05d}") as scratch:
 + for scratch in [folder]:
 a batch of images of two shards | eval/embedder.py | eval/test_embed.py -k killed
-- if batch and (group != last or held
+- if batch and (one.group != batch[-1].group or held
 + if batch and (False or held
 # training
 a resumed run draws other random numbers | train/step.py | train/test_train.py -k bit_for_bit
@@ -159,13 +159,13 @@ colours with the channels in another order | train/masked.py | train/test_masked
 - torch.arange(digits.shape[1] - 1, -1, -1, device
 + torch.arange(digits.shape[1], device
 # evaluation
-features that are not whitened | eval/fewshot.py | eval/test_fewshot.py -k scikit
-- F.pad(self.whiten(x), (0, 1)
-+ F.pad(x.double(), (0, 1)
+features that are not whitened | eval/fewshot.py | eval/test_fewshot.py -k least_squares
+- F.pad(whiten(part), (0, 1)
++ F.pad(part.double(), (0, 1)
 top-5 counts the first alone | eval/accuracy.py | eval/test_accuracy.py -k top_5
 - top[:, 0].sum(), top.sum()
 + top[:, 0].sum(), top[:, 0].sum()
-the probability of another class | eval/predict.py | eval/test_predict.py
+the probability of another class | eval/predict.py | eval/test_pixels.py -k predicts_answers
 - probabilities.gather(-1, classes).tolist()
 + probabilities.sort(-1).values[:, :count].tolist()
 a broken image that goes unnoticed | eval/triton_server/model.py | eval/test_triton_server.py -k alone

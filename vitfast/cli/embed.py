@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 
 from ..errors import InputError
-from .options import add_shared
+from .options import add_shared, overrides
 
 logger = logging.getLogger("vitfast")
 
@@ -71,9 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if os.path.realpath(args.output) == os.path.realpath(args.spec):
         raise InputError(f"--output {args.output} is the folder of the images; give another, or one in it")
     found = records(args.spec, args.column)
-    size = getattr(args, "img_size", None)
-    if size and len(size) > 2:
-        raise InputError(f"--img-size takes one number or two, got {len(size)}")
     dtype = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16).get(args.dtype)
     embedder = Embedder(
         args.weights,
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         device=local_device(args.device),
         dtype=dtype,
         normalize=args.normalize,
-        img_size=tuple(size * 2)[:2] if size else None,
+        img_size=overrides(args).get("img_size"),
         sizes=args.sizes,
         decode=args.decode,
         exif_orientation=args.exif_orientation,

@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _repository(args: argparse.Namespace) -> None:
-    from ..eval.triton_server.repository import check_target, write_repository
+    from ..eval.triton_server.repository import write_repository
     from ..model.checkpoint import hugging_face
-    from ..model.checkpoint.files import locate
+    from ..model.checkpoint.files import check_free, locate
     from ..model.vit import ViT
 
-    check_target(args.output, args.force)
+    check_free(args.output, args.force, ("folder",))
     processor, given = locate(args.weights).preprocessor, overrides(args)
     if "img_size" in given:  # vitfast.Embedder takes the processor's size where no other is asked for
         processor = {}

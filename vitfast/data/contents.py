@@ -57,7 +57,7 @@ def content(image: ImageLike, name: str, encode: bool = False, upright: bool = T
     except Exception as error:  # it may be read from its file only now
         raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None
     if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
-        image = _bytes(image, name)
+        image = read_bytes(image, name)
     if isinstance(image, (bytes, bytearray, memoryview)):
         image = io.BytesIO(image)
     elif not isinstance(image, (str, os.PathLike)):
@@ -69,8 +69,8 @@ def content(image: ImageLike, name: str, encode: bool = False, upright: bool = T
     return content(read_rgb(image, name, upright=upright), name, upright=False)
 
 
-def _bytes(image, name: str) -> bytes:
-    """image.read_bytes(). Raises Unreadable."""
+def read_bytes(image, name: str) -> bytes:
+    """The bytes of a member of a larger file. Raises Unreadable."""
     try:
         return image.read_bytes()
     except (OSError, ValueError) as error:

@@ -25,7 +25,7 @@ class EvalTransform:
     exactly these; "shortest" makes the shorter side the first of them; "cover" and "fit" keep the aspect, so that the
     image covers these or fits into them; "keep" does not resize. fill: the value of each channel around an image that
     is too small. round_half: the cut begins at round(half of the excess) as in timm, else at its floor as in
-    transformers. pillow: as in resize.
+    transformers.
     """
 
     size: tuple[int, int]
@@ -34,7 +34,6 @@ class EvalTransform:
     resample: Interpolation = "bicubic"
     fill: tuple[int, ...] = (0,)
     round_half: bool = True
-    pillow: Literal["12", "13"] | None = None
 
     @classmethod
     def timm(
@@ -108,7 +107,7 @@ class EvalTransform:
         sizes = [self.resized(*image.shape[-2:]) for image in several]
         cuts = [[self._cut(*axis) for axis in zip(size, self.size)] for size in sizes]
         crops = [(top, left, height, width) for (top, height, _), (left, width, _) in cuts]
-        parts = resize(several, sizes, self.resample, crop=crops, pillow=self.pillow)
+        parts = resize(several, sizes, self.resample, crop=crops)
         parts = [self._filled(part, *(before for _, _, before in cut)) for part, cut in zip(parts, cuts)]
         return parts[0] if isinstance(images, Tensor) else torch.stack(parts)
 

@@ -98,22 +98,13 @@ def draw(config: Config, file: tuple[Encoded, str]) -> tuple:
 
 def decode(files: Sequence[Encoded], names: Sequence[str], device: torch.device) -> list[Tensor | Unreadable]:
     """Files -> uint8 (3, H, W) on the device, turned upright; a broken one becomes its error."""
-    decoded = _decoded([file.content for file in files], names, device)
-    return [image if isinstance(image, Unreadable) else turned(image, file.turn) for image, file in zip(decoded, files)]
-
-
-def _decoded(contents: list[Tensor], names: Sequence[str], device: torch.device) -> list[Tensor | Unreadable]:
-    files = [content for content in contents if content.dim() == 1]
+    jpegs = [(file.content, name) for file, name in zip(files, names) if file.content.dim() == 1]
     try:
-        decoded = _decode_all(files, device) if files else []
+        decoded = iter(_decode_all([content for content, _ in jpegs], device) if jpegs else ())
     except RuntimeError:  # one of them is broken, and the error does not say which
-        decoded = [None] * len(files)
-    decoded = iter(decoded)
-    images = [next(decoded) if content.dim() == 1 else content.to(device) for content in contents]
-    return [
-        _decode_one(content, name, device) if image is None else image
-        for image, content, name in zip(images, contents, names)
-    ]
+        decoded = (_decode_one(content, name, device) for content, name in jpegs)
+    images = [next(decoded) if file.content.dim() == 1 else file.content.to(device) for file in files]
+    return [image if isinstance(image, Unreadable) else turned(image, file.turn) for image, file in zip(images, files)]
 
 
 def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from .image_files import SUFFIXES, image_files, suffix
 from .images import Unreadable, printable
+from .shards import Slice
 
 PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
 LISTS = (".txt", ".lst")
@@ -100,19 +101,6 @@ def _of_list(spec: str) -> Iterator[Record]:
 # ---- WebDataset
 
 
-class _Slice(NamedTuple):
-    """A member of a tar file, read where it lies."""
-
-    path: str
-    offset: int
-    size: int
-
-    def read_bytes(self) -> bytes:
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
-
-
 def _of_tar(path: str, root: str) -> Iterator[Record]:
     """The images of a shard by their names, in the order in which they lie there."""
     shard, found = os.path.relpath(path, root or "."), False
@@ -122,7 +110,7 @@ def _of_tar(path: str, root: str) -> Iterator[Record]:
                 tar.members = []  # it would keep all of them
                 if member.isfile() and suffix(member.name) in SUFFIXES:
                     found = True
-                    content = _Slice(path, member.offset_data, member.size)
+                    content = Slice(path, member.offset_data, member.size)
                     yield Record(printable(f"{shard}/{member.name}"), content, member.size)
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -14,10 +15,24 @@ from torch.utils.data import IterableDataset
 
 from ..errors import InputError
 from ..run.config import MOST_CLASSES
+from .contents import read_bytes
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .sources import Source
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")  # the images of WebDataset shards
+
+
+class Slice(NamedTuple):
+    """A member of a tar file, read where it lies."""
+
+    path: str | Path
+    offset: int
+    size: int
+
+    def read_bytes(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
 
 
 class ShardFiles(Source):
@@ -41,12 +56,7 @@ class ShardFiles(Source):
 
     def __getitem__(self, index: int):
         shard, offset, size = self.where[3 * index : 3 * index + 3]
-        try:
-            with open(self.paths[shard], "rb") as file:
-                file.seek(offset)
-                content = file.read(size)
-        except OSError as error:
-            raise Unreadable(f"{self.name(index)} cannot be read ({error.strerror})") from None
+        content = read_bytes(Slice(self.paths[shard], offset, size), self.name(index))
         return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
 
 

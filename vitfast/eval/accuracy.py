@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import PIL
@@ -22,8 +23,22 @@ from ..model.vit import ViT
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast, autocast_dtype, choose_device
+from ..run.distributed import Ranks
 
 logger = logging.getLogger("vitfast")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; what was training trains again at the end."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
@@ -36,13 +51,11 @@ def validation_means(
     model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
     image can be read, or more than `max_unreadable` cannot.
     """
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(len(names) + 2, device=device, dtype=torch.float64)
-    for images, labels, unreadable in data.eval_batches():
-        sums[:-1] += score(images, labels)
-        sums[-1] += data.left_out(unreadable)
-    model.train(was_training)
+    with evaluating(model):
+        for images, labels, unreadable in data.eval_batches():
+            sums[:-1] += score(images, labels)
+            sums[-1] += data.left_out(unreadable)
     *totals, count, left_out = data.ranks.sum(sums).tolist()
     data.check_left_out(int(left_out), int(count))
     means = {name: total / count for name, total in zip(names, totals)}
@@ -71,22 +84,31 @@ def evaluate(
         if on_logits:
             on_logits(logits, labels)
         if data.multi_label:
-            parts.append((logits, labels))
+            parts.append(torch.cat([logits, labels], 1))
             loss = nn.functional.binary_cross_entropy_with_logits(logits[read], labels[read], reduction="sum")
             return torch.stack([loss, (labels.gather(1, logits.argmax(1, keepdim=True)) == 1).sum(), read.sum()])
         top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
         return torch.stack([loss, top[:, 0].sum(), top.sum(), read.sum()])
 
+    names = ["loss", "accuracy"] if data.multi_label else ["loss", "accuracy", "top5"]
+    means = validation_means(model, data, device, names, score)
     if not data.multi_label:
-        return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
-    means = validation_means(model, data, device, ["loss", "accuracy"], score)
-    mine = torch.cat([torch.stack(part) for part in parts], dim=1)  # (2, n, K)
-    everyone = mine.new_zeros(2, data.ranks.world, *mine.shape[1:])  # all ranks have equally many, some of them PADDING
-    everyone[:, data.ranks.rank] = mine
-    logits, labels = data.ranks.sum(everyone).flatten(1, 2).cpu()
+        return means
+    logits, labels = of_all_ranks(torch.cat(parts), data.ranks).chunk(2, 1)
     read = counts(labels)
     return means | dict(map=mean_average_precision(logits[read], labels[read]))
+
+
+def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
+    """The rows (n, K) of all ranks, which take turns, on the CPU.
+
+    A rank with fewer rows than others adds rows of PADDING.
+    """
+    missing = ranks.agree(len(mine)) - len(mine)  # none but in Shards: elsewhere all have equally many
+    everyone = mine.new_zeros(ranks.world, len(mine) + missing, mine.shape[1])
+    everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)
+    return ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()
 
 
 def logits_of(

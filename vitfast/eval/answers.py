@@ -13,7 +13,7 @@ from ..data.loader import Data
 from ..data.samples import ONE, PADDING
 from ..data.shards import Shards
 from ..data.sources import Subset
-from .accuracy import logits_of
+from .accuracy import logits_of, of_all_ranks
 
 
 @dataclass
@@ -82,13 +82,10 @@ class Collector:
 
     def gather(self, data: Data) -> Answers:
         """The answers of all ranks, each of which calls this."""
-        ranks, several = data.ranks, data.multi_label
+        several = data.multi_label
         width = 2 + (2 * len(data.classes) if several else 1)
         mine = torch.cat([torch.empty(0, width, device=data.device), *self.batches])
-        missing = ranks.agree(len(mine)) - len(mine)  # none but in Shards: elsewhere all have equally many
-        everyone = mine.new_zeros(ranks.world, len(mine) + missing, width)
-        everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)
-        rows = ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()  # the ranks take turns
+        rows = of_all_ranks(mine, data.ranks)
         index = (rows[:, 2] != PADDING).nonzero()[:, 0]
         found, probability, labels = rows[index].split([1, 1, width - 2], 1)
         labels, named = labels.bool().chunk(2, 1) if several else (labels[:, 0].long(), None)

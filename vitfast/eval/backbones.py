@@ -17,7 +17,7 @@ from ..model.preprocessing import CROP
 from ..model.presets import pair
 from ..model.vit import ViT
 from ..ops import reference as ref
-from .pixels import library_of, of_processor, own_sizes, processor_of, timm_pixels, vit_images
+from .pixels import at_one_size, library_of, own_sizes, processor_of, timm_pixels
 
 POOLS = ("token", "avg", "map")
 MOST_PATCHES = 4096  # of an image at its own size; a larger one is made smaller
@@ -115,8 +115,6 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
     own = model.global_pool or None
     if lacks.get(pool) or (pool or own) is None:
         raise InputError(f"Embedder: the ViT cannot pool by {pool!r}; give pool, one of {', '.join(POOLS)}")
-    size, patch = sizes_of(model)
-    prefix = model.num_prefix_tokens
 
     def embed(images: Tensor | list[Tensor]) -> Tensor:
         tokens = model.forward_features(images)
@@ -124,12 +122,13 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
             return model.forward_head(tokens, pre_logits=True)
         return model.fc_norm(model.pool(tokens, pool))
 
+    size, patch = sizes_of(model)
     if sizes is not None:
         model.check_many_sizes()
         prepare = OwnSize(Native(patch, MOST_PATCHES).size_of, model.interpolation or CROP["interpolation"])
     else:
-        prepare = vit_images(model, processor)
-    return Backbone(model, prepare, embed, size, patch, prefix, model.mean, model.std)
+        prepare = at_one_size(model, processor).prepare
+    return Backbone(model, prepare, embed, size, patch, model.num_prefix_tokens, model.mean, model.std)
 
 
 # ---- timm
@@ -137,14 +136,14 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
 
 def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
     _refuse_native(sizes, f"timm's {type(model).__name__}")
-    size, crop, mean, std = timm_pixels(model)
+    told = at_one_size(model, None)
     patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 16)
     prefix = getattr(model, "num_prefix_tokens", 0)
     if pool == "token" and not getattr(model, "has_class_token", prefix):
         raise InputError(f"Embedder: {type(model).__name__} has no class token, so pool cannot be 'token'")
 
     def embed(images: Tensor) -> Tensor:
-        tokens = model.forward_features(ref.normalize(images, mean, std, _dtype(model)))
+        tokens = model.forward_features(ref.normalize(images, told.mean, told.std, _dtype(model)))
         if pool is None:
             return model.forward_head(tokens, pre_logits=True)
         if pool == "map" and getattr(model, "attn_pool", None) is None:
@@ -152,7 +151,7 @@ def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
         found = model.pool(tokens, pool) if hasattr(model, "pool") else _pooled(tokens, pool, prefix)
         return getattr(model, "fc_norm", nn.Identity())(found)
 
-    return Backbone(model, EvalTransform.timm(size, **crop, mean=mean), embed, size, patch, prefix, mean, std)
+    return Backbone(model, told.prepare, embed, told.prepare.size, patch, prefix, told.mean, told.std)
 
 
 def _pooled(tokens: Tensor, pool: str, prefix: int) -> Tensor:
@@ -209,29 +208,29 @@ _PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"} 
 def _transformers(model: nn.Module, pool: str | None, sizes: str | None, processor) -> Backbone:
     config = getattr(model.config, "vision_config", model.config)
     patch = pair(getattr(config, "patch_size", None) or 16)
-    told, mean, std = processor_of(model, processor)
     if config.model_type == "vit_mae" and config.mask_ratio:
         raise InputError(f"Embedder: {type(model).__name__} leaves out patches at random; set config.mask_ratio = 0")
     run = getattr(model, "get_image_features", model)
     if "For" in type(model).__name__:  # a classifier; those of CLIP and SigLIP are their own base_model
         run = getattr(model, "vision_model", model.base_model)
     if own_sizes(config):
-        return _siglip2(model, run, pool, told, patch, mean, std)
+        return _siglip2(model, run, pool, processor, patch)
     _refuse_native(sizes, f"transformers' {type(model).__name__}")
-    prepare = of_processor(told)
+    told = at_one_size(model, processor)
     owners = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     prefix = len(owners & _PREFIX) + (getattr(config, "num_register_tokens", 0) or 0)
 
     def embed(images: Tensor) -> Tensor:
-        return _vector(run(pixel_values=ref.normalize(images, mean, std, _dtype(model))), pool, prefix)
+        return _vector(run(pixel_values=ref.normalize(images, told.mean, told.std, _dtype(model))), pool, prefix)
 
-    return Backbone(model, prepare, embed, prepare.size, patch, prefix, mean, std)
+    return Backbone(model, told.prepare, embed, told.prepare.size, patch, prefix, told.mean, told.std)
 
 
-def _siglip2(model: nn.Module, run, pool: str | None, told: dict, patch: tuple[int, int], mean, std) -> Backbone:
+def _siglip2(model: nn.Module, run, pool: str | None, processor, patch: tuple[int, int]) -> Backbone:
     """SigLIP 2 at each image's own aspect, as its processor sizes it."""
     from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
 
+    told, mean, std = processor_of(model, processor)
     most, kind = told.get("max_num_patches", 256), list(FILTERS)[told.get("resample", 2)]
 
     def size_of(height: int, width: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -128,17 +129,15 @@ def _embed_to(
                 record = part.pop()
                 yield shard, record.content, record.id
 
-    def watched(results: Iterable[tuple[int, Embedded]]) -> Iterator[Embedded]:
-        for _, found in results:
+    results = embedder.stream_groups(wanted(), progress.stages)
+    for shard, group in itertools.groupby(results, key=itemgetter(0)):
+        computed = []
+        for _, found in group:
             progress.images += 1
             progress.unreadable += found.error is not None
             on_progress(progress, found.error)
-            yield found
-
-    results = embedder.stream_groups(wanted(), progress.stages)
-    for shard, group in itertools.groupby(results, key=lambda item: item[0]):
-        _write(folder, shard, *waiting[shard], job, list(watched(group)), embedder)
-        del waiting[shard]
+            computed.append(found)
+        _write(folder, shard, *waiting.pop(shard), job, computed, embedder)
     if not images:
         raise InputError("there is no image to embed")
     if beyond := [shard for shard in _shards(folder) if shard >= shards and resume]:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, overload
 
@@ -28,7 +27,7 @@ from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
 from ..ops._dispatch import current_mode
 from ..run.device import autocast, autocast_dtype, choose_device
-from .accuracy import compare_pillow
+from .accuracy import compare_pillow, evaluating
 from .backbones import backbone
 
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
@@ -38,10 +37,9 @@ CHUNK = 1 << 28  # bytes of images that are resized together on the device
 
 @dataclass
 class Stages:
-    """Seconds that a stream of images has taken: waiting for images that are read, and computing."""
+    """Where the time of a stream of images goes."""
 
-    waiting: float = 0.0
-    computing: float = 0.0
+    waiting: float = 0.0  # seconds without an image that is read
 
 
 class Embedded(NamedTuple):
@@ -185,14 +183,11 @@ class Embedder:
         batches = self._batches(self._prepared(self._read_ahead(iter(items))))
         while True:
             begun = time.perf_counter()
-            group, batch = next(batches, (None, None))
+            batch = next(batches, [])
             stages.waiting += time.perf_counter() - begun
-            if batch is None:
+            if not batch:
                 return
-            begun = time.perf_counter()
-            results = self._computed(batch)
-            stages.computing += time.perf_counter() - begun
-            yield from ((group, found) for found in results)
+            yield from zip([one.group for one in batch], self._computed(batch))
 
     def __repr__(self) -> str:
         model, dtype = self.backbone.model, self.dtype or next(self.backbone.model.parameters()).dtype
@@ -207,13 +202,14 @@ class Embedder:
         vars(self).update(state, _lock=threading.Lock(), _graphs={})
         self.backbone = backbone(*self._made_from)
 
-    def _read_ahead(self, items: Iterator[tuple]) -> Iterator[tuple[object, "_Read"]]:
-        """(group, what `_read` returns) of each item, in order; threads read ahead."""
+    def _read_ahead(self, items: Iterator[tuple[object, ImageLike, str]]) -> Iterator["_Read"]:
+        """The image of each item (group, image, name), read, in order; threads read ahead."""
         if self.workers:
             items = ((group, own(image, self.exif_orientation), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
+        items = itertools.chain(first, items)
         if not self.workers or len(first) < 2:  # one image needs no threads
-            yield from ((group, self._read(image, name)) for group, image, name in itertools.chain(first, items))
+            yield from itertools.starmap(self._read, items)
             return
         ahead = AHEAD * self.workers
         if self.device.type == "cpu":  # prepared images are small: a batch is read while another is computed
@@ -221,68 +217,64 @@ class Embedder:
         waiting: deque = deque()
         with ThreadPoolExecutor(self.workers, "vitfast-embed") as pool:
             try:
-                for group, image, name in itertools.chain(first, items):
-                    waiting.append((group, pool.submit(self._read, image, name)))
+                for item in items:
+                    waiting.append(pool.submit(self._read, *item))
                     if len(waiting) > ahead:
-                        group, future = waiting.popleft()
-                        yield group, future.result()
+                        yield waiting.popleft().result()
                 while waiting:
-                    group, future = waiting.popleft()
-                    yield group, future.result()
+                    yield waiting.popleft().result()
             finally:  # the consumer may have stopped
-                for _, future in waiting:
+                for future in waiting:
                     future.cancel()
 
-    def _read(self, image: ImageLike, name: str) -> "_Read":
+    def _read(self, group: object, image: ImageLike, name: str) -> "_Read":
         """An image's pixels or (decode="device") the bytes of its file, or the reason why it cannot be read."""
         try:
             found = content(image, name, self.decode == "device", self.exif_orientation)
         except Unreadable as error:
-            return _Read(name, error=str(error))
+            return _Read(group, name, error=str(error))
+        pixels = found
         if found.content.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
-            return _Read(name, self.backbone.prepare([found.content.cpu()])[0], True, found.height, found.width)
-        return _Read(name, found, False, found.height, found.width)
+            pixels = self.backbone.prepare([found.content.cpu()])[0]
+        return _Read(group, name, pixels, found.height, found.width)
 
-    def _prepared(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, "_Read"]]:
+    def _prepared(self, read: Iterator["_Read"]) -> Iterator["_Read"]:
         """The images in order, decoded and resized: on the device as many together as CHUNK bytes allow."""
         chunk, held = [], 0
-        for group, one in read:
-            chunk.append((group, one))
-            held += 0 if one.prepared or one.error else 3 * one.height * one.width
+        for one in read:
+            chunk.append(one)
+            held += 3 * one.height * one.width if isinstance(one.pixels, Encoded) else 0
             if held > CHUNK or not held:
                 yield from self._on_device(chunk)
                 chunk, held = [], 0
         yield from self._on_device(chunk)
 
-    def _on_device(self, chunk: list[tuple[object, "_Read"]]) -> list[tuple[object, "_Read"]]:
+    def _on_device(self, chunk: list["_Read"]) -> list["_Read"]:
         """The same, what is not prepared yet decoded and resized on the device."""
-        waiting = [(i, one) for i, (_, one) in enumerate(chunk) if not one.prepared and one.error is None]
-        if not waiting:
-            return chunk
-        places, raw = zip(*waiting)
-        pixels = decode_jpegs([one.pixels for one in raw], [one.name for one in raw], self.device)
-        good = [image for image in pixels if isinstance(image, Tensor)]
+        waiting = [one for one in chunk if isinstance(one.pixels, Encoded)]
+        decoded = decode_jpegs([one.pixels for one in waiting], [one.name for one in waiting], self.device)
+        good = [image for image in decoded if isinstance(image, Tensor)]
         prepared = iter(self.backbone.prepare(good) if good else ())
-        for i, one, image in zip(places, raw, pixels):
+        for one, image in zip(waiting, decoded):
             if isinstance(image, Tensor):
-                made = one._replace(pixels=next(prepared), prepared=True)
+                one.pixels = next(prepared)
             else:
-                made = _Read(one.name, error=str(image))
-            chunk[i] = chunk[i][0], made
+                one.pixels = one.height = one.width = None
+                one.error = str(image)
         return chunk
 
-    def _batches(self, read: Iterator[tuple[object, "_Read"]]) -> Iterator[tuple[object, list["_Read"]]]:
+    def _batches(self, read: Iterator["_Read"]) -> Iterator[list["_Read"]]:
         """Images of one group together, as many as `tokens` allow and one at least."""
-        batch, held, last = [], 0, None
-        for group, one in read:
+        batch, held = [], 0
+        for one in read:
             count = 0 if one.error else self.backbone.tokens(one.height, one.width)
-            if batch and (group != last or held + count > self.tokens):
-                yield last, batch
+            if batch and (one.group != batch[-1].group or held + count > self.tokens):
+                yield batch
                 batch, held = [], 0
             batch.append(one)
-            held, last = held + count, group
+            held += count
         if batch:
-            yield last, batch
+            yield batch
 
     @torch.inference_mode()
     def _computed(self, batch: list["_Read"]) -> list[Embedded]:
@@ -300,7 +292,7 @@ class Embedder:
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
         """(B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
-        with self._lock, _evaluating(self.backbone.model):
+        with self._lock, evaluating(self.backbone.model):
             try:
                 vectors = self._forward(given)
             except torch.OutOfMemoryError:
@@ -337,25 +329,13 @@ class Embedder:
         return max(1, self.tokens // self.backbone.own_tokens)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; what was training trains again at the end."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-class _Read(NamedTuple):
+@dataclass
+class _Read:
     """An image as a worker returns it."""
 
+    group: object
     name: str
-    pixels: Tensor | Encoded | None = None  # (3, H, W) uint8; Encoded where they are not prepared yet
-    prepared: bool = False
+    pixels: Tensor | Encoded | None = None  # (3, H, W) uint8, prepared; Encoded where they are not prepared yet
     height: int | None = None  # of the image as it was
     width: int | None = None
     error: str | None = None

@@ -17,35 +17,18 @@ SHOTS = (1, 5, 10, 25)
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
 
 
-class Ridge:
-    """Regularised least squares from whitened features and a constant onto {-1, 1}^K.
+def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Tensor:
+    """Regularised least squares from whitened features and a constant onto {-1, 1}^K, in float64.
 
     As the released evaluator of the ViT's authors (big_vision, fewshot_lsr) does, it minimises |X W - Y|^2 + l2 |W|^2,
-    in which W includes the constant's weights, for any l2 after one eigen-decomposition. x (n, D), y (n,) class
-    numbers. It computes in float64 on the CPU.
+    in which W includes the constant's weights. x (n, D), y (n,) class numbers; returns the classes (m,) of the queries.
     """
+    from sklearn.linear_model import Ridge
 
-    def __init__(self, x: Tensor, y: Tensor, classes: int):
-        self.whiten = whitening(x)
-        a, target = self._design(x), 2.0 * F.one_hot(y, classes).double() - 1
-        # The smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
-        if len(a) >= a.shape[1]:
-            self.eigenvalues, self.left = torch.linalg.eigh(a.T @ a)
-            self.right = self.left.T @ (a.T @ target)
-        else:
-            self.eigenvalues, vectors = torch.linalg.eigh(a @ a.T)
-            self.left, self.right = a.T @ vectors, vectors.T @ target
-
-    def _design(self, x: Tensor) -> Tensor:
-        return F.pad(self.whiten(x), (0, 1), value=BIAS)
-
-    def weights(self, l2: float) -> Tensor:
-        """W (D + 1, K) in float64, the constant's row last."""
-        return (self.left / (self.eigenvalues + l2)) @ self.right
-
-    def predict(self, queries: Tensor, l2: float) -> Tensor:
-        """The classes (m,) of features (m, D)."""
-        return (self._design(queries) @ self.weights(l2)).argmax(1)
+    whiten = whitening(x)
+    design, others = (F.pad(whiten(part), (0, 1), value=BIAS).numpy() for part in (x, queries))
+    model = Ridge(l2, fit_intercept=False, copy_X=False).fit(design, 2.0 * F.one_hot(y, classes).double().numpy() - 1)
+    return torch.from_numpy(model.predict(others).argmax(1))
 
 
 METHODS = ("ridge", "knn", "linear")
@@ -57,7 +40,7 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
     if method == "knn":
         return knn(x, y, queries, classes)
     l2 = L2[method] if l2 is None else l2
-    return Ridge(x, y, classes).predict(queries, l2) if method == "ridge" else linear(x, y, queries, classes, l2)
+    return (ridge if method == "ridge" else linear)(x, y, queries, classes, l2)
 
 
 def check_l2(method: str, l2: float | None) -> None:

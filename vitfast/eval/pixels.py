@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..data.contents import ImageLike, content, name_of
 from ..data.eval_transforms import EvalTransform
 from ..errors import InputError
-from ..model.baselines import sizes as sizes_of
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import COMPANIONS
 from ..model.preprocessing import CROP
@@ -64,17 +63,24 @@ def transform(model: nn.Module, processor=None) -> Transform:
         inner = within  # of torch.compile's wrapper, DDP's or AveragedModel's
     if (chans := getattr(inner, "in_chans", 3)) != 3:
         raise InputError(f"transform: images have 3 channels, and the model takes {chans}")
-    library, config = library_of(inner), getattr(inner, "config", None)
+    config = getattr(inner, "config", None)
     if hasattr(inner, "_forward_embeds") or own_sizes(getattr(config, "vision_config", config)):
         raise InputError(f"{type(inner).__name__} sees each image at a size of its own, which vitfast.Embedder does")
-    if library == "vitfast":
-        prepare, mean, std = vit_images(inner, processor), inner.mean, inner.std
-    elif library == "timm":
-        size, crop, mean, std = timm_pixels(inner)
-        prepare = EvalTransform.timm(size, **crop, mean=mean)
-    else:
-        told, mean, std = processor_of(inner, processor)
-        prepare = of_processor(told)
+    return at_one_size(inner, processor)
+
+
+def at_one_size(model: nn.Module, processor) -> Transform:
+    """The Transform of a model whose images have one size; `transform` says more."""
+    library = library_of(model)
+    if library == "transformers":
+        told, mean, std = processor_of(model, processor)
+        return Transform(of_processor(told), tuple(mean), tuple(std))
+    size, crop, mean, std = timm_pixels(model)
+    prepare = EvalTransform.timm(size, **crop, mean=mean)
+    if library == "vitfast" and processor:
+        prepare = of_processor(_processor(model, processor)[0])
+        if prepare.size != size:
+            raise InputError(f"the processor makes images of {prepare.size} pixels, the ViT takes {size}")
     return Transform(prepare, tuple(mean), tuple(std))
 
 
@@ -90,26 +96,11 @@ def library_of(model: nn.Module) -> Literal["vitfast", "timm", "transformers"]:
     raise InputError(f"the model must be {known}, got {type(model).__module__}.{type(model).__qualname__}")
 
 
-# ---- our ViT
-
-
-def vit_images(model: ViT, processor) -> EvalTransform:
-    """How images become those of a ViT's size: as the processor, or without one as its weights say."""
-    size, _ = sizes_of(model)
-    if not processor:
-        crop = {name: getattr(model, name) or default for name, default in CROP.items()}
-        return EvalTransform.timm(size, **crop, mean=model.mean)
-    prepare = of_processor(_processor(model, processor)[0])
-    if prepare.size != size:
-        raise InputError(f"the processor makes images of {prepare.size} pixels, the ViT takes {size}")
-    return prepare
-
-
 # ---- timm
 
 
 def timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]:
-    """Size, crop, mean and std of a model of timm, as timm resolves them, or those of a baseline."""
+    """Size, crop, mean and std of a ViT, a model of timm or a baseline, as timm resolves them."""
     from timm.data import resolve_model_data_config
 
     told = resolve_model_data_config(model)

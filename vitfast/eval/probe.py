@@ -16,6 +16,7 @@ from ..data.samples import counts
 from ..errors import InputError
 from ..model.baselines import normalized
 from ..run.device import autocast
+from .accuracy import evaluating
 
 CHUNK = 1024  # images compared with all training images at a time
 
@@ -38,17 +39,15 @@ def features(model: nn.Module, data: Data, source, device: torch.device, dtype: 
     """
     if data.multi_label:
         raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
-    was_training = model.training
-    model.eval()
     xs, ys, unreadable = [], [], 0
-    for images, labels, messages in data.in_order(source):
-        with autocast(device, dtype):
-            x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
-            x = model.forward_head(x, pre_logits=True)
-        xs.append(x.float().cpu())
-        ys.append(labels)
-        unreadable += data.left_out(messages)
-    model.train(was_training)
+    with evaluating(model):
+        for images, labels, messages in data.in_order(source):
+            with autocast(device, dtype):
+                x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+                x = model.forward_head(x, pre_logits=True)
+            xs.append(x.float().cpu())
+            ys.append(labels)
+            unreadable += data.left_out(messages)
     y = torch.cat(ys) if ys else torch.empty(0)
     index = counts(y).nonzero()[:, 0]
     data.check_left_out(unreadable, len(index))

@@ -26,8 +26,8 @@ from torch import Tensor
 from ..data.datasets import take
 from ..errors import InputError
 from ..eval.accuracy import open_weights
-from ..eval.fewshot import Ridge, check_l2, classify
-from ..eval.probe import features, linear
+from ..eval.fewshot import check_l2, classify
+from ..eval.probe import features
 from ..run.config import Config, as_plain, course, total_steps
 from ..run.distributed import world_size
 from ..run.files import as_csv
@@ -146,11 +146,9 @@ def read_tasks(path: Path) -> list[Task]:
 def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
     """The regularisation in L2 that, trained on four fifths, is right most often on the rest."""
     cut = len(x) * 4 // 5
-    solver = Ridge(x[:cut], y[:cut], classes) if method == "ridge" else None
 
     def right(l2: float) -> int:
-        found = solver.predict(x[cut:], l2) if solver else linear(x[:cut], y[:cut], x[cut:], classes, l2)
-        return int((found == y[cut:]).sum())
+        return int((classify(method, x[:cut], y[:cut], x[cut:], classes, l2) == y[cut:]).sum())
 
     return max(L2[method], key=right)
 

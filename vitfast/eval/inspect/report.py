@@ -19,6 +19,7 @@ from ...errors import InputError
 from ...model.vit import ViT
 from ...run.files import as_csv
 from ...run.results import Results
+from ..answers import evenly
 from .figures import as_png, draw_attention, draw_distance, draw_filters, draw_similarity
 from .measures import examine, patch_distances, reads_class_token
 from .page import page, picture
@@ -78,9 +79,8 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
     if isinstance(source, Shards):
         other = "give a folder of images, 'digits', torch/... or hfds/..."
         raise InputError(f"--data {spec} is read in order only; {other}")
-    chosen = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int))
     fitted, unreadable = [], []
-    for i in chosen.tolist():
+    for i in evenly(len(source), count):
         try:
             image, _ = source[i]
         except Unreadable as error:

@@ -44,11 +44,6 @@ PIXELS = """data_type: TYPE_UINT8
     allow_ragged_batch: true  # sizes may differ from request to request"""
 
 
-def check_target(path: Path, force: bool) -> None:
-    """Raises InputError where something is at `path` already, unless it is a folder and `force` is set."""
-    check_free(path, force, ("folder",))
-
-
 def write_repository(
     model: ViT,
     path: str | Path,
@@ -67,7 +62,7 @@ def write_repository(
     `force` is set, where `path` exists already.
     """
     path = Path(path).expanduser()
-    check_target(path, force)
+    check_free(path, force, ("folder",))
     with staged(path, force) as scratch:
         version = scratch / "1"
         model.save_pretrained(version / "weights")
