@@ -26,6 +26,7 @@ from .patch_embed import PatchEmbed, checked_images, with_tokens
 from .positions import Positions, resize_table
 from .preprocessing import Preprocessed, Preprocessing
 from .presets import pair, preset
+from .sizes import Sizes
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
 if TYPE_CHECKING:
@@ -62,11 +63,11 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     @_with_arguments_of(ViTConfig)
     def __init__(self, *args, **kwargs):
         c = ViTConfig(*args, **kwargs)
+        sizes = Sizes(c)
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
         self.embed_dim = self.num_features = c.embed_dim
-        self.head_hidden_size = c.representation_size or c.embed_dim
-        self.num_prefix_tokens = int(c.class_token) + c.reg_tokens
+        self.head_hidden_size, self.num_prefix_tokens = sizes.head_width, sizes.prefix
         self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
@@ -78,9 +79,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             self.patch_embed = HybridEmbed(*stem, c.backbone)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
-        # The norm is after pooling where the patches are averaged, unless told otherwise.
-        after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
-        self._config = c.as_dict() | dict(fc_norm=after_pooling)
+        self._config = c.as_dict() | dict(fc_norm=sizes.after_pooling)
         self._config.pop("class_names", None)  # they change with the head
         if c.backbone is not None:
             self._config["backbone"] = self.patch_embed.spec
@@ -93,10 +92,10 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.set_keep(c.keep)
         feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
-        self.norm = nn.Identity() if after_pooling else norm(c.embed_dim)
-        head = (c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio), c.act_layer, norm)
-        self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
-        self.fc_norm = norm(c.embed_dim) if after_pooling else nn.Identity()
+        self.norm = nn.Identity() if sizes.after_pooling else norm(c.embed_dim)
+        pool = (c.embed_dim, c.num_heads, sizes.block.hidden, c.act_layer, norm)
+        self.attn_pool = AttentionPoolLatent(*pool) if c.global_pool == "map" else None
+        self.fc_norm = norm(c.embed_dim) if sizes.after_pooling else nn.Identity()
         self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
         self.head_drop = nn.Dropout(c.drop_rate)
         self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
