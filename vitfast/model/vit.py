@@ -16,7 +16,7 @@ from . import config as arguments
 from .activation_memory import choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
-from .config import KEEPS, POOLS, Keep, Pool, ViTConfig, WeightInit
+from .config import POOLS, Keep, Pool, ViTConfig, WeightInit
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
@@ -271,7 +271,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         "auto" means "least" until `decide_keep` is called; the trainer calls it. On CPUs, and while blocks are
         checkpointed, it stays "least".
         """
-        self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
+        self.keep = arguments.read("keep", keep)
         choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
