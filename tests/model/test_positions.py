@@ -11,6 +11,7 @@ from timm.layers import resample_abs_pos_embed
 import vitfast.layers
 from vitfast import ViT
 from vitfast.model.positions import resample_offsets, resize_table
+from vitfast.model.preprocessing import FIELDS, Preprocessing
 
 SMALL = dict(img_size=(16, 24), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 GRID, N, D, DEPTH, HEADS, HEAD = (2, 3), 6, 24, 3, 3, 8
@@ -103,14 +104,20 @@ def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tu
     return torch.einsum("bd,cd->bc", out, p["head.weight"]) + p["head.bias"], maps
 
 
-def test_a_model_is_read_that_was_pickled_where_its_classes_were_before():
+@pytest.mark.parametrize("version", ["one object", "each attribute in its own place"])
+def test_a_model_is_read_that_was_pickled_where_its_classes_were_before(version):
     model, x = ViT(**SMALL, pos_embed="relative").eval(), torch.randn(2, 3, 16, 24)
     assert vitfast.layers.PatchEmbed is type(model.patch_embed) and (truth := model(x)).shape == (2, 5)
     for block in model.blocks:
         block.attn.__class__ = vitfast.layers.Attention
-    model.crop_pct = 0.9
+    model.crop_pct, model.class_names = 0.9, list("abcde")
     config = model.config
-    vars(model).update(vars(vars(model).pop("preprocessing")))  # each attribute in its own place
+    names = vars(model).pop("class_names")
+    if version == "one object":
+        model.preprocessing = Preprocessing()
+        vars(model.preprocessing).update({name: vars(model).pop(name) for name in FIELDS}, class_names=names)
+    else:
+        model._config["class_names"] = names
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(x), truth) and again.config == config and again.crop_pct == 0.9
 

@@ -24,7 +24,7 @@ from .intermediates import Intermediates
 from .layers import NORMS, weights_dtype
 from .patch_embed import PatchEmbed, checked_images, with_tokens
 from .positions import Positions, resize_table
-from .preprocessing import Preprocessed, Preprocessing
+from .preprocessing import FIELDS, Preprocessed
 from .presets import pair, preset
 from .sizes import Sizes
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
@@ -71,7 +71,8 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
-        self.preprocessing = Preprocessing.of(c)
+        for name in (*FIELDS, "class_names"):
+            setattr(self, name, getattr(c, name))
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
@@ -127,8 +128,9 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        changed = dict(global_pool=self.global_pool, dynamic_img_size=self.dynamic_img_size)
-        return self._config | changed | self.preprocessing.as_dict()
+        changed = {name: getattr(self, name) for name in ("global_pool", "dynamic_img_size", *FIELDS)}
+        names = {} if self.class_names is None else dict(class_names=self.class_names)
+        return self._config | changed | names
 
     def init_weights(self, mode: WeightInit = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
