@@ -10,7 +10,7 @@ from ..ops.reference import owners
 from .config import ViTConfig
 from .drop_path import Subset, draw_subset, sample_drop_path
 from .layers import OF_NORMS, Attention, Entries, GluMlp, Layer, LayerNorm, LayerScale, Mlp, weights_dtype
-from .relative import RelativeAttention
+from .positions import RelativeAttention
 
 for _leaf in ("draw_subset", "sample_drop_path"):  # leaves to FX, as in layers.py
     torch.fx.wrap(_leaf)
@@ -106,8 +106,7 @@ class Block(Layer):
         """Why a branch runs on its modules and the smaller operations; None where one operation runs it."""
         layer = self.mlp if branch else self.attn
         operation = layer.operation if type(layer) in _LAYERS else ("attention_block", "mlp_block")[branch]
-        why = self.fallback_reason(operation)
-        return layer.unsupported_reason() if why is None and type(layer) is RelativeAttention else why
+        return self.fallback_reason(operation) or layer.unfused_reason
 
     def _add(self, branch: int, x: Tensor, drop_path: Tensor | None, options: dict) -> Tensor:
         """x + drop_path * scale(layer(norm(x))); drop_path: a factor for each sample, or each packed token."""

@@ -74,6 +74,7 @@ class Attention(nn.Module):
     """
 
     operation, parts = "attention_block", ("attention block", "attention")
+    unfused_reason = None  # why no operation runs the branch of such a layer
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
@@ -133,7 +134,7 @@ class Mlp(Layer):
     """
 
     fused_modules = {"linear_gelu": expected_modules({"fc1": nn.Linear})}
-    operation, parts = "mlp_block", ("MLP block", "linear layer and GELU")
+    operation, parts, unfused_reason = "mlp_block", ("MLP block", "linear layer and GELU"), None
     gates = 0  # how many blocks of F rows `fc1` has beside the F rows of the values
 
     def __init__(
