@@ -91,9 +91,9 @@ class Block(Layer):
         if self.drop_path_mode == "mask":
             factors = sample_drop_path(x if offsets is None else offsets[1:], rate)
             return self._add(branch, x, factors if offsets is None else factors[owners(offsets, len(x))], options)
-        rows, factors, expected_modules = draw_subset(x, rate) if subset is None else subset
-        if expected_modules is not None:
-            options = options | expected_modules.options
+        rows, factors, layout = draw_subset(x, rate) if subset is None else subset
+        if layout is not None:
+            options = options | layout.options
             if "rope" in options:
                 options["rope"] = tuple(table.index_select(0, rows) for table in options["rope"])
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))
