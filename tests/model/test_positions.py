@@ -98,8 +98,9 @@ def test_a_model_is_read_that_was_pickled_where_its_classes_were_before(version)
         vars(model.preprocessing).update({name: vars(model).pop(name) for name in FIELDS}, class_names=names)
     else:
         model._config["class_names"] = names
+        del model.keep
     again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(x), truth) and again.config == config and again.crop_pct == 0.9
+    assert torch.equal(again(x), truth) and again.config == config and (again.crop_pct, again.keep) == (0.9, "auto")
 
 
 @pytest.mark.parametrize("name", KINDS)

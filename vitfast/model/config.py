@@ -1,13 +1,14 @@
 """The arguments of a ViT, each with meaning and values; checks of sizes. No PyTorch."""
 
+import inspect
 import math
 import re
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from ..errors import InputError
 from ..values import LEAST_STD, MOST_PIXEL, Activation
@@ -272,6 +273,29 @@ def _row(*cells: str) -> str:
     columns = [textwrap.wrap(cell, width, break_long_words=False) for cell, width in zip(cells, (19, 26, 12, 56))]
     rows = zip_longest(*columns, fillvalue="")
     return "\n".join("{:<20}{:<27}{:<13}{}".format(*row).rstrip() for row in rows)
+
+
+P = ParamSpec("P")
+Class = TypeVar("Class", bound=type)
+
+
+def with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
+    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
+
+    def decorate(constructor):
+        constructor.__signature__ = inspect.signature(config.__init__)
+        constructor.__annotations__ = config.__init__.__annotations__
+        return constructor
+
+    return decorate
+
+
+def documented(model: Class) -> Class:
+    """Puts a table of the arguments after the first line of a class's documentation."""
+    if model.__doc__:  # python -OO strips it
+        summary, text = model.__doc__.split("\n", 1)
+        model.__doc__ = f"{summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(text)}\n"
+    return model
 
 
 ViTConfig.__init__.__qualname__ = "ViT.__init__"  # the name in Python's error for a wrong call

@@ -61,6 +61,7 @@ class Preprocessed:
     default_cfg = pretrained_cfg  # timm's earlier name
 
     def __setstate__(self, state: dict) -> None:
-        names = dict(class_names=state["_config"].pop("class_names", None))  # there in the earliest pickles
+        lacking = dict.fromkeys(CROP) | dict(keep="auto")  # in the earliest pickles, whose names are in another place
+        lacking["class_names"] = state["_config"].pop("class_names", None)
         told = vars(state.pop("preprocessing")) if "preprocessing" in state else {}
-        super().__setstate__(dict.fromkeys(CROP) | names | state | told)
+        super().__setstate__(lacking | state | told)

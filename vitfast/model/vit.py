@@ -1,10 +1,9 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from . import config as arguments
 from .activation_memory import choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
-from .config import POOLS, Keep, Pool, ViTConfig, WeightInit
+from .config import POOLS, Keep, Pool, ViTConfig, WeightInit, documented, with_arguments_of
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
@@ -25,30 +24,20 @@ from .layers import NORMS, weights_dtype
 from .patch_embed import PatchEmbed, checked_images, with_tokens
 from .positions import Positions, resize_table
 from .preprocessing import FIELDS, Preprocessed
-from .presets import pair, preset
+from .presets import preset
 from .sizes import Sizes
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-P = ParamSpec("P")
+Batch = Tensor | PackedImages
 Change = Callable[[Tensor], Tensor]  # of the patch embeddings (B, N, D)
 for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
     torch.fx.wrap(_leaf)
 
 
-def _with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
-    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
-
-    def decorate(constructor):
-        constructor.__signature__ = inspect.signature(config.__init__)
-        constructor.__annotations__ = config.__init__.__annotations__
-        return constructor
-
-    return decorate
-
-
+@documented
 class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
@@ -58,9 +47,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     InputError for values that no ViT can have.
     """
 
-    keep = "auto"  # for models that were pickled before `keep` existed
-
-    @_with_arguments_of(ViTConfig)
+    @with_arguments_of(ViTConfig)
     def __init__(self, *args, **kwargs):
         c = ViTConfig(*args, **kwargs)
         sizes = Sizes(c)
@@ -91,7 +78,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
         self.blocks = nn.Sequential(*(Block(c, norm, rate) for rate in rates))
         self.set_keep(c.keep)
-        feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
+        feature = dict(num_chs=c.embed_dim, reduction=self.patch_embed.feat_ratio())
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
         self.norm = nn.Identity() if sizes.after_pooling else norm(c.embed_dim)
         pool = (c.embed_dim, c.num_heads, sizes.block.hidden, c.act_layer, norm)
@@ -141,9 +128,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
 
     # ---- running it
 
-    def _embed(
-        self, images: Tensor | PackedImages, change_patches: Callable | None = None
-    ) -> tuple[Tensor, list[tuple]]:
+    def _embed(self, images: Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
         """Images -> tokens with positions, (B, T+N, D) or (tokens, D); and each block's other arguments."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
@@ -164,9 +149,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             return checkpoint(block, x, *layer, use_reentrant=False)
         return block(x, *layer)
 
-    def _encode(
-        self, images: Tensor | PackedImages, change_patches: Callable | None = None
-    ) -> tuple[Tensor, list[tuple]]:
+    def _encode(self, images: Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
         """Images -> all tokens after the last norm; and what the blocks were given."""
         x, layers = self._embed(images, change_patches)
         for block, layer in zip(self.blocks, layers):
@@ -298,8 +281,3 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         """Returns patterns that sort parameters into layers, for layer-wise learning rates."""
         blocks = [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
-
-
-if ViT.__doc__:  # python -OO strips it
-    _summary, _text = ViT.__doc__.split("\n", 1)
-    ViT.__doc__ = f"{_summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(_text)}\n"
