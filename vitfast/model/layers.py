@@ -75,8 +75,7 @@ class Attention(nn.Module):
 
     # The types of its modules, and why not, where one operation runs the branch of such a layer.
     inside = dict(qkv=nn.Linear, q_norm=nn.Identity, k_norm=nn.Identity, proj=nn.Linear, proj_drop=nn.Dropout)
-    operation, parts = "attention_block", ("attention block", "attention")
-    unfused_reason = None
+    operation, parts, unfused_reason = "attention_block", ("attention block", "attention"), None
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
