@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # this checkout's vitfast, wherever mkdocs is run from
 
 from vitfast.cli import main  # noqa: E402
-from vitfast.model.config import ViTConfig  # noqa: E402
+from vitfast.model.config import ViTConfig, check_of  # noqa: E402
 from vitfast.run.config import FIELDS, GROUPS, RUN_ONLY, Config, values  # noqa: E402
 from vitfast.version import __version__  # noqa: E402
 
@@ -108,7 +108,7 @@ def arguments_as_markdown() -> str:
     """A table of a ViT's arguments."""
     rows = ["| argument | default | values | meaning |", "|---|---|---|---|"]
     for f in dataclasses.fields(ViTConfig):
-        cells = f"`{f.name}`", f"`{f.default!r}`", f.metadata["check"].text, f.metadata["text"]
+        cells = f"`{f.name}`", f"`{f.default!r}`", check_of(f).text, f.metadata["text"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

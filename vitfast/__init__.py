@@ -75,6 +75,7 @@ MOVED = {
     "layers": "model.layers",
     "positions": "model.positions",
     "kernels.tiles": "kernels.configs.tiles",
+    "model.relative": "model.positions",
 }
 
 

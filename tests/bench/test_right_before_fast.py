@@ -8,7 +8,6 @@ from pathlib import Path
 import bench_ops
 import bench_packed
 import harness
-import machine
 import peers
 import pytest
 import shapes
@@ -83,8 +82,7 @@ def test_a_peer_is_checked_again_with_the_weights_that_it_had():
 def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(monkeypatch):
     """On a device that has memory for all that the blocks may keep."""
     found, settled = [], []
-    monkeypatch.setattr(activation_memory, "DEVICES", (machine.DEVICE.type,))
-    monkeypatch.setattr(activation_memory, "choose", lambda blocks, weights, rows, *_: settled.append(rows) or "all")
+    monkeypatch.setattr(activation_memory, "choose", lambda vit, rows, size: settled.append(rows) or "all")
     keeps = lambda model, how, **options: found.append({block.keep for block in model.blocks})  # noqa: E731
     monkeypatch.setattr(peers, "compiled", keeps)
     for training in (True, False):

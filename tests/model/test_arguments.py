@@ -157,12 +157,6 @@ def test_calls_that_mean_nothing_are_refused_and_change_nothing(call, says):
     assert model.num_classes == 3 and model.patch_embed.img_size == (16, 16)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 16, 16), (2, 3, 16, 24), (3, 16, 16)], ids=str)
-def test_images_of_other_shapes_are_named(shape):
-    with pytest.raises(ValueError, match="ViT: images must be"):
-        ViT(**SMALL)(torch.randn(shape))
-
-
 def test_a_model_of_numpy_numbers_is_the_same_model():
     numbers = dict(img_size=np.int64(16), patch_size=np.int32(8), num_heads=np.int64(2), norm_eps=np.float32(1e-3))
     numbers |= dict(embed_dim=np.int16(16), depth=np.uint8(1), num_classes=np.int64(3), mlp_ratio=np.float64(2))

@@ -67,16 +67,6 @@ def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, ca
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
-def test_onnx_of_raw_pixels(model, tmp_path):
-    assert export(model, tmp_path / "m.onnx", "onnx", uint8=True) < 1e-4
-    session, x = onnxruntime.InferenceSession(tmp_path / "m.onnx"), pixels(4, 3, 32, 32)
-    assert session.get_inputs()[0].type == "tensor(uint8)"
-    torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": x.numpy()})[0]), model(x), **TOL)
-    grey = np.full((1, 3, 32, 32), round(255 * 0.3), np.uint8)  # the mean itself: the normalisation is in the file
-    (logits,) = session.run(None, {"images": grey})
-    torch.testing.assert_close(torch.from_numpy(logits), model(torch.from_numpy(grey)), **TOL)
-
-
 @pytest.mark.parametrize("raw", [False, True], ids=["floats", "uint8"])
 def test_onnx_metadata_suffices_for_predicts_answers(raw, tmp_path):
     """A program that has the file alone, onnxruntime and timm's transforms, says what `vitfast predict` says."""

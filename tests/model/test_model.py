@@ -13,6 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitfast import ViT
+from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.positions import resample, rope_tables, sincos_2d
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
@@ -84,31 +85,13 @@ FAMILIES = {
 }
 
 
-def ours_from(eva: dict) -> dict:
-    """Tensors of timm's Eva -> under the names of its VisionTransformer, which are ours."""
-    made = {}
-    for name, tensor in eva.items():
-        name = name.replace("gamma_1", "ls1.gamma").replace("gamma_2", "ls2.gamma")
-        stem, _, last = name.rpartition(".")
-        if name.endswith("attn.q_bias"):
-            made[f"{stem}.qkv.bias"] = torch.cat([tensor, torch.zeros_like(tensor), eva[f"{stem}.v_bias"]])
-        elif stem.endswith("attn.q_proj"):
-            layers = [eva.get(f"{stem[:-6]}{i}_proj.{last}") for i in "qkv"]
-            made[f"{stem[:-6]}qkv.{last}"] = torch.cat([torch.zeros_like(tensor) if t is None else t for t in layers])
-        elif stem.endswith("fc1_g"):
-            made[f"{stem[:-2]}.{last}"] = torch.cat([tensor, eva[f"{stem[:-1]}x.{last}"]])
-        elif not stem.endswith(("k_proj", "v_proj", "fc1_x")) and last not in ("v_bias", "k_bias"):
-            made[name] = tensor
-    return made
-
-
 def pair(family: str):
     """timm's model and ours, of the same random weights, in float64."""
     cls, theirs, ours = FAMILIES[family]
     original = randomize(cls(**{**SMALL, **theirs}), std=0.3).double()
     model = ViT(**{**SMALL, **ours}).double()
     state = original.state_dict()
-    model.load_state_dict(ours_from(state) if cls is Eva else state)
+    model.load_state_dict(to_timm_names(state).state if cls is Eva else state)
     return original.eval(), model.eval()
 
 
@@ -125,7 +108,7 @@ def test_logits_and_gradients_are_timms(family):
     theirs = gradients(original, theirs, upstream) | {"input": images.grad}
     if type(original) is Eva:
         named = dict(original.named_parameters())
-        whole = ours_from({name: theirs.get(name, torch.zeros_like(p)) for name, p in named.items()})
+        whole = to_timm_names({name: theirs.get(name, torch.zeros_like(p)) for name, p in named.items()}).state
         for name in [name for name in whole if name.endswith("qkv.bias")]:
             third = len(whole[name]) // 3  # timm has no bias of k
             whole[name][third : 2 * third] = ours[name][third : 2 * third]

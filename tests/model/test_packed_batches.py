@@ -182,10 +182,11 @@ def test_checkpointing_autocast_and_drop_path(together):
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["fused", "by its modules"])
 @pytest.mark.parametrize("together", [False, True], ids=["one size", "packed"])
-def test_drop_path_drops_images(together):
+def test_drop_path_drops_images(together, qk_norm):
     """With a fixed draw: an image's branch is left out for all of its tokens, or taken times 1 / keep."""
-    model = model_of(depth=2, drop_path_rate=0.5).train()
+    model = model_of(depth=2, drop_path_rate=0.5, qk_norm=qk_norm).train()
     block = model.blocks[1]  # at rate 0.5
     x, layers = model._embed(model._packed(images_of()) if together else torch.randn(5, 3, 32, 24))
     torch.manual_seed(5)
@@ -193,10 +194,10 @@ def test_drop_path_drops_images(together):
     torch.manual_seed(5)
     factors = [torch.empty(5).bernoulli_(0.5).div_(0.5) for _ in range(2)]
     assert {*factors[0].tolist(), *factors[1].tolist()} == {0.0, 2.0}
-    attend, transform = (f[ref.owners(layers[1][1]["offsets"], len(x))] if together else f for f in factors)
-    block.eval()
-    expected = block._add(1, block._add(0, x, attend, layers[1][1]), transform, {})
-    assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    for branch, factor in enumerate(factors):
+        factor = factor[ref.owners(layers[1][1]["offsets"], len(x)), None] if together else factor[:, None, None]
+        x = x + factor * (block._add(branch, x, None, layers[1][1]) - x)
+    assert_close(y, x, atol=1e-5, rtol=1e-5)
 
 
 # ---- drop_path_mode="subset"

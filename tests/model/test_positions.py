@@ -2,15 +2,19 @@
 
 import pickle
 import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from checks import assert_close, gradients, randomize
 from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
 
 import vitfast.layers
 from vitfast import ViT
 from vitfast.model.positions import resample_offsets, resize_table
+from vitfast.model.preprocessing import FIELDS, Preprocessing
 
 SMALL = dict(img_size=(16, 24), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 GRID, N, D, DEPTH, HEADS, HEAD = (2, 3), 6, 24, 3, 3, 8
@@ -41,78 +45,62 @@ def made(name: str, **changes) -> ViT:
     return model
 
 
-def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits and attention matrices of SMALL with these options, with nothing but einsum.
+def truth(model: ViT, kind: str, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], dict]:
+    """Logits, attention matrices and parameters of timm's model, into which the formulas of Table 8 are put."""
+    options = {"pos_embed": "learn", "pos_embed_at": "stem", **KINDS[kind]}
+    positions, place = options.pop("pos_embed"), options.pop("pos_embed_at")
+    peer, first, maps = VisionTransformer(**SMALL, **options, pos_embed="none").double(), model.num_prefix_tokens, []
+    peer.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name not in model._tables})
+    tables = {name: getattr(model, name).detach().clone().requires_grad_() for name in model._tables}
 
-    p: a state dict in float64.
-    """
-    kind, place = options.get("pos_embed", "learn"), options.get("pos_embed_at", "stem")
-    prefix = [p[t] for t in ("cls_token", "reg_token") if t in p]
-    first = sum(t.shape[1] for t in prefix)
-    h, w = GRID
-    patches = images.unflatten(2, (h, 8)).unflatten(4, (w, 8)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
-    x = torch.einsum("bnk,dk->bnd", patches, p["patch_embed.proj.weight"].flatten(1)) + p["patch_embed.proj.bias"]
-    x = torch.cat([*(t.expand(len(x), -1, -1) for t in prefix), x], 1)
-
-    def positions(layer: int) -> torch.Tensor:
-        """(T + N, D), zeros for tokens without a position."""
-        layer = layer if place == "layers" else 0
-        rows = []
+    def add(layer: int, block, args) -> tuple[torch.Tensor]:
+        """The tokens before a layer; those without a position get zeros."""
+        layer, rows = layer if place == "layers" else 0, []
         for token in range(first + N):
-            row, column = divmod(token - first, w)
-            if kind == "learn" and options.get("no_embed_class"):
-                rows.append(p["pos_embed"][layer, token - first] if token >= first else torch.zeros(D).double())
-            elif kind == "learn":
-                rows.append(p["pos_embed"][layer, token])
-            elif kind == "learn2d" and token >= first:
-                rows.append(torch.cat([p["pos_embed_x"][layer, column], p["pos_embed_y"][layer, row]]))
+            row, column = divmod(token - first, GRID[1])
+            if positions == "learn" and options.get("no_embed_class"):
+                rows.append(tables["pos_embed"][layer, token - first] if token >= first else torch.zeros(D).double())
+            elif positions == "learn":
+                rows.append(tables["pos_embed"][layer, token])
+            elif positions == "learn2d" and token >= first:
+                rows.append(torch.cat([tables["pos_embed_x"][layer, column], tables["pos_embed_y"][layer, row]]))
             else:
                 rows.append(torch.zeros(D).double())
-        return torch.stack(rows)
+        return (args[0] + torch.stack(rows),)
 
-    def norm(x, name):
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
-        return x * p[f"{name}.weight"] + p[f"{name}.bias"]
-
-    maps = []
-    for i in range(DEPTH):
-        if i == 0 or place != "stem":
-            x = x + positions(i)
-        b = f"blocks.{i}."
-        qkv = torch.einsum("bnd,ed->bne", norm(x, b + "norm1"), p[b + "attn.qkv.weight"]) + p[b + "attn.qkv.bias"]
-        q, k, v = qkv.unflatten(-1, (3, HEADS, HEAD)).unbind(2)
+    def attend(attn, layer: int, x: torch.Tensor, **_) -> torch.Tensor:
+        q, k, v = attn.qkv(x).unflatten(-1, (3, HEADS, HEAD)).unbind(2)
         logits = torch.einsum("bqhd,bkhd->bhqk", q, k)
-        if kind == "relative":
-            extra = torch.zeros_like(logits)
-            for one in range(N):
-                for other in range(N):
-                    key = p["pos_embed_rel"][i, one - other + N - 1]
-                    extra[:, :, first + one, first + other] = torch.einsum("bhd,d->bh", q[:, first + one], key)
-            logits = logits + extra
+        for one, other in product(range(N), repeat=2) if positions == "relative" else ():
+            key = tables["pos_embed_rel"][layer, one - other + N - 1]
+            logits[:, :, first + one, first + other] += torch.einsum("bhd,d->bh", q[:, first + one], key)
         maps.append((logits / HEAD**0.5).softmax(-1))
-        o = torch.einsum("bhqk,bkhd->bqhd", maps[-1], v).flatten(2)
-        y = torch.einsum("bnd,ed->bne", o, p[b + "attn.proj.weight"]) + p[b + "attn.proj.bias"]
-        x = x + y * p.get(b + "ls1.gamma", 1.0)
-        y = torch.einsum("bnd,ed->bne", norm(x, b + "norm2"), p[b + "mlp.fc1.weight"]) + p[b + "mlp.fc1.bias"]
-        y = y * (1 + torch.erf(y / 2**0.5)) / 2
-        x = x + (torch.einsum("bnd,ed->bne", y, p[b + "mlp.fc2.weight"]) + p[b + "mlp.fc2.bias"]) * p.get(
-            b + "ls2.gamma", 1.0
-        )
-    average = options.get("global_pool") == "avg"
-    out = norm(x[:, first:].mean(1), "fc_norm") if average else norm(x[:, 0], "norm")
-    return torch.einsum("bd,cd->bc", out, p["head.weight"]) + p["head.bias"], maps
+        return attn.proj(torch.einsum("bhqk,bkhd->bqhd", maps[-1], v).flatten(2))
+
+    for layer, block in enumerate(peer.blocks):
+        block.attn.forward = partial(attend, block.attn, layer)
+        if layer == 0 or place != "stem":
+            block.register_forward_pre_hook(partial(add, layer))
+    return peer(images), maps, dict(peer.named_parameters()) | tables
 
 
-def test_a_model_is_read_that_was_pickled_where_its_classes_were_before():
+@pytest.mark.parametrize("version", ["one object", "each attribute in its own place"])
+def test_a_model_is_read_that_was_pickled_where_its_classes_were_before(version):
     model, x = ViT(**SMALL, pos_embed="relative").eval(), torch.randn(2, 3, 16, 24)
     assert vitfast.layers.PatchEmbed is type(model.patch_embed) and (truth := model(x)).shape == (2, 5)
     for block in model.blocks:
         block.attn.__class__ = vitfast.layers.Attention
-    model.crop_pct = 0.9
+    model.crop_pct, model.class_names = 0.9, list("abcde")
     config = model.config
-    vars(model).update(vars(vars(model).pop("preprocessing")))  # each attribute in its own place
+    names = vars(model).pop("class_names")
+    if version == "one object":
+        model.preprocessing = Preprocessing()
+        vars(model.preprocessing).update({name: vars(model).pop(name) for name in FIELDS}, class_names=names)
+    else:
+        model._config["class_names"] = names
+        del model.keep
     again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(x), truth) and again.config == config and again.crop_pct == 0.9
+    assert torch.equal(again(x), truth) and again.config == config and (again.crop_pct, again.keep) == (0.9, "auto")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -123,15 +111,14 @@ def test_logits_maps_and_gradients_from_the_formulas(name):
     assert all(0.01 < getattr(fresh, table).std() < 0.03 for table in fresh._tables)
     assert not fresh._tables or re.match(fresh.group_matcher()["stem"], fresh._tables[0])
     model = made(name).double()
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in model.state_dict().items()}
     x = torch.randn(2, 3, 16, 24).double()
-    out, (expected, maps) = model(x), truth(leaves, KINDS[name], x)
+    out, (expected, maps, leaves) = model(x), truth(model, name, x)
     assert_close(out, expected, **EXACT)
     for a, b in zip(model.attention_maps(x), maps):
         assert_close(a, b.detach(), **EXACT)
     upstream = torch.randn_like(out)
     mine, theirs = gradients(model, out, upstream), torch.autograd.grad(expected, list(leaves.values()), upstream)
-    assert mine.keys() == leaves.keys() >= set(model._tables)
+    assert mine.keys() == leaves.keys()
     for key, theirs_of_key in zip(leaves, theirs):
         assert_close(mine[key], theirs_of_key, **EXACT, name=key)
     for table in model._tables:  # every position is used, except by a last layer of which only a class token is read

@@ -31,10 +31,6 @@ TIMM = {
     "EVA02-B/14": ("eva02_base_patch14_224", 12 * 768),
     "EVA02-L/14": ("eva02_large_patch14_224", 24 * 1024),
 }
-# The models' own papers: DINOv3's Table 2, EVA-02's Table 1, in millions
-PUBLISHED = {"DINOv3-S/16": 21, "DINOv3-S+/16": 29, "DINOv3-B/16": 86, "DINOv3-L/16": 300, "DINOv3-H+/16": 840}
-PUBLISHED |= {"DINOv3-7B/16": 6716, "EVA02-S/14": 22, "EVA02-B/14": 86, "EVA02-L/14": 304}
-
 PAPERS = {"Ti/16": 5_717_416, "S/16": 22_050_664, "S/32": 22_878_952, "B-half/32": 22_878_952, "B/16": 86_567_656}
 PAPERS |= {"B/32": 88_224_232, "L/16": 304_326_632, "L/32": 306_535_400, "H/14": 632_045_800}
 
@@ -52,8 +48,6 @@ def test_parameters_are_timms(name):
         truth = timm.create_model(theirs, num_classes=0)
     assert parameters(ours) - key_biases == parameters(truth)
     assert ours.num_prefix_tokens == truth.num_prefix_tokens and len(ours.blocks) == len(truth.blocks)
-    if name in PUBLISHED:
-        assert parameters(ours) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.04)
 
 
 def test_presets_of_the_papers():

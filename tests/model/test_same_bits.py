@@ -122,12 +122,6 @@ def test_without_the_mode_a_pack_of_kernels_has_other_bits():
         assert check("ViT", torch.float32, (2,), raws=(False,)) > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of this CPU's kernels")
-def test_without_the_mode_plain_pytorch_has_other_bits():
-    """Somewhere: in batches, or in packs, in which positions are resampled by another product."""
-    assert sum(check(kind, torch.float32, (2, 7)) for kind in ("ViT", "SigLIP", "EVA-02")) > 0
-
-
 @pytest.mark.parametrize("planted", ["a sum over the batch", "a product of all rows"])
 def test_a_planted_dependence_is_found(invariant, monkeypatch, planted):
     model = model_of("ViT", torch.float32)

@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 from checkpoints import google
-from timm.models import FeatureInfo, VisionTransformer, get_model_args
+from timm.models import VisionTransformer, get_model_args
 from timm.models._hub import save_for_hf
 from timm.models._manipulate import group_parameters
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -145,16 +145,6 @@ def test_feature_extraction_equals_timms(weights, chosen):
         torch.testing.assert_close(a, b, **TOL)
     sum((m * torch.randn_like(m)).sum() for m in maps).backward()
     assert all(p.grad is not None for p in ours.parameters())  # no parameter that DDP would wait for
-
-
-def test_intermediates_end_in_the_features(weights):
-    model = make(checkpoint_path=weights[1])
-    x = images()
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        final, maps = model.forward_intermediates(x)
-        assert torch.equal(final, model.forward_features(x))
-        assert [m.shape[1] for m in maps] == FeatureInfo(model.feature_info, SMALL["depth"]).channels()
 
 
 def test_pruned_models_keep_their_maps_and_train(weights):

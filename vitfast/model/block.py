@@ -9,22 +9,19 @@ from ..ops.fusable import ExpectedModules, expected_modules, full_name
 from ..ops.reference import owners
 from .config import ViTConfig
 from .drop_path import Subset, draw_subset, sample_drop_path
-from .layers import OF_NORMS, Attention, Entries, GluMlp, Layer, LayerNorm, LayerScale, Mlp, weights_dtype
-from .relative import RelativeAttention
+from .layers import OF_NORMS, Attention, Entries, GluMlp, Layer, LayerScale, Mlp, weights_dtype
+from .positions import RelativeAttention
 
 for _leaf in ("draw_subset", "sample_drop_path"):  # leaves to FX, as in layers.py
     torch.fx.wrap(_leaf)
 
-_NORMS = tuple(OF_NORMS)
-_SCALES = (LayerScale, nn.Identity)
 _LAYERS = (Attention, RelativeAttention, Mlp, GluMlp)
 
 
-def _mlp_layout(mlp: type[Mlp], inner_norm: type | tuple[type, ...]) -> ExpectedModules:
-    return expected_modules(
-        {"norm2": _NORMS, "mlp": mlp, "mlp.fc1": nn.Linear, "mlp.drop1": nn.Dropout, "mlp.norm": inner_norm}
-        | {"mlp.fc2": nn.Linear, "mlp.drop2": nn.Dropout, "ls2": _SCALES}
-    )
+def _branch_of(norm: str, name: str, layers: tuple[type[Attention | Mlp], ...], scale: str) -> ExpectedModules:
+    """The modules of a branch whose parameters one operation reads; layers: the classes of its layer."""
+    inside = {f"{name}.{path}": types for path, types in layers[0].inside.items()}
+    return expected_modules({norm: tuple(OF_NORMS), name: layers} | inside | {scale: (LayerScale, nn.Identity)})
 
 
 class Block(Layer):
@@ -40,12 +37,9 @@ class Block(Layer):
 
     keep, drop_path_mode = "least", "mask"
     fused_modules = {
-        "attention_block": expected_modules(
-            {"norm1": _NORMS, "attn": (Attention, RelativeAttention), "attn.qkv": nn.Linear, "attn.q_norm": nn.Identity}
-            | {"attn.k_norm": nn.Identity, "attn.proj": nn.Linear, "attn.proj_drop": nn.Dropout, "ls1": _SCALES}
-        ),
-        "mlp_block": _mlp_layout(Mlp, nn.Identity),
-        "gated_mlp_block": _mlp_layout(GluMlp, (nn.Identity, LayerNorm)),
+        "attention_block": _branch_of("norm1", "attn", (Attention, RelativeAttention), "ls1"),
+        "mlp_block": _branch_of("norm2", "mlp", (Mlp,), "ls2"),
+        "gated_mlp_block": _branch_of("norm2", "mlp", (GluMlp,), "ls2"),
     }
 
     def __init__(self, config: ViTConfig, norm: Callable[[int], nn.Module], drop_path: float):
@@ -91,9 +85,9 @@ class Block(Layer):
         if self.drop_path_mode == "mask":
             factors = sample_drop_path(x if offsets is None else offsets[1:], rate)
             return self._add(branch, x, factors if offsets is None else factors[owners(offsets, len(x))], options)
-        rows, factors, expected_modules = draw_subset(x, rate) if subset is None else subset
-        if expected_modules is not None:
-            options = options | expected_modules.options
+        rows, factors, layout = draw_subset(x, rate) if subset is None else subset
+        if layout is not None:
+            options = options | layout.options
             if "rope" in options:
                 options["rope"] = tuple(table.index_select(0, rows) for table in options["rope"])
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))
@@ -106,8 +100,7 @@ class Block(Layer):
         """Why a branch runs on its modules and the smaller operations; None where one operation runs it."""
         layer = self.mlp if branch else self.attn
         operation = layer.operation if type(layer) in _LAYERS else ("attention_block", "mlp_block")[branch]
-        why = self.fallback_reason(operation)
-        return layer.unsupported_reason() if why is None and type(layer) is RelativeAttention else why
+        return self.fallback_reason(operation) or layer.unfused_reason
 
     def _add(self, branch: int, x: Tensor, drop_path: Tensor | None, options: dict) -> Tensor:
         """x + drop_path * scale(layer(norm(x))); drop_path: a factor for each sample, or each packed token."""

@@ -20,69 +20,71 @@ def shown(value) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """Those values that an argument may have; `convert` makes them Python's own type."""
+    """The values that an argument may have, and their form in Python's own types."""
 
     text: str  # what was expected
-    holds: Callable[[object], bool]
-    convert: Callable[[object], object] = lambda value: value
+    convert: Callable[[Any], object]  # raises ValueError or OverflowError for other values
 
     def __call__(self, value):
-        """The converted value. Raises ValueError with `text` if it does not hold."""
-        if not self.holds(value):
-            raise ValueError(self.text)
-        return self.convert(value)
+        """The converted value. Raises ValueError with `text` for a value that the argument may not have."""
+        try:
+            return self.convert(value)
+        except (ValueError, OverflowError):  # a whole number may be too large for a float
+            raise ValueError(self.text) from None
+
+
+def only(value, allowed: bool):
+    """The value. Raises ValueError unless it is allowed."""
+    if not allowed:
+        raise ValueError(value)
+    return value
 
 
 def whole(low: int, high: int) -> Check:
-    def holds(value) -> bool:
-        return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
-
-    return Check(f"a whole number from {low} to {high}", holds, int)
+    in_range = lambda value: _is_number(value, Integral) and low <= value <= high  # noqa: E731
+    return Check(f"a whole number from {low} to {high}", lambda value: int(only(value, in_range(value))))
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Check:
     """A check for finite numbers for which `holds` is true; text: their name in messages."""
 
-    def finite(value) -> bool:
-        try:
-            real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # a whole number that is too large for a float
-            real = math.inf
-        return math.isfinite(real) and holds(real)
+    def convert(value) -> float:
+        real = float(only(value, _is_number(value, Real)))
+        return only(real, math.isfinite(real) and holds(real))
 
-    return Check(text, finite, float)
+    return Check(text, convert)
+
+
+def _is_number(value, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def one_of(names: Sequence[str] | Any) -> Check:
     """A check for names, which a Literal may list."""
     names = get_args(names) or names
-    return Check(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
+    listed = ", ".join(map(repr, names))
+    return Check(f"one of {listed}", lambda value: only(value, isinstance(value, str) and value in names))
 
 
 def optional(check: Check) -> Check:
-    convert = lambda value: None if value is None else check.convert(value)  # noqa: E731
-    return Check(f"None or {check.text}", lambda value: value is None or check.holds(value), convert)
+    return Check(f"None or {check.text}", lambda value: None if value is None else check(value))
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
     """A check for lists or tuples of so many values, which become tuples. text: their name in messages."""
-
-    def holds(value) -> bool:
-        return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(check.holds, value))
-
-    return Check(text, holds, lambda value: tuple(map(check.convert, value)))
+    fits = lambda value: isinstance(value, (list, tuple)) and len(value) in lengths  # noqa: E731
+    return Check(text, lambda value: tuple(map(check, only(value, fits(value)))))
 
 
 def one_or_some(check: Check, lengths: range, text: str) -> Check:
     every = some(check, lengths, text)
-    either = lambda value: every if isinstance(value, (list, tuple)) else check  # noqa: E731
-    return Check(text, lambda value: either(value).holds(value), lambda value: either(value).convert(value))
+    return Check(text, lambda value: (every if isinstance(value, (list, tuple)) else check)(value))
 
 
 def each_channel(check: Check, text: str) -> Check:
     """A check for one value or one for each channel, also in a tensor or an array."""
     listed = one_or_some(check, range(1, 2**16 + 1), text)
-    return Check(text, lambda value: listed.holds(_listed(value)), lambda value: listed.convert(_listed(value)))
+    return Check(text, lambda value: listed(_listed(value)))
 
 
 def _listed(value):
@@ -93,7 +95,7 @@ def _listed(value):
         return None
 
 
-flag = Check("True or False", lambda value: isinstance(value, bool))
+flag = Check("True or False", lambda value: only(value, isinstance(value, bool)))
 
 
 def enforce(check: Check, value, called: str):

@@ -1,17 +1,18 @@
 """The arguments of a ViT, each with meaning and values; checks of sizes. No PyTorch."""
 
+import inspect
 import math
 import re
 import textwrap
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from ..errors import InputError
 from ..values import LEAST_STD, MOST_PIXEL, Activation
-from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, optional, some, whole
+from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
 from .presets import pair
 
 Keep = Literal["auto", "all", "least"]  # see activation_memory.py
@@ -38,162 +39,149 @@ PIXEL = number("", lambda x: abs(x) <= MOST_PIXEL)
 SPREAD = number("", lambda x: LEAST_STD <= x <= MOST_PIXEL)
 POSITIVE = number("positive", lambda x: x > 0)
 RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
-CLASS_NAMES = Check(
-    "a list of strings",
-    lambda x: isinstance(x, Sequence) and not isinstance(x, str) and all(isinstance(name, str) for name in x),
-    tuple,
-)
 
 
+def _strings(value: Sequence[str]) -> tuple[str, ...]:
+    names = only(value, isinstance(value, Sequence) and not isinstance(value, str))
+    return tuple(only(name, isinstance(name, str)) for name in names)
+
+
+CLASS_NAMES = Check("a list of strings", _strings)
 _BACKBONE = {
     "layers": some(whole(1, 1000), range(1, 5), ""),
     "width": number("", lambda x: 0 < x <= 16),
     "eps": number("", lambda x: x >= 0),
 }
-# This checks types and bounds alone; hybrid.py checks whether a backbone fits the patches.
-_STAGES = Check(
-    "a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps",
-    lambda value: (
-        isinstance(value, str)
-        or isinstance(value, dict)
-        and "layers" in value
-        and all(name in _BACKBONE and _BACKBONE[name].holds(part) for name, part in value.items())
-    ),
-    lambda value: value if isinstance(value, str) else {n: _BACKBONE[n].convert(part) for n, part in value.items()},
+
+
+def _stages(value: str | dict) -> str | dict:
+    """A hybrid's backbone, its types and bounds checked; hybrid.py checks whether it fits the patches."""
+    if isinstance(value, str):
+        return value
+    only(value, isinstance(value, dict) and "layers" in value and value.keys() <= _BACKBONE.keys())
+    return {name: _BACKBONE[name](part) for name, part in value.items()}
+
+
+STAGES = Check(
+    "a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps", _stages
 )
 
 
-def argument(default, check: Check, text: str) -> Any:
-    """A field of ViTConfig: its default, the values that it may have, and what it means."""
-    return field(default=default, metadata=dict(check=check, text=text))
-
-
-def rate(text: str) -> Any:
-    return argument(0.0, RATE, text)
+def argument(default, text: str, check: Check | None = None) -> Any:
+    """A field of ViTConfig: its default, what it means, and its values where its type leaves them open."""
+    return field(default=default, metadata=dict(text=text, check=check))
 
 
 @dataclass(frozen=True)
 class ViTConfig:
     """The arguments of a ViT, in timm's names. Raises InputError for values that no ViT can have."""
 
-    img_size: int | tuple[int, int] = argument(224, SIZE, "pixels of the images, or (height, width)")
-    patch_size: int | tuple[int, int] = argument(16, SIZE, "pixels of a patch, or (height, width)")
-    in_chans: int = argument(3, whole(1, 2**16), "channels of the images, C")
-    num_classes: int = argument(1000, whole(0, 2**24), "outputs of the head; 0 for no head")
+    img_size: int | tuple[int, int] = argument(224, "pixels of the images, or (height, width)", SIZE)
+    patch_size: int | tuple[int, int] = argument(16, "pixels of a patch, or (height, width)", SIZE)
+    in_chans: int = argument(3, "channels of the images, C", whole(1, 2**16))
+    num_classes: int = argument(1000, "outputs of the head; 0 for no head", whole(0, 2**24))
     global_pool: Pool = argument(
         "token",
-        one_of(Pool),
         'what the head sees: "token", the class token; "avg", the mean of the patches, normalised after pooling unless'
         ' `fc_norm` says otherwise; "map", attention of one learned query and an MLP; "", every token',
     )
-    embed_dim: int = argument(768, whole(1, 2**17), "the width D of a token")
-    depth: int = argument(12, whole(1, 1000), "encoder layers")
-    num_heads: int = argument(12, whole(1, 2**17), "heads H of the attention, which divide D")
+    embed_dim: int = argument(768, "the width D of a token", whole(1, 2**17))
+    depth: int = argument(12, "encoder layers", whole(1, 1000))
+    num_heads: int = argument(12, "heads H of the attention, which divide D", whole(1, 2**17))
     mlp_ratio: float = argument(
-        4.0, number("a positive number up to 65536", lambda x: 0 < x <= 2**16), "the MLP's hidden width over D"
+        4.0, "the MLP's hidden width over D", number("a positive number up to 65536", lambda x: 0 < x <= 2**16)
     )
-    qkv_bias: bool = argument(True, flag, "a bias of queries, keys and values")
-    proj_bias: bool = argument(True, flag, "biases of the other linear layers of a block")
-    init_values: float | None = argument(None, optional(NOT_NEGATIVE), "LayerScale's start value; None for none")
-    class_token: bool = argument(True, flag, "a learned token before the patches")
+    qkv_bias: bool = argument(True, "a bias of queries, keys and values")
+    proj_bias: bool = argument(True, "biases of the other linear layers of a block")
+    init_values: float | None = argument(None, "LayerScale's start value; None for none", NOT_NEGATIVE)
+    class_token: bool = argument(True, "a learned token before the patches")
     pos_embed: PosEmbed = argument(
         "learn",
-        one_of(PosEmbed),
         'positions: "learn" (1-D), "learn2d" (tables of columns and rows, joined; patches only), "factorized" (both'
         ' added, as in NaViT), "relative" (1-D, in each layer\'s attention, which PyTorch computes), "sincos2d" (fixed)'
         ' or "none"',
     )
-    no_embed_class: bool = argument(False, flag, "positions are for patches only")
-    reg_tokens: int = argument(0, whole(0, 2**16), "register tokens, between the class token and the patches")
-    fc_norm: bool | None = argument(None, optional(flag), 'the last norm comes after pooling; None: only with "avg"')
-    dynamic_img_size: bool = argument(False, flag, "take images of any size that the patch divides")
-    drop_rate: float = rate("dropout before the head")
-    pos_drop_rate: float = rate("dropout of the embedded tokens, one of the two kinds in the paper")
-    proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's other kind")
-    drop_path_rate: float = rate("stochastic depth in the last block; it rises linearly from 0 in the first")
-    weight_init: WeightInit = argument("", one_of(WeightInit), "timm's mode of initialisation")
-    head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: by weight_init")
-    representation_size: int | None = argument(
-        None, optional(whole(1, 2**17)), "width of the tanh layer of the pre-training head; None for none"
+    no_embed_class: bool = argument(False, "positions are for patches only")
+    reg_tokens: int = argument(0, "register tokens, between the class token and the patches", whole(0, 2**16))
+    fc_norm: bool | None = argument(None, 'the last norm comes after pooling; None: only with "avg"')
+    dynamic_img_size: bool = argument(False, "take images of any size that the patch divides")
+    drop_rate: float = argument(0.0, "dropout before the head", RATE)
+    pos_drop_rate: float = argument(0.0, "dropout of the embedded tokens, one of the two kinds in the paper", RATE)
+    proj_drop_rate: float = argument(0.0, "dropout after the linear layers of a block, the paper's other kind", RATE)
+    drop_path_rate: float = argument(
+        0.0, "stochastic depth in the last block; it rises linearly from 0 in the first", RATE
     )
-    act_layer: Activation = argument("gelu", one_of(Activation), 'the MLP\'s activation; "gelu" is the one with erf')
-    norm_eps: float = argument(1e-6, NOT_NEGATIVE, "epsilon of the norms")
+    weight_init: WeightInit = argument("", "timm's mode of initialisation")
+    head_init_bias: float | None = argument(None, "the head's bias at the start; None: by weight_init", ANY)
+    representation_size: int | None = argument(
+        None, "width of the tanh layer of the pre-training head; None for none", whole(1, 2**17)
+    )
+    act_layer: Activation = argument("gelu", 'the MLP\'s activation; "gelu" is the one with erf')
+    norm_eps: float = argument(1e-6, "epsilon of the norms", NOT_NEGATIVE)
     mean: float | Sequence[float] = argument(
         0.5,
-        each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
         "the mean of raw uint8 images, on the 0..1 scale",
+        each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
     )
     std: float | Sequence[float] = argument(
         0.5,
-        each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
         "the standard deviation of raw uint8 images, on the 0..1 scale",
+        each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
     )
-    residual_in_fp32: bool = argument(
-        False, flag, "keep the residual stream in fp32 when the matrix products run in 16 bits"
-    )
+    residual_in_fp32: bool = argument(False, "keep the residual stream in fp32 when the matrix products run in 16 bits")
     pos_embed_at: PosEmbedPlace = argument(
         "stem",
-        one_of(PosEmbedPlace),
         'where learned positions are added: "stem" (once), "layers" (before each layer, with a table for each) or'
         ' "layers_shared" (before each layer, with one table); dropout follows only the first',
     )
     backbone: str | dict | None = argument(
-        None, optional(_STAGES), 'the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says; None for a ViT'
+        None, 'the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says; None for a ViT', STAGES
     )
-    crop_mode: CropMode | None = argument(
-        None,
-        optional(one_of(CropMode)),
-        "how evaluations cut images, in timm's words; None if unknown",
-    )
+    crop_mode: CropMode | None = argument(None, "how evaluations cut images, in timm's words; None if unknown")
     crop_pct: float | None = argument(
         None,
-        optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
         "the share of a side that evaluations keep; None if unknown",
+        number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1),
     )
     interpolation: Interpolation | None = argument(
-        None, optional(one_of(Interpolation)), "the filter of Pillow with which evaluations resize; None if unknown"
+        None, "the filter of Pillow with which evaluations resize; None if unknown"
     )
-    keep: Keep = argument("auto", one_of(Keep), "what blocks keep for backward, see `set_keep`; not in `config`")
+    keep: Keep = argument("auto", "what blocks keep for backward, see `set_keep`; not in `config`")
     class_names: Sequence[str] | None = argument(
-        None, CLASS_NAMES, "names of the classes, in the order of the logits; None if unknown"
+        None, "names of the classes, in the order of the logits; None if unknown", CLASS_NAMES
     )
-    norm_layer: NormLayer = argument("layernorm", one_of(NormLayer), "the class of the norms")
+    norm_layer: NormLayer = argument("layernorm", "the class of the norms")
     drop_path_mode: DropPathMode = argument(
         "mask",
-        one_of(DropPathMode),
         'stochastic depth: "mask" computes all images and drops some; "subset" computes only those that are kept, a'
         " fixed share (DINOv2)",
     )
-    pre_norm: bool = argument(False, flag, "a norm before the blocks, and no bias in the patch projection (CLIP)")
-    qk_norm: bool = argument(False, flag, "norms of q and k, over each head")
+    pre_norm: bool = argument(False, "a norm before the blocks, and no bias in the patch projection (CLIP)")
+    qk_norm: bool = argument(False, "norms of q and k, over each head")
     swiglu_mlp: bool = argument(
-        False,
-        flag,
-        "MLPs are gated by SiLU; gate and up are each mlp_ratio * D wide; act_layer then acts only in a MAP head",
+        False, "MLPs are gated by SiLU; gate and up are each mlp_ratio * D wide; act_layer then acts only in a MAP head"
     )
-    scale_mlp_norm: bool = argument(False, flag, "a norm before the MLP's last layer (EVA-02)")
+    scale_mlp_norm: bool = argument(False, "a norm before the MLP's last layer (EVA-02)")
     rope: Rope | None = argument(
         None,
-        optional(one_of(Rope)),
         'rotary positions of the patches, with or without `pos_embed`: "dinov3" (coordinates from -1 to 1 at any image'
         ' size; pairs are halves of a head) or "cat" (EVA: coordinates count patches; pairs are neighbouring columns)',
     )
     rope_temperature: float | None = argument(
         None,
-        optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
         "the base of the rotary periods; None: 100 for dinov3 and 10,000 for cat",
+        number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9),
     )
     ref_feat_shape: tuple[int, int] | None = argument(
         None,
-        optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
         'for rope="cat": the grid of patches (down, across) to which coordinates are scaled; (16, 16) in EVA-02; None:'
         " the grid of the image",
+        some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)"),
     )
 
     def __post_init__(self):
-        for name, check in ARGUMENTS.items():
+        for name, check in CHECKS.items():
             object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
-        enforce(one_of(Keep), self.keep, "ViT: keep")
         for name in ("mean", "std"):
             object.__setattr__(self, name, _per_channel(name, getattr(self, name), self.in_chans))
         self._check_together()
@@ -261,8 +249,8 @@ class ViTConfig:
         """A table of the arguments: name, type, default, and meaning with the range of values."""
         lines = [_row("argument", "type", "default", "meaning"), ""]
         for f in fields(ViTConfig):
-            named, check = type_name(f.type), f.metadata["check"].text
-            told = "True or False" in check or "one of" in check or check.startswith(("two", "a list"))
+            named, check = type_name(f.type), check_of(f).text
+            told = "True or False" in check or "one of" in check or "a list of" in check
             limits = re.sub("^(None or )?(a (whole )?number from )?", "", check)
             meaning = f.metadata["text"] if told else f"{f.metadata['text']} ({limits})"
             lines.append(_row(f.name, named, repr(f.default), meaning))
@@ -287,9 +275,42 @@ def _row(*cells: str) -> str:
     return "\n".join("{:<20}{:<27}{:<13}{}".format(*row).rstrip() for row in rows)
 
 
+P = ParamSpec("P")
+Class = TypeVar("Class", bound=type)
+
+
+def with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
+    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
+
+    def decorate(constructor):
+        constructor.__signature__ = inspect.signature(config.__init__)
+        constructor.__annotations__ = config.__init__.__annotations__
+        return constructor
+
+    return decorate
+
+
+def documented(model: Class) -> Class:
+    """Puts a table of the arguments after the first line of a class's documentation."""
+    if model.__doc__:  # python -OO strips it
+        summary, text = model.__doc__.split("\n", 1)
+        model.__doc__ = f"{summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(text)}\n"
+    return model
+
+
 ViTConfig.__init__.__qualname__ = "ViT.__init__"  # the name in Python's error for a wrong call
+
+
+def check_of(argument: Field) -> Check:
+    """The values that a field of ViTConfig may have."""
+    kinds = get_args(argument.type) if get_origin(argument.type) in (Union, types.UnionType) else (argument.type,)
+    check = argument.metadata["check"] or (flag if bool in kinds else one_of(kinds[0]))
+    return optional(check) if type(None) in kinds else check
+
+
 # The values that each argument may have. `keep` is not in a model's file, and class_names are checked by themselves.
-ARGUMENTS = {f.name: f.metadata["check"] for f in fields(ViTConfig) if f.name not in ("keep", "class_names")}
+CHECKS = {f.name: check_of(f) for f in fields(ViTConfig) if f.name != "class_names"}
+ARGUMENTS = {name: check for name, check in CHECKS.items() if name != "keep"}
 
 
 def read(name: str, value, called: str = ""):
@@ -297,7 +318,7 @@ def read(name: str, value, called: str = ""):
 
     called: the name in the message, `ViT: {name}` unless given.
     """
-    return enforce(ARGUMENTS[name], value, called or f"ViT: {name}")
+    return enforce(CHECKS[name], value, called or f"ViT: {name}")
 
 
 def checked(config: dict) -> dict:

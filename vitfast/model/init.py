@@ -6,11 +6,7 @@ import torch
 from torch import nn
 
 from . import positions
-from .heads import AttentionPoolLatent
 from .hybrid import HybridEmbed
-from .layers import LayerScale, RmsNorm
-
-_RESET = (nn.Linear, nn.Conv2d, nn.LayerNorm, RmsNorm, LayerScale, AttentionPoolLatent)
 
 
 @torch.no_grad()
@@ -58,5 +54,5 @@ def _init_module(module: nn.Module, name: str, mode: str, needs_reset: bool) -> 
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif needs_reset and isinstance(module, _RESET):
+    elif needs_reset and hasattr(module, "reset_parameters"):
         module.reset_parameters()

@@ -73,7 +73,9 @@ class Attention(nn.Module):
     head_norm: a function of Dh that makes `q_norm` and `k_norm` (Dh,), the norms over each head of q and of k, or None.
     """
 
-    operation, parts = "attention_block", ("attention block", "attention")
+    # The types of its modules, and why not, where one operation runs the branch of such a layer.
+    inside = dict(qkv=nn.Linear, q_norm=nn.Identity, k_norm=nn.Identity, proj=nn.Linear, proj_drop=nn.Dropout)
+    operation, parts, unfused_reason = "attention_block", ("attention block", "attention"), None
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
@@ -133,7 +135,8 @@ class Mlp(Layer):
     """
 
     fused_modules = {"linear_gelu": expected_modules({"fc1": nn.Linear})}
-    operation, parts = "mlp_block", ("MLP block", "linear layer and GELU")
+    inside = dict(fc1=nn.Linear, drop1=nn.Dropout, norm=nn.Identity, fc2=nn.Linear, drop2=nn.Dropout)
+    operation, parts, unfused_reason = "mlp_block", ("MLP block", "linear layer and GELU"), None
     gates = 0  # how many blocks of F rows `fc1` has beside the F rows of the values
 
     def __init__(
@@ -170,11 +173,8 @@ class Mlp(Layer):
 class GluMlp(Mlp):
     """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up]."""
 
-    fused_modules = {
-        "gated_mlp": expected_modules(
-            {"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear}
-        )
-    }
+    inside = Mlp.inside | {"norm": (nn.Identity, LayerNorm)}
+    fused_modules = {"gated_mlp": expected_modules(inside)}
     operation, parts = "gated_mlp_block", ("gated MLP block", "gated MLP")
     gates, activation = 1, "silu"
 

@@ -17,17 +17,16 @@ that have their own: it is 1 at the stem and if all layers share one, else the d
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import reference as ref
 from ..ops.packed import PackedImages, TokenLayout, token_rows
 from ..ops.reference import owners, packed_tokens
 from .config import ROPES
 from .layers import Attention
-from .relative import RelativeAttention
 
 Grid = tuple[int, int]
 AXES = ("learn2d", "factorized")  # the kinds with a table for the columns and one for the rows
@@ -275,6 +274,46 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
     return torch.cat([first, table.flatten(1, 2).to(pos_embed.dtype)], dim=1)
 
 
+def relative_logits(q: Tensor, table: Tensor) -> Tensor:
+    """q (B, N, H, Dh) times the embedding of each pair's offset, table (2n-1, Dh) -> (B, H, N, N).
+
+    The logits are scaled by 1/sqrt(Dh) like attention's. This is the 1-D relative attention of the ViT paper: the last
+    n of the N tokens are patches in raster order; for the query at p and the key at k, row p - k + n - 1 of the table
+    is an extra key, the same for all heads (Shaw et al., 2018). The N - n prefix tokens have no position in the image:
+    where one is query or key, this logit is 0. (So the last layer's table learns only in models that pool patches.)
+    """
+    patches = (table.shape[0] + 1) // 2
+    prefix, place = q.shape[1] - patches, torch.arange(patches, device=q.device)
+    keys = table.to(q.dtype)[place[:, None] - place + patches - 1]  # (n, n, Dh)
+    return F.pad(torch.einsum("bqhd,qkd->bhqk", q[:, prefix:] * q.shape[-1] ** -0.5, keys), (prefix, 0, prefix, 0))
+
+
+@torch.fx.wrap  # it looks at shapes in Python
+def relative_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Attention of q, k, v (B, N, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh).
+
+    PyTorch's attention computes it. The bias depends on q, so it and its gradient are of shape (B, H, N, N).
+    """
+    bias = relative_logits(q, table)
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias).transpose(1, 2)
+
+
+class RelativeAttention(Attention):
+    """Attention with relative positions: `relative` is this layer's table of them, (2n-1, Dh)."""
+
+    unfused_reason = "relative positions"
+
+    def unsupported_reason(self) -> str:
+        return self.unfused_reason
+
+    def probabilities(self, x: Tensor, relative: Tensor) -> Tensor:
+        q, k, _ = self.heads(x)
+        return ref.attention_probabilities(q, k, bias=relative_logits(q, relative))
+
+    def attend(self, x: Tensor, relative: Tensor) -> Tensor:
+        return relative_attention(*self.heads(x), relative)
+
+
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
     """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
@@ -307,11 +346,3 @@ def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
     pairs = (grid[0] - dy.abs())[:, None] * (grid[1] - dx.abs())
     return offsets.flatten(), pairs.flatten().float()
-
-
-def __getattr__(name: str):
-    """Names that earlier versions pickled here and that are in another file now."""
-    homes = {"relative_logits": "relative", "relative_attention": "relative"}
-    if name in homes:
-        return getattr(import_module(f"{__package__}.{homes[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

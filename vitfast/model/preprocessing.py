@@ -1,68 +1,40 @@
-"""The preprocessing of a model's images, and the names of its classes: one object."""
+"""The preprocessing of a ViT's images, and the names of its classes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
-from .config import ViTConfig, class_names
+from .config import class_names
 
 # How evaluations resize and cut images where neither weights nor settings say.
 CROP = dict(crop_mode="center", crop_pct=1.0, interpolation="bicubic")
+FIELDS = ("mean", "std", *CROP)  # arguments of a ViT that are its attributes too, and may be set
 
 
-@dataclass(frozen=True)
 class Preprocessing:
-    """How images are prepared, and what the classes are called; the fields are arguments of ViTConfig."""
-
-    mean: tuple[float, ...]  # (C,), like std; for raw uint8 images, on the 0..1 scale
-    std: tuple[float, ...]
-    crop_mode: str | None = None
-    crop_pct: float | None = None
-    interpolation: str | None = None
-    class_names: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, config: ViTConfig) -> "Preprocessing":
-        """The preprocessing that a ViT's arguments describe."""
-        return cls(**{name: getattr(config, name) for name in FIELDS})
-
-    def as_dict(self) -> dict:
-        """The fields as arguments of a ViT, without `class_names` if they are None."""
-        names = FIELDS if self.class_names is not None else FIELDS[:-1]
-        return {name: getattr(self, name) for name in names}
-
-
-FIELDS = tuple(field.name for field in fields(Preprocessing))
-
-
-def _field(name: str) -> property:
-    """A field of `model.preprocessing`, read and set on the model."""
-
-    def put(model: "Preprocessed", value) -> None:
-        model.preprocessing = replace(model.preprocessing, **{name: value})
-
-    return property(lambda model: getattr(model.preprocessing, name), put)
+    """The object in which an earlier version pickled FIELDS and the names of the classes."""
 
 
 class Preprocessed:
-    """A ViT with its `preprocessing`, whose fields are the model's own attributes too."""
+    """How the images of a ViT are prepared, and what its classes are called."""
 
-    preprocessing: Preprocessing
+    mean: tuple[float, ...]  # (C,), like std; for raw uint8 images, on the 0..1 scale
+    std: tuple[float, ...]
+    crop_mode: str | None
+    crop_pct: float | None
+    interpolation: str | None
     num_classes: int
     in_chans: int
     patch_embed: nn.Module
-    mean, std, crop_mode, crop_pct, interpolation = map(_field, FIELDS[:5])
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """The names of the classes, in the order of the logits; None if they are unknown."""
-        return self.preprocessing.class_names
+        return vars(self)["class_names"]
 
     @class_names.setter
     def class_names(self, names: Sequence[str] | None) -> None:
-        names = None if names is None else class_names(names, self.num_classes)
-        self.preprocessing = replace(self.preprocessing, class_names=names)
+        vars(self)["class_names"] = None if names is None else class_names(names, self.num_classes)
 
     @property
     def pretrained_cfg(self) -> dict:
@@ -89,7 +61,7 @@ class Preprocessed:
     default_cfg = pretrained_cfg  # timm's earlier name
 
     def __setstate__(self, state: dict) -> None:
-        if "preprocessing" not in state:  # pickled by a version that kept each field as an attribute of the model
-            told = {name: state.pop(name, None) for name in FIELDS[:5]}
-            state["preprocessing"] = Preprocessing(**told, class_names=state["_config"].pop("class_names", None))
-        super().__setstate__(state)
+        lacking = dict.fromkeys(CROP) | dict(keep="auto")  # in the earliest pickles, whose names are in another place
+        lacking["class_names"] = state["_config"].pop("class_names", None)
+        told = vars(state.pop("preprocessing")) if "preprocessing" in state else {}
+        super().__setstate__(lacking | state | told)

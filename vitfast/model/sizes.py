@@ -49,6 +49,7 @@ class Sizes:
         self.prefix = int(c.class_token) + c.reg_tokens
         self.grid = grid_size(pair(c.img_size), pair(c.patch_size))
         self.patches = self.grid[0] * self.grid[1]
+        # The norm is after pooling where the patches are averaged, unless told otherwise.
         self.after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self.head_width = c.representation_size or c.embed_dim
         hidden, norm_biases = int(c.embed_dim * c.mlp_ratio), c.norm_layer == "layernorm"

@@ -50,12 +50,10 @@ class PackedForward:
         patch, batch = self.patch_embed.patch_size, isinstance(images, Tensor) and not images.is_nested
         pack_images = packed.pack_batch if batch else _pack
         found = images if isinstance(images, PackedImages) else pack_images(images, patch)
-        wanted = (self.in_chans, *self.patch_embed.patch_size)
-        if tuple(found.shape[1:]) != wanted:
-            got = "{} channels in patches of {} x {}".format(*found.shape[1:])
-            hint = "" if found.shape[1] == wanted[0] else f"; {channels_hint(found.shape[1], wanted[0], batched=False)}"
-            want = "{} channels in patches of {} x {}".format(*wanted)
-            raise ValueError(f"ViT: images must have {want}, got {got}{hint}")
+        got, wanted, text = found.shape[1:], (self.in_chans, *patch), "{} channels in patches of {} x {}"
+        if tuple(got) != wanted:
+            hint = "" if got[0] == wanted[0] else f"; {channels_hint(got[0], wanted[0], batched=False)}"
+            raise ValueError(f"ViT: images must have {text.format(*wanted)}, got {text.format(*got)}{hint}")
         device = self.patch_embed.proj.weight.device
         return found if found.device == device else found.to(device, non_blocking=True)
 

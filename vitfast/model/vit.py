@@ -1,10 +1,9 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from . import config as arguments
 from .activation_memory import choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
-from .config import KEEPS, POOLS, Keep, Pool, ViTConfig, WeightInit
+from .config import POOLS, Keep, Pool, ViTConfig, WeightInit, documented, with_arguments_of
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
@@ -24,30 +23,21 @@ from .intermediates import Intermediates
 from .layers import NORMS, weights_dtype
 from .patch_embed import PatchEmbed, checked_images, with_tokens
 from .positions import Positions, resize_table
-from .preprocessing import Preprocessed, Preprocessing
-from .presets import pair, preset
+from .preprocessing import FIELDS, Preprocessed
+from .presets import preset
+from .sizes import Sizes
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-P = ParamSpec("P")
+Batch = Tensor | PackedImages
 Change = Callable[[Tensor], Tensor]  # of the patch embeddings (B, N, D)
 for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
     torch.fx.wrap(_leaf)
 
 
-def _with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
-    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
-
-    def decorate(constructor):
-        constructor.__signature__ = inspect.signature(config.__init__)
-        constructor.__annotations__ = config.__init__.__annotations__
-        return constructor
-
-    return decorate
-
-
+@documented
 class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
@@ -57,20 +47,19 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     InputError for values that no ViT can have.
     """
 
-    keep = "auto"  # for models that were pickled before `keep` existed
-
-    @_with_arguments_of(ViTConfig)
+    @with_arguments_of(ViTConfig)
     def __init__(self, *args, **kwargs):
         c = ViTConfig(*args, **kwargs)
+        sizes = Sizes(c)
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
         self.embed_dim = self.num_features = c.embed_dim
-        self.head_hidden_size = c.representation_size or c.embed_dim
-        self.num_prefix_tokens = int(c.class_token) + c.reg_tokens
+        self.head_hidden_size, self.num_prefix_tokens = sizes.head_width, sizes.prefix
         self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
-        self.preprocessing = Preprocessing.of(c)
+        for name in (*FIELDS, "class_names"):
+            setattr(self, name, getattr(c, name))
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
@@ -78,9 +67,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             self.patch_embed = HybridEmbed(*stem, c.backbone)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
-        # The norm is after pooling where the patches are averaged, unless told otherwise.
-        after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
-        self._config = c.as_dict() | dict(fc_norm=after_pooling)
+        self._config = c.as_dict() | dict(fc_norm=sizes.after_pooling)
         self._config.pop("class_names", None)  # they change with the head
         if c.backbone is not None:
             self._config["backbone"] = self.patch_embed.spec
@@ -91,12 +78,12 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
         self.blocks = nn.Sequential(*(Block(c, norm, rate) for rate in rates))
         self.set_keep(c.keep)
-        feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
+        feature = dict(num_chs=c.embed_dim, reduction=self.patch_embed.feat_ratio())
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
-        self.norm = nn.Identity() if after_pooling else norm(c.embed_dim)
-        head = (c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio), c.act_layer, norm)
-        self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
-        self.fc_norm = norm(c.embed_dim) if after_pooling else nn.Identity()
+        self.norm = nn.Identity() if sizes.after_pooling else norm(c.embed_dim)
+        pool = (c.embed_dim, c.num_heads, sizes.block.hidden, c.act_layer, norm)
+        self.attn_pool = AttentionPoolLatent(*pool) if c.global_pool == "map" else None
+        self.fc_norm = norm(c.embed_dim) if sizes.after_pooling else nn.Identity()
         self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
         self.head_drop = nn.Dropout(c.drop_rate)
         self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
@@ -128,8 +115,9 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        changed = dict(global_pool=self.global_pool, dynamic_img_size=self.dynamic_img_size)
-        return self._config | changed | self.preprocessing.as_dict()
+        changed = {name: getattr(self, name) for name in ("global_pool", "dynamic_img_size", *FIELDS)}
+        names = {} if self.class_names is None else dict(class_names=self.class_names)
+        return self._config | changed | names
 
     def init_weights(self, mode: WeightInit = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
@@ -140,9 +128,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
 
     # ---- running it
 
-    def _embed(
-        self, images: Tensor | PackedImages, change_patches: Callable | None = None
-    ) -> tuple[Tensor, list[tuple]]:
+    def _embed(self, images: Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
         """Images -> tokens with positions, (B, T+N, D) or (tokens, D); and each block's other arguments."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
@@ -163,9 +149,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
             return checkpoint(block, x, *layer, use_reentrant=False)
         return block(x, *layer)
 
-    def _encode(
-        self, images: Tensor | PackedImages, change_patches: Callable | None = None
-    ) -> tuple[Tensor, list[tuple]]:
+    def _encode(self, images: Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
         """Images -> all tokens after the last norm; and what the blocks were given."""
         x, layers = self._embed(images, change_patches)
         for block, layer in zip(self.blocks, layers):
@@ -272,7 +256,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         "auto" means "least" until `decide_keep` is called; the trainer calls it. On CPUs, and while blocks are
         checkpointed, it stays "least".
         """
-        self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
+        self.keep = arguments.read("keep", keep)
         choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
@@ -297,8 +281,3 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         """Returns patterns that sort parameters into layers, for layer-wise learning rates."""
         blocks = [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
-
-
-if ViT.__doc__:  # python -OO strips it
-    _summary, _text = ViT.__doc__.split("\n", 1)
-    ViT.__doc__ = f"{_summary}\n\n{ViTConfig.documentation()}\n{inspect.cleandoc(_text)}\n"

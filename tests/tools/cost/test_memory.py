@@ -152,7 +152,7 @@ def test_all_is_kept_where_two_steps_fit(monkeypatch, options, batch):
 
 def test_a_model_is_told_what_to_keep_or_keeps_the_least():
     model = ViT(**TINY)
-    assert keep.choose(model.blocks, model.parameters(), 21, 21, 2, torch.device("cpu")) == "least"
+    assert model.decide_keep(3) == "least"
     model(torch.rand(1, 3, 16, 24))
     assert model.keep == "auto" and {block.keep for block in model.blocks} == {"least"} and "keep" not in model.config
     with pytest.raises(InputError, match="keep must be one of 'auto', 'all', 'least', got 'most'"):
