@@ -67,6 +67,15 @@ def _run(names, environment, function, args) -> None:
     sys.exit(function(*args))
 
 
+def uninterpreted(*arguments, **environment) -> str:
+    """What `python arguments` prints in a process that compiles kernels; environment: changes, None for what goes."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": None, **environment}
+    env = {name: value for name, value in found.items() if value is not None}
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    return done.stdout
+
+
 def command_line(argv: list[str]) -> int:
     """`vitfast ...` in a child."""
     from vitfast.cli import main
