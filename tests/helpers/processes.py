@@ -68,7 +68,10 @@ def _run(names, environment, function, args) -> None:
 
 
 def uninterpreted(*arguments, **environment) -> str:
-    """What `python arguments` prints in a process that compiles kernels; environment: changes, None for what goes."""
+    """What `python arguments` prints in a process that compiles kernels.
+
+    environment: changes of it, None for what it is not to have.
+    """
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": None, **environment}
     env = {name: value for name, value in found.items() if value is not None}
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env)

@@ -1,4 +1,4 @@
-"""Runs a small model of each family as it is and on vitfast, by `accelerate` or compiled: a row of numbers."""
+"""Runs a small model of each family with and without vitfast, and compares them: a row of numbers."""
 
 import copy
 import dataclasses
