@@ -54,13 +54,13 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _replaced(row) -> str:
-    """What `accelerate` replaced, and its errors."""
+    """The operations of a model that was accelerated, and its errors."""
     errors = f"error {row.logits:.0e} of the output, {row.gradients:.0e} of the gradients"
     return f"{_counts(row.operations)}; {errors}"
 
 
 def _covered(row) -> str:
-    """What the backend replaced, and its error."""
+    """The blocks that the backend replaced, and the error."""
     done = [f"{a} of {b} {name} blocks" for (a, b), name in ((row.attention, "attention"), (row.mlp, "MLP")) if b]
     return f"{', '.join([*done, _counts(row.besides)])}; error {row.error:.0e}"
 

@@ -135,7 +135,7 @@ def _row(kind: type, family: Family, results: Callable[[], dict]):
 def _compared(
     family: Family, model: nn.Module, device: str, replace: Callable[[nn.Module], nn.Module]
 ) -> tuple[nn.Module, dict[str, int], list[float]]:
-    """(the model that replaces one, its calls of operations, the errors of its outputs and of its gradients)."""
+    """(the model that replaces one, its calls of operations, the errors of outputs and gradients)."""
     original = randomised(model).to(device)
     batch = {name: value.to(device) for name, value in family.batch().items()}
     theirs, replaced = run(family, original, batch), replace(original)

@@ -29,7 +29,7 @@ INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_
 
 @dataclass
 class Problem:
-    """One tile to choose, for an operation at a shape class: how the search goes, and in the end what came of it."""
+    """One tile to choose, for an operation at a shape class; its search, and what came of it."""
 
     op: str
     bits: str
@@ -70,7 +70,7 @@ class Problem:
         return all(future.done() for config in candidates for future in self.compiling.get(config, []))
 
     def __str__(self) -> str:
-        """What came of it."""
+        """The times before and after, and those of each provider."""
         named = f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
         times = self.search.times
         if not times:
