@@ -11,9 +11,8 @@ from torch import nn
 from vitfast import InputError
 from vitfast.adapters.families import FAMILIES, Family
 from vitfast.cli.families import coverage_markdown, markdown
-from vitfast.tools.coverage import cover
 from vitfast.tools.encoders import ENCODERS, Encoder
-from vitfast.tools.families import SAME, chosen, judge
+from vitfast.tools.families import SAME, cover, installed, judge
 
 PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
 NAMES = {f"{family.library} {family.name}": family for family in FAMILIES}
@@ -140,6 +139,6 @@ def test_what_is_wrong_is_said_and_fails():
 
 def test_an_unknown_library_is_one_line(capsys):
     with pytest.raises(InputError, match="library must be one of open_clip, timm"):
-        chosen("keras")
+        installed(FAMILIES, "keras")
     code, _, err = run_cli(capsys, "families", "--library", "keras")
     assert code == 2 and err.count("\n") == 1

@@ -67,6 +67,18 @@ def _run(names, environment, function, args) -> None:
     sys.exit(function(*args))
 
 
+def uninterpreted(*arguments, **environment) -> str:
+    """What `python arguments` prints in a process that compiles kernels.
+
+    environment: changes of it, None for what it is not to have.
+    """
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": None, **environment}
+    env = {name: value for name, value in found.items() if value is not None}
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    return done.stdout
+
+
 def command_line(argv: list[str]) -> int:
     """`vitfast ...` in a child."""
     from vitfast.cli import main

@@ -22,15 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..tools import coverage, families
+    from ..adapters.families import FAMILIES
+    from ..tools.encoders import ENCODERS
+    from ..tools.families import cover, installed, judge
 
-    chosen, judged = (coverage.chosen, coverage.cover) if args.compile else (families.chosen, families.judge)
-    lines, table = (_coverage, coverage_markdown) if args.compile else (_lines, markdown)
+    known, judged, told, table = FAMILIES, judge, _replaced, markdown
+    if args.compile:
+        known, judged, told, table = ENCODERS, cover, _covered, coverage_markdown
     device, rows = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), []
-    for family in chosen(args.library):
-        rows.append(judged(family, device))
+    for family in installed(known, args.library):
+        row = judged(family, device)
+        rows.append(row)
         if not (args.json or args.markdown):
-            print(lines(rows[-1]), flush=True)
+            left = f"\n    left: {_counts(row.left)}" if row.left else ""
+            print(f"{row.library} {row.family}: {row.failure or told(row) + left}", flush=True)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) | dict(right=row.right) for row in rows], indent=2))
     elif args.markdown:
@@ -48,28 +53,21 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
 
-def _lines(row) -> str:
-    head = f"{row.library} {row.family}"
-    if row.failure:
-        return f"{head}: {row.failure}"
+def _replaced(row) -> str:
+    """The operations of a model that was accelerated, and its errors."""
     errors = f"error {row.logits:.0e} of the output, {row.gradients:.0e} of the gradients"
-    left = f"\n    left: {_counts(row.left)}" if row.left else ""
-    return f"{head}: {_counts(row.operations)}; {errors}{left}"
+    return f"{_counts(row.operations)}; {errors}"
 
 
-def _coverage(row) -> str:
-    head = f"{row.library} {row.family}"
-    if row.failure:
-        return f"{head}: {row.failure}"
+def _covered(row) -> str:
+    """The blocks that the backend replaced, and the error."""
     done = [f"{a} of {b} {name} blocks" for (a, b), name in ((row.attention, "attention"), (row.mlp, "MLP")) if b]
-    left = f"\n    left: {_counts(row.left)}" if row.left else ""
-    return f"{head}: {', '.join([*done, _counts(row.besides)])}; error {row.error:.0e}{left}"
+    return f"{', '.join([*done, _counts(row.besides)])}; error {row.error:.0e}"
 
 
 def _total(rows) -> str:
-    from ..tools.coverage import whole
-
-    done, of = whole(rows)
+    """How many of the halves that have the operations' mathematics are replaced whole."""
+    done, of = (sum(row.attention[i] + row.mlp[i] for row in rows) for i in range(2))
     return f"{done} of {of} blocks that an operation could compute are replaced whole ({done / max(1, of):.1%})."
 
 

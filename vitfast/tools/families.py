@@ -1,25 +1,29 @@
-"""Builds a small model of each family and runs it with and without `accelerate`: a row of numbers."""
+"""Runs a small model of each family with and without vitfast, and compares them: a row of numbers."""
 
 import copy
 import dataclasses
 import importlib.util
 import logging
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import backend
 from ..adapters import accelerate, acceleration_report
-from ..adapters.families import FAMILIES, Family
+from ..adapters.families import Family
 from ..errors import InputError
 from ..ops._dispatch import counting
+from .encoders import Encoder
 from .verify import exact_fp32
 
 SAME = 1e-4  # the largest relative error that passes in fp32, where TF32 is switched off
+HALVES = {"attention": ("attention block",), "mlp": ("MLP block", "gated MLP block")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,35 +51,97 @@ class Row:
         return not self.failure and bool(self.operations) and max(self.logits, self.gradients) <= SAME
 
 
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """The results of one encoder, compiled with the backend.
+
+    attention, mlp: (halves replaced whole, halves that have the operations' mathematics). besides: what else is
+    replaced, by kind. left: how many parts stay the library's, by reason. error: the largest one of outputs and
+    gradients, relative to the library's largest number. failure: why there are no results.
+    """
+
+    library: str
+    family: str
+    attention: tuple[int, int] = (0, 0)
+    mlp: tuple[int, int] = (0, 0)
+    besides: dict[str, int] = dataclasses.field(default_factory=dict)
+    left: dict[str, int] = dataclasses.field(default_factory=dict)
+    error: float = 0.0
+    failure: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether it was compiled, and gave the library's numbers."""
+        return not self.failure and self.error <= SAME
+
+
 def judge(family: Family, device: str = "cpu") -> Row:
     """The row of one family whose library is installed; an error becomes the row's `failure`."""
+
+    def results() -> dict:
+        family.make()  # imports the library
+        start = time.process_time()
+        original = family.make()
+        seconds = time.process_time() - start
+        accelerated = lambda model: accelerate(copy.deepcopy(model))  # noqa: E731
+        model, called, errors = _compared(family, original, device, accelerated)
+        report = acceleration_report(model)
+        parts, left = Counter(e.part for e in report.replaced), Counter(e.why for e in report.left)
+        numbers = dict(zip(("logits", "gradients"), errors), seconds=seconds)
+        return dict(parts=dict(parts), operations=dict(called), left=dict(left), **numbers)
+
+    return _row(Row, family, results)
+
+
+def cover(encoder: Encoder, device: str = "cpu") -> Coverage:
+    """The same of one encoder, which the backend compiles."""
+    family, entries = encoder.family, []
+
+    def compile_graph(graph, inputs):
+        compiled = backend.compile_graph(graph, inputs, options={"inner": "eager"})
+        report = backend.report()
+
+        def call(*arguments):
+            entries.extend(report)  # whenever it runs: for many layers, where graph breaks cut a model
+            return compiled(*arguments)
+
+        return call
+
+    def results() -> dict:
+        torch._dynamo.reset()
+        compiled = lambda model: torch.compile(model, backend=compile_graph)  # noqa: E731
+        *_, errors = _compared(family, family.make(), device, compiled)
+        done = Counter(e.kind for e in entries if e.why is None)
+        halves = {name: (sum(done.pop(k, 0) for k in kinds), getattr(encoder, name)) for name, kinds in HALVES.items()}
+        left = Counter(f"{e.kind}: {re.sub(r' [(]the nearest.*', '', e.why)}" for e in entries if e.why is not None)
+        why = {encoder.why: 1} if encoder.why else {}  # which a person wrote
+        return dict(**halves, besides=dict(done), left=why | left, error=max(errors))
+
+    return _row(Coverage, family, results)
+
+
+def _row(kind: type, family: Family, results: Callable[[], dict]):
+    """A row of this kind with these results, or with the error in their place."""
     named = dict(library=family.library, family=family.name)
+    quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)  # the table says the same
     try:
-        quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)  # the table says the same
         with torch.random.fork_rng(), quiet, exact_fp32(torch.backends.cuda.matmul):
             torch.manual_seed(0)
-            family.make()  # imports the library
-            start = time.process_time()
-            model = family.make()
-            seconds = time.process_time() - start
-            original = randomised(model).to(device)
-            batch = {name: value.to(device) for name, value in family.batch().items()}
-            model = accelerate(copy.deepcopy(original))
-            with counting() as called:
-                ours = run(family, model, batch)
-            theirs, report = run(family, original, batch), acceleration_report(model)
-            errors = [error_of(a, b) for a, b in zip(ours, theirs)]
+            return kind(**named, **results())
     except Exception as error:  # a library of another version: a row says so, and the others follow
-        return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
-    parts, left = (dict(Counter(of)) for of in ((e.part for e in report.replaced), (e.why for e in report.left)))
-    return Row(
-        **named, parts=parts, operations=dict(called), logits=errors[0], gradients=errors[1], left=left, seconds=seconds
-    )
+        return kind(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def chosen(library: str | None = None) -> list[Family]:
-    """The installed families, of one library or of all. Raises InputError where there are none."""
-    return installed(FAMILIES, library)
+def _compared(
+    family: Family, model: nn.Module, device: str, replace: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, dict[str, int], list[float]]:
+    """(the model that replaces one, its calls of operations, the errors of outputs and gradients)."""
+    original = randomised(model).to(device)
+    batch = {name: value.to(device) for name, value in family.batch().items()}
+    theirs, replaced = run(family, original, batch), replace(original)
+    with counting() as called:
+        ours = run(family, replaced, batch)
+    return replaced, called, [error_of(a, b) for a, b in zip(ours, theirs)]
 
 
 def installed(found: Iterable, library: str | None) -> list:

@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import triton
+from processes import uninterpreted
 
 import vitfast.tools.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
 from vitfast.kernels.configs import tiles
@@ -60,11 +59,7 @@ def codegen():
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 def test_each_kernel_compiles_well_for(codegen, sm):
     """The same Triton makes of every kernel what the table says, which has more sizes."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(codegen.__file__), "--quick", "--processes", "1", "--sm", str(sm)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result = json.loads(uninterpreted(codegen.__file__, "--quick", "--processes", 1, "--sm", sm))
     assert not result["problems"], "\n".join(result["problems"])
     assert not too_few_programs(result["rows"])[1]
     kernels = {row["kernel"] for row in result["rows"]}
@@ -112,7 +107,6 @@ import dataclasses, json, os, pickle, sys, time, types
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
-sys.path.insert(0, {tests!r})
 import codegen
 import torch
 from meta_launches import doctor, launching_on_meta, operations
@@ -124,7 +118,7 @@ from vitfast.tools.tune import tuner as tune
 def main(folder):
     with codegen.tiles.using(sm=90), launching_on_meta():
         found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], others=True)
-    once = {{launch.kernel: compiler.key_of(launch, 90) for launch in found}}  # each kernel takes a second to compile
+    once = {launch.kernel: compiler.key_of(launch, 90) for launch in found}  # each kernel takes a second to compile
     found = [launch for launch in found if compiler.key_of(launch, 90) == once[launch.kernel]]
     archive, elsewhere = folder / "sm90.tar.xz", folder / "elsewhere"
     count = packing.write_archive(archive, 90, found, ["some operations"], 2)
@@ -144,32 +138,28 @@ def main(folder):
     tune.Tuner._measure = lambda *_: 1.0
     tuner = tune.Tuner(torch.bfloat16, torch.device("cpu"), "GPU", clock, ours, 100)
     (outcome,) = tuner.run(tuner.problems(doctor.SMALL_SIZES, "gelu_bwd"))
-    tuned = [outcome.tried, list(outcome.failures.values()), outcome.finished, ours.compilations]
+    tuned = [len(outcome.search.times), list(outcome.failures.values()), outcome.finished, ours.compilations]
 
     ours.close()
 
     from triton.backends.nvidia.compiler import CUDABackend
     CUDABackend.make_ttir = CUDABackend.make_cubin = lambda *args, **kwargs: sys.exit("something was compiled")
     shared = [compiler.compiled(launch, 90).metadata.shared for launch in found]
-    kernels = sorted({{launch.kernel.__name__ for launch in found}})
+    kernels = sorted({launch.kernel.__name__ for launch in found})
     print(json.dumps(dict(count=count, ahead=ahead, same=same, shared=shared, kernels=kernels, tuned=tuned)))
 
 
 if __name__ == "__main__":
-    main(Path({folder!r}))
+    main(Path(sys.argv[1]))
 """
 
 
 @pytest.mark.long
-def test_what_is_compiled_ahead_is_found_where_it_is_installed(tmp_path, codegen):
+def test_what_is_compiled_ahead_is_found_where_it_is_installed(tmp_path):
     """Triton finds every kernel of an archive elsewhere; what cannot be compiled is told; the tuner compiles by it."""
     script = tmp_path / "ahead.py"
-    script.write_text(AHEAD.format(tests=str(codegen.TABLE.parent), folder=str(tmp_path)))
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
-    env["PYTHONPATH"] = os.pathsep.join([str(codegen.TABLE.parent.parent), str(tmp_path)])
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    script.write_text(AHEAD)
+    found = json.loads(uninterpreted(script, tmp_path, TRITON_CACHE_DIR=None).splitlines()[-1])
     assert found["same"] and found["count"] >= 10
     assert {"linear_gelu_kernel", "_attention_fwd_short_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
         found["kernels"]

@@ -1,12 +1,9 @@
 """Reading machine code: instructions and waits of toy kernels whose answer is known, compiled without a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import uninterpreted
 
 from vitfast.tools.machine_code.cubin import Code, programs_per_multiprocessor
 
@@ -58,12 +55,7 @@ print(json.dumps(attention))
 def test_waits_and_notes_of_known_kernels(tmp_path):
     script = tmp_path / "toys.py"
     script.write_text(TOYS)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": str(Path(__file__).parents[3])
-    }
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]
-    clean, serialised = json.loads(done.stdout)
+    clean, serialised = json.loads(uninterpreted(script))
     for row in (clean, serialised):
         assert row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0
     assert clean["waits"] <= clean["hgmma"] / 2 and clean["notes"] == []

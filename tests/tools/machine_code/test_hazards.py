@@ -1,13 +1,10 @@
 """Registers that wgmma still uses: listings whose answer is known, and a product that Triton before 3.9 gets wrong."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import triton
+from processes import uninterpreted
 
 from vitfast.tools.machine_code.cubin import Code
 from vitfast.tools.machine_code.hazards import hazards
@@ -81,10 +78,6 @@ def test_a_product_whose_operand_is_made_in_registers(tmp_path):
     """triton-lang/triton#9433: int8 times bf16. Without its waits any Triton's has hazards."""
     script = tmp_path / "product.py"
     script.write_text(PRODUCT)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env | {"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr[-3000:]
-    products, found, without_waits = json.loads(done.stdout)
+    products, found, without_waits = json.loads(uninterpreted(script))
     mended = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
     assert products == 8 and (found == 0) == mended and without_waits > max(100, found)

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import warnings
 from pathlib import Path
@@ -12,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run_cli
+from processes import uninterpreted
 
 from vitfast.kernels import archives, launch
 from vitfast.run.files import write_tar
 from vitfast.tools.machine_code import packing
 
-ROOT = Path(__file__).parents[3]
 # Those of the paper and its code without hybrids, and one each of DINOv3 and SigLIP 2.
 MAIN = "Ti/16 S/32 S/16 B/32 B/16 L/32 L/16 H/14 DINOv3-B/16 SigLIP2-B/16".split()
 MOST_BYTES = 10 * 2**20  # for a model
@@ -25,12 +22,8 @@ MOST_BYTES = 10 * 2**20  # for a model
 
 def compiled_ahead(folder: Path, gpu: str, *models: str) -> dict:
     """What tests/helpers/compiled_ahead.py prints."""
-    script = ROOT / "tests" / "helpers" / "compiled_ahead.py"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= dict(PYTHONPATH=os.pathsep.join(map(str, (ROOT, script.parent))), CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run([sys.executable, script, folder, gpu, *models], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    script = Path(__file__).parents[2] / "helpers" / "compiled_ahead.py"
+    return json.loads(uninterpreted(script, folder, gpu, *models, CUDA_VISIBLE_DEVICES="").splitlines()[-1])
 
 
 def test_a_model_compiles_nothing_after_its_kernels_were_packed(tmp_path):

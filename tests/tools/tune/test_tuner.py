@@ -12,7 +12,6 @@ from vitfast.kernels.configs import tiles
 from vitfast.kernels.configs.tiles import config
 from vitfast.tools import verify
 from vitfast.tools.tune import tuner, user_table
-from vitfast.tools.tune.search import Search
 from vitfast.tools.verify.launcher import Launcher
 
 
@@ -45,10 +44,10 @@ def test_a_planted_gain_of_ten_percent_in_one_product_is_found_and_kept(table):
     outcomes = list(work.run(work.problems(TINY, "linear")))
     (row,) = table()
     assert (row["op"], row["gpu"], row["shape"], row["blocks"]["GROUP_M"]) == ("linear_gelu_fwd", "GPU", "64x96f", 16)
-    changed = [s for s in outcomes if s.best != s.problem.start]
-    assert [s.problem.op for s in changed] == ["linear_gelu_fwd"] and changed[0].before / changed[
-        0
-    ].after == pytest.approx(1 / 0.9)
+    changed = [s for s in outcomes if s.best != s.start]
+    assert [s.op for s in changed] == ["linear_gelu_fwd"] and changed[0].before / changed[0].after == pytest.approx(
+        1 / 0.9
+    )
     assert "1.11x" in str(changed[0]) and all(s.finished for s in outcomes)
     assert (
         tiles.lookup("linear_gelu_fwd", torch.empty(0, dtype=torch.float16), "64x96f")["GROUP_M"] == 16
@@ -83,7 +82,7 @@ def test_the_shipped_tile_is_tried_again_when_the_table_has_another(table):
     user_table.keep(tiles.to_record(problem.op, "GPU", problem.bits, problem.shape, far))
     again = make_tuner(Clock(lambda p, t: 0.5 if t == problem.start else 1.0))
     (outcome,) = again.run(again.problems(TINY, "linear_gelu"))
-    assert outcome.problem.start == far and outcome.best == tiles.from_record(table()[0]) == problem.start
+    assert outcome.start == far and outcome.best == tiles.from_record(table()[0]) == problem.start
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -96,7 +95,7 @@ def test_a_lucky_measurement_is_not_kept_and_hides_no_real_gain(table, real):
     work = make_tuner(Clock(planted))
     (outcome,) = work.run(work.problems(TINY, "linear_gelu"))
     assert (outcome.best.num_stages == 4 and outcome.after == 0.8) if real else table() == []
-    assert real or outcome.best == outcome.problem.start
+    assert real or outcome.best == outcome.start
 
 
 # Candidates that are wrong, do not run, or take the GPU with them: none is timed or kept
@@ -167,7 +166,7 @@ def test_the_tables_tile_is_tried_whatever_the_compiler_says(table):
     clock = Clock(lambda problem, t: 1.0 if t.provider == "triton" else 5.0)
     work = make_tuner(clock, Compiler(lambda launch: "died with exit code -9"))
     (outcome,) = work.run(work.problems(TINY, "linear_gelu"))
-    assert outcome.before == 1.0 and outcome.best == outcome.problem.start and table() == [] and outcome.failures
+    assert outcome.before == 1.0 and outcome.best == outcome.start and table() == [] and outcome.failures
 
 
 def test_nothing_is_kept_where_the_tables_tile_only_lacked_memory(table):
@@ -197,13 +196,12 @@ def test_what_a_candidate_leaves_unwritten_is_found_out(table, monkeypatch):
 
     launcher = Launcher(lambda t: (t.values(6, 3),), call, lambda x: 2 * x)
     judge, work = verify.Judge(launcher, torch.float32, CPU), make_tuner(clock := Clock())
-    problem = tuner.Problem("linear_gelu_fwd", "32", "", "double", launcher, config(), [], {})
     for said in ("inf", "nan"):
-        attempt = tuner.Attempt(problem, Search([config()]), config())
+        problem = tuner.Problem("linear_gelu_fwd", "32", "", "double", launcher, config(), [], {})
         right = 2 * judge.inputs[0]
         del right  # whose memory, with the right values in it, is what the next allocation gets
-        assert work._measure(attempt, config(), judge) is None and not clock.timed
-        assert attempt.failures[config()].startswith(f"error of a row {said}")
+        assert work._measure(problem, config(), judge) is None and not clock.timed
+        assert problem.failures[config()].startswith(f"error of a row {said}")
         monkeypatch.setattr(verify, "errors", lambda *_: (math.nan, math.nan))
 
 

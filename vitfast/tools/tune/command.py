@@ -72,13 +72,13 @@ def work(send: Callable, model: str, settings: SimpleNamespace, done: set[tuple]
         tuner = Tuner(settings.dtype, device, gpu, clock, compiler, seconds, trying)
         problems = [problem for problem in tuner.problems(sizes, settings.only) if problem.key not in done]
         with _bar(len(problems), model) as (bar, say):
-            for outcome in tuner.run(problems):
+            for problem in tuner.run(problems):
                 for key in tuner.kept:
                     send("kept", key)
-                if outcome.finished:
-                    send("done", outcome.problem.key)
-                finished &= outcome.finished
-                say(str(outcome))
+                if problem.finished:
+                    send("done", problem.key)
+                finished &= problem.finished
+                say(str(problem))
                 bar.update()
                 left = f"at most {max(0.0, tuner.left):.0f} s more"
                 bar.set_postfix_str(f"{len(tuner.kept)} faster, {tuner.timings} timed, {left}")

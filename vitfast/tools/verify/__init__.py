@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch.utils._pytree import tree_map_only
 
 from .draw import Draw, Input, Sizes
 from .launcher import Launcher, outputs
@@ -101,7 +102,7 @@ class Judge:
         self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
     ):
         self.inputs = launcher.make(Draw(dtype, device, torch.Generator(device).manual_seed(seed), layout))
-        doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
+        doubles = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, self.inputs)
         with torch.no_grad(), exact_fp32():
             self.truth = outputs(launcher.formula(*doubles))
             plain = outputs(launcher.formula(*self.inputs))

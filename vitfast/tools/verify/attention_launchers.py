@@ -1,5 +1,6 @@
 """Launchers of attention (plain, rotary, biased, packed), and of the parts of its backward."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,70 +15,59 @@ from .launcher import Launcher, gradients, wide
 PREFIX = 1  # tokens that rotary positions do not rotate
 
 
-def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """(o, lse); +inf for a query that sees no key, as the kernels have it."""
-    if options.get("offsets") is not None:
-        return _each_sample(q, k, v, scale, **options)
-    lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options).logsumexp(-1)
-    return ref.attention(q, k, v, scale=scale, **options), lse.where(lse > -torch.inf, torch.inf)
+    if options.offsets is not None:
+        return _each_sample(q, k, v, scale, options)
+    lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options.keywords).logsumexp(-1)
+    return ref.attention(q, k, v, scale=scale, **options.keywords), lse.where(lse > -torch.inf, torch.inf)
 
 
-def attention_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
-    """dq, dk and dv."""
-    return gradients(lambda *t: attention_formula(*t, scale, **options)[0], (q, k, v), do)
-
-
-def _each_sample(q, k, v, scale: float, offsets: Tensor, rope=None, **options) -> tuple[Tensor, Tensor]:
+def _each_sample(q, k, v, scale: float, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """`attention_formula` of packed samples, one after the other; q, k, v (1, tokens, H, Dh)."""
-    if offsets.is_meta:  # shapes alone
+    if options.offsets.is_meta:  # shapes alone
         return torch.empty_like(q), q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q))
-    found, ends = [], offsets.tolist()
+    found, ends = [], options.offsets.tolist()
     for first, end in zip(ends, ends[1:]):
-        own = {} if rope is None else dict(rope=tuple(table[first:end] for table in rope), **options)
-        found.append(attention_formula(*(x[:, first:end] for x in (q, k, v)), scale, **own))
+        tables = (None if table is None else table[first:end] for table in options[:2])
+        own = AttentionOptions(*tables, interleaved=options.interleaved)
+        found.append(attention_formula(*(x[:, first:end] for x in (q, k, v)), scale, own))
     o, lse = zip(*found)
     return torch.cat(o, 1), torch.cat(lse, 2)
 
 
-def _rope(t: Draw, s: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of random angles, one for both columns of a pair, in fp32."""
+def attention_gradients(q, k, v, o, lse, do: Tensor, scale: float, options=PLAIN) -> tuple[Tensor, ...]:
+    """dq, dk and dv."""
+    return gradients(lambda *t: attention_formula(*t, scale, options)[0], (q, k, v), do)
+
+
+def _rotary(t: Draw, s: Sizes, tokens: int, **more) -> AttentionOptions:
+    """Rotation by random angles, one for both columns of a pair, in fp32; more: the other options."""
     angles = t.values(tokens, s.head // 2, dtype=torch.float32, scale=3.0)
-    return angles.cos(), angles.sin()
+    return AttentionOptions(angles.cos(), angles.sin(), **more)
 
 
-def _rotating(cos: Tensor, sin: Tensor) -> AttentionOptions:
-    return AttentionOptions(cos, sin, num_prefix=PREFIX)
-
-
-def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
+def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, options=PLAIN) -> tuple[Tensor, ...]:
     """The inputs of a backward: q, k, v, o, lse and do."""
-    return q, k, v, *attention_formula(q, k, v, scale, **options), t.values(*q.shape)
+    return q, k, v, *attention_formula(q, k, v, scale, options), t.values(*q.shape)
 
 
 def attentions(s: Sizes) -> dict[str, Launcher]:
     """Forward and backward of each kind, and the parts of the backward."""
-    scale = s.head**-0.5
-    offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
-    found = {}
-    # Each has a function that draws the tensors that act on the logits, and one that makes options of them.
-    for name, draw, options in (
-        ("", lambda t: (), lambda: PLAIN),
-        (", rotary", lambda t: _rope(t, s, s.tokens - PREFIX), _rotating),
-        (", bias", lambda t: (t.values(s.heads, s.tokens, s.tokens),), lambda bias: AttentionOptions(bias=bias)),
-        (
-            ", key lengths",
-            lambda t: (t.lengths(s.batch, s.tokens),),
-            lambda lengths: AttentionOptions(key_lengths=lengths),
-        ),
-        (", packed", lambda t: (offsets(t),), lambda ends: AttentionOptions(offsets=ends, **packed)),
-        (
-            ", packed, rotary",
-            lambda t: (offsets(t), *_rope(t, s, s.rows)),
-            lambda ends, cos, sin: AttentionOptions(cos, sin, offsets=ends, **packed),
-        ),
-    ):
-        qkv = lambda t, packed="packed" in name: _qkv(t, s, packed)  # noqa: E731
-        both = _pair(qkv, scale, draw, options, variant=name in (", bias", ", key lengths"))
+    scale, found = s.head**-0.5, {}
+    packed = lambda t: dict(offsets=t.offsets(2 * s.batch, s.rows), longest=s.rows)  # noqa: E731
+    for name, options in {
+        "": lambda t: PLAIN,
+        ", rotary": lambda t: _rotary(t, s, s.tokens - PREFIX, num_prefix=PREFIX),
+        ", bias": lambda t: AttentionOptions(bias=t.values(s.heads, s.tokens, s.tokens)),
+        ", key lengths": lambda t: AttentionOptions(key_lengths=t.lengths(s.batch, s.tokens)),
+        ", packed": lambda t: AttentionOptions(**packed(t)),
+        ", packed, rotary": lambda t: _rotary(t, s, s.rows, **packed(t)),
+    }.items():
+        qkv = functools.partial(_qkv, s=s, packed="packed" in name)
+        both = _pair(qkv, scale, options, variant=name in (", bias", ", key lengths"))
         found[f"attention{name}"], found[f"attention backward{name}"] = both
     found |= _parts(s)
     # Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds.
@@ -102,30 +92,29 @@ def _separate(t: Draw, s: Sizes, size: float = 1.0) -> tuple[Tensor, Tensor, Ten
 def _pair(
     qkv: Callable[[Draw], tuple],
     scale: float,
-    draw: Callable[[Draw], tuple] = lambda t: (),
-    options: Callable[..., AttentionOptions] = lambda: PLAIN,
+    options: Callable[[Draw], AttentionOptions] = lambda t: PLAIN,
     together: bool = True,
     **flags: bool,
 ) -> tuple[Launcher, Launcher]:
     """Forward and backward. together: q, k, v are slices of one tensor, and the bias's gradient is made."""
 
     def for_backward(t: Draw) -> tuple:
-        acting = draw(t)
-        return *_for_backward(t, *qkv(t), scale, **options(*acting).keywords), *acting
+        drawn = options(t)
+        return *_for_backward(t, *qkv(t), scale, drawn), drawn
 
-    def backward(q, k, v, o, lse, do, *acting):
-        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, options(*acting), as_qkv=together)
+    def backward(q, k, v, o, lse, do, drawn):
+        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, drawn, as_qkv=together)
         return found if together else found[0]
 
-    def backward_formula(q, k, v, o, lse, do, *acting):
-        found = attention_gradients(q, k, v, do, scale, **options(*acting).keywords)
+    def backward_formula(*t):
+        found = attention_gradients(*t[:-1], scale, t[-1])
         dqkv = torch.stack(found, 2)
         return (dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()) if together else found
 
     forward = Launcher(
-        lambda t: (*qkv(t), *draw(t)),
-        lambda q, k, v, *acting: attention.attention_fwd(q, k, v, scale, options(*acting)),
-        lambda q, k, v, *acting: attention_formula(q, k, v, scale, **options(*acting).keywords),
+        lambda t: (*qkv(t), options(t)),
+        lambda q, k, v, drawn: attention.attention_fwd(q, k, v, scale, drawn),
+        lambda q, k, v, drawn: attention_formula(q, k, v, scale, drawn),
         **flags,
     )
     return forward, Launcher(for_backward, backward, backward_formula, **flags)
@@ -141,36 +130,38 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
         return q, k, v, lse, delta, do
 
     def with_bias(t: Draw) -> tuple:
-        bias = t.values(s.heads, s.tokens, s.tokens)
-        return *_for_backward(t, *_qkv(t, s), scale, bias=bias), bias
+        options = AttentionOptions(bias=t.values(s.heads, s.tokens, s.tokens))
+        return *_for_backward(t, *_qkv(t, s), scale, options), options
 
-    def bias_formula(q, k, v, o, lse, do, bias):
-        return gradients(lambda bias: ref.attention(q, k, v, scale=scale, bias=bias), (bias,), do)[0]
+    def bias_formula(q, k, v, o, lse, do, options):
+        return gradients(lambda bias: ref.attention(q, k, v, scale=scale, bias=bias), (options.bias,), do)[0]
 
-    def rope_bwd(q, k, dq, dk, cos, sin):
+    def rope_bwd(q, k, dq, dk, options):
         dq, dk = dq.clone(), dk.clone()
-        return dq, dk, *attention.rope_bwd(q, k, dq, dk, _rotating(cos, sin))
+        return dq, dk, *attention.rope_bwd(q, k, dq, dk, options)
 
-    def rope_formula(q, k, dq, dk, cos, sin):
+    def rope_formula(q, k, dq, dk, options):
         rotate = lambda x, cos, sin: ref.rotate(x, cos, sin, num_prefix=PREFIX)  # noqa: E731
-        (dq, *of_q), (dk, *of_k) = (gradients(rotate, (x, cos, sin), dx) for x, dx in ((q, dq), (k, dk)))
+        (dq, *of_q), (dk, *of_k) = (gradients(rotate, (x, *options[:2]), dx) for x, dx in ((q, dq), (k, dk)))
         return dq, dk, *(a + b for a, b in zip(of_q, of_k))
 
     return {
         "attention backward, dq": Launcher(
             lambda t: _for_backward(t, *_qkv(t, s), scale),
             lambda *t: attention.attention_bwd_dq(*t, scale),
-            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale)[0],
+            lambda *t: attention_gradients(*t, scale)[0],
         ),
         "attention backward, dk and dv": Launcher(
             with_delta,
             lambda *t: attention.attention_bwd_dkdv(*t, scale),
-            lambda q, k, v, lse, delta, do: attention_gradients(q, k, v, do, scale)[1:],
+            lambda *t: attention_gradients(*t, scale)[1:],
         ),
         "attention backward, of a bias": Launcher(
-            with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, AttentionOptions(bias=t[-1])), bias_formula
+            with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, t[-1]), bias_formula
         ),
         "attention backward, of rotary tables": Launcher(
-            lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], *_rope(t, s, s.tokens - PREFIX)), rope_bwd, rope_formula
+            lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], _rotary(t, s, s.tokens - PREFIX, num_prefix=PREFIX)),
+            rope_bwd,
+            rope_formula,
         ),
     }

@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels import rows
 from ...kernels.attention import launchers as attention
@@ -199,7 +201,7 @@ def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitiz
 
     Raises Wrong where numbers are wrong, where no kernel ran, and where an input was overwritten, which it restores.
     """
-    inputs = [t.clone() for t in judge.inputs]
+    before = tree_map_only(Tensor, Tensor.clone, judge.inputs)
     with watch:
         results = outputs(launcher.call(*judge.inputs))
     error, torch_error = judge.judge(results)
@@ -207,8 +209,9 @@ def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitiz
         report.error, report.torch_error = error, torch_error
     if any(config.provider not in LIBRARIES for config in used.values()) and not watch.counts["reads"]:
         raise Wrong("no kernel ran")
-    changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
+    inputs = [pair for pair in zip(*map(tree_leaves, (judge.inputs, before))) if isinstance(pair[0], Tensor)]
+    changed = [i for i, pair in enumerate(inputs) if not torch.equal(*pair)]
     for i in changed:
-        judge.inputs[i].copy_(inputs[i])
+        inputs[i][0].copy_(inputs[i][1])
     if changed:
         raise Wrong(f"input {changed[0]} is overwritten")

@@ -17,6 +17,7 @@ Override = tuple[str, KernelConfig, str]  # an operation, its tile, a shape clas
 class Launcher:
     """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
 
+    An input is what the kernels' launcher takes: a tensor, None, or a NamedTuple of tensors and other options.
     variant: a plainer launcher has the same tile. edge: its inputs do not occur in a training step of a plain ViT, and
     edges.py alone runs it.
     """
@@ -50,7 +51,8 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
-    """The gradient of every leaf, by autograd."""
-    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    """The gradient of every floating leaf, by autograd."""
+    trained = lambda t: isinstance(t, Tensor) and t.is_floating_point()  # noqa: E731
+    leaves = tuple(t.detach().requires_grad_() if trained(t) else t for t in leaves)
     with torch.enable_grad():
-        return torch.autograd.grad(function(*leaves), leaves, upstream)
+        return torch.autograd.grad(function(*leaves), tuple(filter(trained, leaves)), upstream)

@@ -37,11 +37,11 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 # ---- LayerNorm, and what goes along rows
 
 
-def statistics(x: Tensor, rms: bool = False) -> tuple[Tensor, ...]:
-    """LayerNorm's mean and rstd of every row; RMSNorm's rstd."""
+def statistics(x: Tensor, rms: bool = False) -> tuple[Tensor | None, Tensor]:
+    """LayerNorm's mean and rstd of every row; None and RMSNorm's rstd."""
     work = x.to(wide(x))
     if rms:
-        return ((work.square().mean(-1) + EPS).rsqrt(),)
+        return None, (work.square().mean(-1) + EPS).rsqrt()
     return work.mean(-1), (work.var(-1, unbiased=False) + EPS).rsqrt()
 
 
@@ -116,30 +116,27 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
 
         def make(t: Draw) -> tuple:
             z = _with_constant_row(t.values(m, d, **kind)) if edge else t.values(m, d, **kind)
-            parameters = [t.values(d, **kind) for _ in range(1 if rms else 2)]
-            dz = (t.values(m, d, **kind),) if factors or sums else ()
-            branch = (t.values(m, d), t.values(d, **kind), t.factors(s.batch)) if factors else ()
-            return t.values(m, d), z, *parameters, *statistics(z, rms), *dz, *branch
+            w, b = t.values(d, **kind), None if rms else t.values(d, **kind)
+            dz = t.values(m, d, **kind) if factors or sums else None
+            branch = (t.values(m, d), t.values(d, **kind), t.factors(s.batch)) if factors else (None,) * 3
+            return t.values(m, d), z, w, b, *statistics(z, rms), dz, *branch
 
-        def call(dy, z, *t):
-            w, b, mean, rstd, *rest = (t[0], None, None, *t[1:]) if rms else t
-            given = dict(zip(("dz", "branch", "layer_scale", "drop_path"), rest))
+        def call(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
+            given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop)
             given |= dict(rows_per_sample=s.tokens, want_layer_scale=True) if factors else {}
             return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)
 
-        def formula(dy, z, *t):
-            leaves, rest = ((z, t[0]), t[2:]) if rms else ((z, *t[:2]), t[4:])
-            norm = ref.rms_norm if rms else ref.layer_norm
+        def formula(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
+            leaves, norm = ((z, w), ref.rms_norm) if rms else ((z, w, b), ref.layer_norm)
             dres, *dparameters = gradients(lambda *leaves: norm(*leaves, EPS), leaves, dy)
-            dres = dres + rest[0] if rest else dres
-            dbranch, dscale, more = (), (), ()
+            dres = dres if dz is None else dres + dz
+            dbranch = dscale = dz_sum = y = None
             if factors:
-                dz, branch, ls, drop = rest
                 dropped = dres.to(wide(dres)) * drop.repeat_interleave(len(dres) // len(drop))[:, None]
-                dbranch, dscale = ((dropped * ls).to(dy.dtype),), ((dropped * branch).sum(0),)
+                dbranch, dscale = (dropped * ls).to(dy.dtype), (dropped * branch).sum(0)
             if sums:
-                more = rest[0].sum(0, dtype=wide(dres)), norm(*leaves, EPS).to(dy.dtype)
-            return dres, *dbranch, *dparameters, *dscale, *more
+                dz_sum, y = dz.sum(0, dtype=wide(dres)), norm(*leaves, EPS).to(dy.dtype)
+            return dres, dbranch, *dparameters, dscale, dz_sum, y
 
         return Launcher(make, call, formula, variant, edge)
 
@@ -211,37 +208,30 @@ def _patch_embedding(
 
     def make(t: Draw) -> tuple:
         images = t.values(*pixels, dtype=floats) if mean is None else t.pixels(*pixels)
-        parameters = t.weight(d, 3, s.patch, s.patch), t.values(d), *((t.values(1, prefix, d),) if prefix else ())
-        return images, *parameters, t.values(*positions), *((t.offsets(2 * s.batch, count),) if together else ())
+        parameters = t.weight(d, 3, s.patch, s.patch), t.values(d), t.values(1, prefix, d) if prefix else None
+        return images, *parameters, t.values(*positions), t.offsets(2 * s.batch, count) if together else None
 
-    def unpack(*tokens) -> tuple:
-        """(cls_token, pos_embed, token_rows of packed images or None)."""
-        if together:
-            return *tokens[:2], packed.token_rows(tokens[2], count, 1)
-        return *(() if prefix else (None,)), *tokens, None
+    def token_rows(ends: Tensor | None):
+        return None if ends is None else packed.token_rows(ends, count, 1)
 
-    def call(images, w, b, *tokens):
-        cls, pos, lie = unpack(*tokens)
-        return patch_embed.patch_embed_fwd(images, w, b, cls, pos, mean, std, lie)
+    def call(images, w, b, cls, pos, ends):
+        return patch_embed.patch_embed_fwd(images, w, b, cls, pos, mean, std, token_rows(ends))
 
-    def formula(images, w, b, *tokens):
-        cls, pos, lie = unpack(*tokens)
-        return ref.patch_embed(images, w, b, cls, pos, mean=mean, std=std, rows=lie)
+    def formula(images, w, b, cls, pos, ends):
+        return ref.patch_embed(images, w, b, cls, pos, mean=mean, std=std, rows=token_rows(ends))
 
-    def backward(dy, images, w, b, *tokens):
+    def backward(dy, images, w, b, cls, pos, ends):
         prefixes, of_images = w.dtype if prefix else None, images.dtype if mean is None else None
         wanted = patch_embed.Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
-        options = dict(prefix=prefix, pos_len=positions[-2], packed=unpack(*tokens)[2])
+        options = dict(prefix=prefix, pos_len=positions[-2], packed=token_rows(ends))
         return patch_embed.patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
 
-    def backward_formula(dy, images, *tensors):
-        leaves, ends = (tensors[:-1], tensors[-1:]) if together else (tensors, ())
-        if mean is None:
-            return gradients(formula, (images, *leaves), dy)
-        return gradients(lambda *t: formula(images, *t, *ends), leaves, dy)
-
-    make_backward = lambda t: (t.values(*upstream), *make(t))  # noqa: E731
-    return Launcher(make, call, formula, edge=edge), Launcher(make_backward, backward, backward_formula, edge=edge)
+    return Launcher(make, call, formula, edge=edge), Launcher(
+        lambda t: (t.values(*upstream), *make(t)),
+        backward,
+        lambda dy, *inputs: gradients(formula, inputs, dy),
+        edge=edge,
+    )
 
 
 def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:

@@ -21,8 +21,8 @@ def activated(activation: str, *pre: Tensor) -> Tensor:
 def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool = False) -> tuple[Tensor, ...]:
     """The gradients of the pre-activations, h where it is wanted, and the gradients' column sums."""
     found = gradients(lambda *pre: activated(activation, *pre), pre, dh)
-    h = (activated(activation, *pre),) if want_h else ()
-    return *found, *h, *(t.sum(0, dtype=wide(t)) for t in found)
+    h = activated(activation, *pre) if want_h else None
+    return *found, h, *(t.sum(0, dtype=wide(t)) for t in found)
 
 
 def products(s: Sizes) -> dict[str, Launcher]:
