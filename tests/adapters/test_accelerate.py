@@ -36,7 +36,7 @@ from torch import nn
 
 import vitfast
 from vitfast import ops
-from vitfast.adapters import fallbacks
+from vitfast.adapters import fallback_log
 from vitfast.adapters.families import Family, hugging_face_model, naflexvit, timm_model, torchvision_model
 from vitfast.kernels.launch import launches_made
 
@@ -170,7 +170,7 @@ def test_contract(name, caplog):
     model = randomize(found.make())
     original, batch = copy.deepcopy(model), found.batch()
     before, types, text = snapshot(model), classes(model), repr(model)
-    fallbacks.said.clear()
+    fallback_log.said.clear()
     assert vitfast.accelerate(model) is model
     ours = classes(model)
     assert snapshot(model) == before and repr(model) == text

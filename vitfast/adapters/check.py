@@ -14,12 +14,12 @@ from torch import nn
 from ..ops import use_kernels
 from ..ops._dispatch import counting
 from .attention import AttentionBlock
-from .descriptions import Layer
-from .fallbacks import last_call, quiet
+from .fallback_log import last_call, quiet
 from .fused_blocks import attribute, under
 from .layers import Blocks, accelerated_layer, unknown_member_reason
-from .leaves import WIDTH
 from .mlp import MlpBlock
+from .patch_and_norm import WIDTH
+from .specs import Layer
 
 TOKENS = 5  # of the small layer's input: a prefix token and a grid of 2 x 2
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .kinds import imported
+from .known_classes import imported
 
 
 class Family(NamedTuple):

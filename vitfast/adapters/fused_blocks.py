@@ -15,8 +15,8 @@ from ..ops import reference as ref
 from ..ops._dispatch import KERNEL_DTYPES
 from ..ops.fusable import Modules, expected_modules, fallback_reason, full_name, modules_of
 from ..ops.packed import owners
-from .descriptions import Attention, Layer, Mlp
-from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
+from .known_classes import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
+from .specs import Attention, Layer, Mlp
 
 # An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
@@ -157,10 +157,10 @@ class Found(NamedTuple):
 class FusedBlock:
     """One half of a layer with an attention or MLP of one kind, from a description and an example.
 
-    Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
-    build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no operation
-    computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D)
-    with offsets among the options of the call, after the block. factors() gives layer_scale, drop_path and
+    Modules that an operation stands in for must be of the example's exact types, or of those in known_classes.py. Each
+    kind has build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no
+    operation computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or
+    (tokens, D) with offsets among the options of the call, after the block. factors() gives layer_scale, drop_path and
     residual_in_fp32; drop path is drawn then, as the library does after what the block calls, such as LoRA's dropout.
     """
 

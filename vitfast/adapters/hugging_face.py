@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.fusable import own_forward
-from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
 from .masks import may_wait, rotary_tables
+from .specs import Attention, Known, Layer, Logits, Mlp, mlp_alone
 
 # Keyword arguments that reach a layer and change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
@@ -247,7 +247,7 @@ INTERNVL = VIT._replace(
     **_TOKENS_ALONE,
 )
 # These lay all images of a batch in one row. Qwen says in each call where they begin, Pixtral only to flash attention;
-# for others it writes a mask of all pairs of tokens. Layers of an accelerated tower get offsets instead (towers.py).
+# for others it writes a mask of all pairs of tokens. In an accelerated model they get offsets (packed_models.py).
 PIXTRAL = LAYER._replace(
     norms=("attention_norm", "ffn_norm"),
     attention=DINOV3.attention,

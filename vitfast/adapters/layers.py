@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.fusable import full_name
-from .descriptions import Layer
-from .fallbacks import library_runs, operation_runs
+from .fallback_log import library_runs, operation_runs
 from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported, stream_dtype
 from .masks import call_options, packed_tokens
+from .specs import Layer
 from .subclasses import subclass
 
 # For each half, the blocks that were checked, one for each kind of attention or MLP. HALVES: their names in reports.

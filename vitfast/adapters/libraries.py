@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Known, Layer, Logits, Mlp
-from .kinds import imported
+from .known_classes import imported
 from .masks import rotary_tables
+from .specs import Attention, Known, Layer, Logits, Mlp
 
 # nn.MultiheadAttention holds q, k and v packed.
 MULTIHEAD = Attention(

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.fusable import Modules, full_name, own_forward
-from .descriptions import Layer, Mlp
 from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, dtypes_fit, has_hooks, parameter, under
-from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
-from .leaves import DTYPES, leaf_class, normalized
+from .known_classes import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
+from .patch_and_norm import DTYPES, leaf_class, normalized
+from .specs import Layer, Mlp
 
 _ROWS = ("first", "last")  # where the gate is among the rows of fc1
 

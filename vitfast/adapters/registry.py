@@ -10,19 +10,19 @@ from torch import nn
 
 from ..errors import InputError
 from ..ops.fusable import full_name, own_forward
-from . import hugging_face, leaves, libraries, subclasses, timm
+from . import hugging_face, libraries, patch_and_norm, subclasses, timm
 from .check import check, checked_class, checked_leaf, message
-from .descriptions import Known, Layer
-from .kinds import LAYER_NORMS, RMS_NORMS
+from .known_classes import LAYER_NORMS, RMS_NORMS
 from .layers import unknown_member_reason
 from .mlp import mlp_and_class
-from .towers import TOWERS, tower_class
+from .packed_models import TOWERS, tower_class
+from .specs import Known, Layer
 
 # By full names, so that no library is imported for them.
 CLASSES: dict[str, Known] = timm.CLASSES | hugging_face.CLASSES | libraries.CLASSES
 _NOTHING = Known()
 _registered: dict[type, Known] = {}  # by users
-_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
+_checked: dict[type, type | str | None] = {nn.Conv2d: patch_and_norm.Projection}  # what the checks gave
 
 # Stems for which there is no operation.
 _STEMS = {
@@ -46,7 +46,7 @@ def _class_for(cls: type) -> type | str | None:
         elif known.mlp is not None:
             _checked[cls] = checked_leaf(cls, partial(mlp_and_class, known.mlp))
         elif name in (*LAYER_NORMS, *RMS_NORMS):
-            _checked[cls] = checked_leaf(cls, leaves.norm_and_class)
+            _checked[cls] = checked_leaf(cls, patch_and_norm.norm_and_class)
         else:
             _checked[cls] = tower_class(cls, name) if name in TOWERS else known.left
     return _checked[cls]
@@ -164,7 +164,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
     if own_forward(module):
         return "has a forward of its own, set on the instance"
-    if issubclass(own, nn.Conv2d) and not leaves.is_patch_projection(module):
+    if issubclass(own, nn.Conv2d) and not patch_and_norm.is_patch_projection(module):
         return "not a patch projection"
     if not hasattr(own, "vitfast_layer"):
         return None

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..ops._dispatch import reason_for_plain
 from ..ops.fusable import Replacements
-from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
-from .kinds import attention_layers, attention_name
+from .fallback_log import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
+from .known_classes import attention_layers, attention_name
 from .layers import HALVES, find
 from .registry import original_class, replaceable_modules, require_module, transformers_attention, unsupported_reason
 

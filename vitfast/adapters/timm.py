@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
-from .kinds import imported
+from .known_classes import imported
 from .masks import packed_tokens, rotary_tables
+from .specs import Attention, Known, Layer, Logits, Mlp, mlp_alone
 
 
 def _make(**options) -> Callable[[type], nn.Module]:

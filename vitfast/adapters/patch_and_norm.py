@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .fallbacks import library_runs, operation_runs
+from .fallback_log import library_runs, operation_runs
 from .fused_blocks import are_plain, dtypes_fit, input_unsupported
-from .kinds import norm_eps, norm_kind
+from .known_classes import norm_eps, norm_kind
 from .subclasses import subclass
 
 PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
