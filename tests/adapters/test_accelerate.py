@@ -87,7 +87,7 @@ class Segmenter(nn.Module):
 
 
 EVA = partial(timm_model, "eva:Eva", dynamic_img_size=False)
-HF = partial(hugging_face_model, "ViTForImageClassification", "ViTConfig", num_labels=5)
+HF = partial(hugging_face_model, "ViTForImageClassification", num_labels=5)
 NO_BIASES, DYNAMIC = dict(qkv_bias=False, proj_bias=False), dict(dynamic_img_size=True, dynamic_img_pad=True)
 TV, DINOV2 = torchvision_model, partial(hugging_face_model, "Dinov2Model", mlp_ratio=2)
 IN_ATTENTION = (f"dropout is {ACTIVE}",) * 2

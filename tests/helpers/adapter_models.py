@@ -42,7 +42,7 @@ def timm_vit(**options) -> nn.Module:
 
 
 def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
-    return hugging_face_model(model, "ViTConfig", **{"num_labels": 5, **options})()
+    return hugging_face_model(model, **{"num_labels": 5, **options})()
 
 
 def tv_vit(**options) -> nn.Module:
