@@ -22,9 +22,9 @@ from .registry import (
     original_class,
     register,
     replaceable_modules,
+    replacement,
     require_module,
     transformers_attention,
-    unsupported_reason,
 )
 from .report import Entry, Report, acceleration_report
 from .specs import Attention, Layer, Mlp
@@ -86,14 +86,8 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None, keep: Keep = 
         raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     modules = replaceable_modules(model).values()
     towers = [module for module in model.modules() if hasattr(accelerated_class(type(module)), "vitfast_tower")]
-    _set_classes(
-        [
-            (module, cls)
-            for module in (*modules, *towers)
-            if original_class(type(module)) is None and unsupported_reason(module) is None
-            if (cls := accelerated_class(type(module))) is not None
-        ]
-    )
+    originals = [module for module in (*modules, *towers) if original_class(type(module)) is None]
+    _set_classes([(module, cls) for module in originals if isinstance(cls := replacement(module), type)])
     for module in modules:
         if hasattr(module, "vitfast_layer"):
             _forget_options(module)
