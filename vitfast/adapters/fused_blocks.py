@@ -52,10 +52,7 @@ def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] =
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """True for tensors that an operation may read: none is of a class with rules of its own."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return False
-    return True
+    return all([tensor is None or type(tensor) in _PLAIN for tensor in tensors])
 
 
 def under(path: str, name: str) -> str:
@@ -113,29 +110,20 @@ def dtypes_fit(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype
 
 
-def add_projection(
-    y: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x: Tensor,
-    *,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    residual_in_fp32: bool,
-) -> Tensor:
-    """x + drop_path * layer_scale * linear(y), for a half that runs on smaller operations."""
-    if not residual_in_fp32:
-        return ops.linear_residual(y.to(weight.dtype), weight, bias, x, layer_scale=layer_scale, drop_path=drop_path)
-    return ref.residual_add(F.linear(y, weight, bias), x, layer_scale=layer_scale, drop_path=drop_path)
-
-
-def add_branch(
-    y: Tensor, x: Tensor, *, layer_scale: Tensor | None, drop_path: Tensor | None, residual_in_fp32: bool
-) -> Tensor:
-    """x + drop_path * layer_scale * y, as add_projection, for a projection that was called."""
+def add_branch(y: Tensor, x: Tensor, *, residual_in_fp32: bool, **factors: Tensor | None) -> Tensor:
+    """x + drop_path * layer_scale * y, for a half that runs on smaller operations."""
     if torch.is_autocast_enabled(x.device.type) and not residual_in_fp32:
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return ref.residual_add(y, x, layer_scale=layer_scale, drop_path=drop_path)
+    return ref.residual_add(y, x, **factors)
+
+
+def add_projection(
+    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, *, residual_in_fp32: bool, **factors: Tensor | None
+) -> Tensor:
+    """x + drop_path * layer_scale * linear(y), as `add_branch`."""
+    if residual_in_fp32:
+        return ref.residual_add(F.linear(y, weight, bias), x, **factors)
+    return ops.linear_residual(y.to(weight.dtype), weight, bias, x, **factors)
 
 
 class Found(NamedTuple):
@@ -202,11 +190,11 @@ class FusedBlock:
 
     def linear(self, path: str, bias: bool = True) -> None:
         """Adds a linear layer's weight and bias; or a parameter `..weight` and its `..bias`."""
+        parent, name = path, "weight"
         if isinstance(attribute(self.example, path), nn.Module):
             self.stand_in(path, _LINEAR)
-            self.tensors += [(path, "weight"), *([(path, "bias")] if bias else [])]
-            return
-        parent, _, name = path.rpartition(".")
+        else:
+            parent, _, name = path.rpartition(".")
         self.tensors += [(parent, name), *([(parent, name.replace("weight", "bias"))] if bias else [])]
 
     def _behind(self, path: str) -> None:
