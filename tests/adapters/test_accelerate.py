@@ -199,7 +199,7 @@ def test_contract(name, caplog):
     assert snapshot(model) == before and [cls for cls, _ in classes(model)] == [cls for cls, _ in types]
 
 
-DOUBLE = ("timm EVA-02", "timm BEiT", NAFLEX, "transformers DINOv3 H+", "timm AIMv2")
+DOUBLE = ("timm EVA-02", "timm BEiT", NAFLEX, "transformers DINOv3 H+", "timm AIMv2", "timm q and k norm")
 
 
 @pytest.mark.parametrize("name", DOUBLE)
