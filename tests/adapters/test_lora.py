@@ -35,6 +35,13 @@ def test_it_draws_its_dropout_as_without_accelerate(name):
     assert not torch.allclose(tensor(model(IMAGES)), outputs[0], atol=1e-3)
 
 
+@torch.no_grad()
+def test_in_double_precision():
+    base, images, wrapped = randomize(clip()).double(), IMAGES.double(), lora("q_proj", "v_proj", "out_proj")
+    truth = tensor(wrapped(copy.deepcopy(base))(images))
+    torch.testing.assert_close(tensor(wrapped(vitfast.accelerate(base))(images)), truth, atol=1e-10, rtol=1e-9)
+
+
 @pytest.mark.parametrize("in_fp32", [None, True, False])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "v_proj", "out_proj"]], ids=len)
 def test_under_autocast(targets, in_fp32):

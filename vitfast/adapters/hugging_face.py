@@ -85,13 +85,18 @@ def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
     return _packed(offsets, given.get("max_length_q"), options["rope"], x)
 
 
+def _own_bias(table: nn.Module, patch_size: int, given: dict, x: Tensor) -> Tensor:
+    """The bias of a table of relative positions for the image of a call."""
+    grid = tuple(side // patch_size for side in given["resolution"])
+    return table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+
+
 def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
     """The sum of BEiT's relative position bias and the mask, as the layer's forward adds them, or None."""
     table, mask = layer.relative_position_bias, given.get("attention_mask")
     if table is None:
         return mask
-    grid = tuple(side // layer.patch_size for side in given["resolution"])
-    bias = table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+    bias = _own_bias(table, layer.patch_size, given, x)
     return bias if mask is None else bias + mask
 
 
@@ -103,9 +108,7 @@ def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
     """The layer's table of relative positions and the one of all layers."""
     attention, bias = layer.attention.attention, given.get("relative_position_bias")
     if attention.has_relative_position_bias:
-        grid = tuple(side // attention.config.patch_size for side in given["resolution"])
-        interpolate = given.get("interpolate_pos_encoding", False)
-        own = attention.relative_position_bias(grid, interpolate, dim_size=x.shape[1])
+        own = _own_bias(attention.relative_position_bias, attention.config.patch_size, given, x)
         bias = own if bias is None else own + bias
     return {} if bias is None else dict(bias=bias)
 
@@ -117,9 +120,8 @@ def _data2vec_mlp(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
-    given = {
-        name: value for name, value in given.items() if name not in ("interpolate_pos_encoding", "resolution")
-    } | dict(attention_mask=_beit_bias(layer, given, x))
+    others = given.keys() - {"attention_mask", "interpolate_pos_encoding", "resolution"}
+    given = {name: given[name] for name in others} | dict(attention_mask=_beit_bias(layer, given, x))
     y = layer.lambda_1 * layer.dropout(layer.attention(layer.layernorm_before(x), **given)[0])
     return layer.drop_path(y) + x
 
