@@ -1,4 +1,4 @@
-"""Small modules of other libraries' classes: layers on which the classes are checked, and models of each family."""
+"""Small modules of other libraries' classes: layers for checks, and models of each family."""
 
 import inspect
 import sys
@@ -27,7 +27,7 @@ _WINDOW = dict(window_size=(2, 2))  # of constructors; configurations have one n
 
 
 def small(cls: type | str, sizes: dict = _SIZES, **options):
-    """A small module, with options of its constructor, or of the configuration that its constructor takes.
+    """A small module, with options of its constructor or of the configuration that this takes.
 
     A class and options that are given as "module:name" are imported. A configuration is the one of images that the file
     of the class has imported.
