@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import vitfast
 from vitfast import ops
-from vitfast.adapters import fallbacks
+from vitfast.adapters import fallback_log
 from vitfast.adapters.attention_interface import vitfast_attention_forward
 from vitfast.kernels.launch import launches_made
 
@@ -90,7 +90,7 @@ def test_what_it_does_not_do_is_sdpas(case):
 def test_the_report_knows_dropout_before_the_first_call():
     model = with_attention(hf_vit(attention_probs_dropout_prob=0.1)).train()
     parts = [entry for entry in report(model) if "set_attn_implementation" in entry.part]
-    assert len(parts) == 2 and all(entry.why == fallbacks.DROPOUT for entry in parts)
+    assert len(parts) == 2 and all(entry.why == fallback_log.DROPOUT for entry in parts)
     assert calls(model, IMAGES) == claimed(model) == {}
     assert calls(model.eval(), IMAGES) == claimed(model) == {"attention": 2}
 

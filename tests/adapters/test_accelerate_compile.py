@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import vitfast
 import vitfast.adapters.attention_interface  # noqa: F401  registers "vitfast"
 from vitfast import ops
-from vitfast.adapters import fallbacks
+from vitfast.adapters import fallback_log
 from vitfast.kernels.launch import launches_made
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 @pytest.mark.slow
 def test_compiled_before_and_after_accelerate(caplog):
     """One graph; a compiled model sees that it was accelerated, and the log says while it is compiled what is left."""
-    fallbacks.said.clear()
+    fallback_log.said.clear()
     original = randomize(timm_vit(init_values=0.5, depth=1))
     model = copy.deepcopy(original)
     torch._dynamo.reset()
@@ -75,7 +75,7 @@ def test_checkpointing_gives_the_same_bits(make):
 
 def test_export_with_a_dynamic_batch(caplog):
     model = vitfast.accelerate(randomize(timm_vit())).eval()
-    fallbacks.said.clear()
+    fallback_log.said.clear()
     with ops.use_kernels("on"), caplog.at_level(logging.WARNING, "vitfast"):
         program = torch.export.export(model, (IMAGES,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     assert not any("vitfast" in str(node.target) for node in program.graph.nodes) and not said(caplog)

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.adapters import fallbacks
+from vitfast.adapters import fallback_log
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 
@@ -66,7 +66,7 @@ REST = Counter({"MLP block": 2, "norm": 1, "patch projection": 1})
 
 def test_the_last_call_counts(caplog):
     """Causal, then not: and the log says once what the library's own code ran for."""
-    fallbacks.said.clear()
+    fallback_log.said.clear()
     model = vitfast.accelerate(timm_vit()).eval()
     assert len(report(model).replaced) == 6, "nothing was called yet"
     with caplog.at_level(logging.WARNING, "vitfast"):
@@ -77,7 +77,7 @@ def test_the_last_call_counts(caplog):
 
 
 def test_log_and_report_say_once_what_was_done(caplog):
-    fallbacks.said.clear()
+    fallback_log.said.clear()
     model = timm_vit(act_layer="relu")
     assert set(left(model)) == {"vitfast.accelerate(model) was not called"}
     with caplog.at_level(logging.INFO, "vitfast"):

@@ -43,17 +43,11 @@ def check(name: str, dtype: torch.dtype, batches, accelerate: bool = True, count
     return differing(lambda x: [t for t in floats(model(**{argument: x})) if len(t) == len(x)], images, batches)
 
 
+@pytest.mark.parametrize("accelerate", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*TEN, *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n not in TEN)])
-def test_on_plain_pytorch(name, dtype):
-    assert check(name, dtype, (2, 7)) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_librarys_own(name, dtype):
-    assert check(name, dtype, (2, 7), accelerate=False) == 0
+def test_on_plain_pytorch(name, dtype, accelerate):
+    assert check(name, dtype, (2, 7), accelerate) == 0
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PixtralVisionConfig, Siglip2TextConfig, Siglip2TextModel
 from transformers.models.pixtral.modeling_pixtral import PixtralAttentionLayer
 
-from vitfast.adapters import fallbacks, hugging_face, registry
+from vitfast.adapters import fallback_log, hugging_face, registry
 from vitfast.adapters.families import naflexvit
 from vitfast.adapters.masks import UnpaddedTokens
 from vitfast.ops import reference as ref
@@ -36,7 +36,7 @@ from vitfast.ops import reference as ref
 
 @pytest.fixture(autouse=True)
 def log_starts_anew():
-    fallbacks.said.clear()
+    fallback_log.said.clear()
 
 
 def naflex(**options) -> nn.Module:

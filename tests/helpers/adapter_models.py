@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
 PIXTRAL, QWEN = "transformers Pixtral", "transformers Qwen2.5-VL"
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+Q_AND_V = ("q_proj", "v_proj", "query", "value")  # of transformers, as its versions call them
 ALL_PARTS = 6  # of a model with two layers: the patch projection, four fused blocks, the last norm
 # Of each operation the part in a report that it does.
 PART_OF = {
@@ -42,7 +44,7 @@ def timm_vit(**options) -> nn.Module:
 
 
 def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
-    return hugging_face_model(model, "ViTConfig", **{"num_labels": 5, **options})()
+    return hugging_face_model(model, **{"num_labels": 5, **options})()
 
 
 def tv_vit(**options) -> nn.Module:
@@ -62,6 +64,18 @@ def causal_text() -> nn.Module:
 
 
 MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
+
+
+def lora(*targets: str, **options) -> Callable[[nn.Module], nn.Module]:
+    """Wraps linear layers of these names, those that there are; the adapters act."""
+
+    def change(model: nn.Module) -> nn.Module:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, **options)
+        return peft.get_peft_model(model, config)
+
+    return change
 
 
 def family(name: str) -> Family:

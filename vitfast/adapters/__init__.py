@@ -1,6 +1,6 @@
 """`accelerate`: vitfast's operations under the ViTs of other libraries, in place.
 
-How a library builds its layers is data (descriptions.py, and the tables in timm.py, hugging_face.py, libraries.py). A
+How a library builds its layers is data (specs.py, and the tables in timm.py, hugging_face.py, libraries.py). A
 layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
 calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
 around the model stay as they are. A library is imported only where the model is made of it.
@@ -16,18 +16,18 @@ from torch import nn
 from ..errors import InputError
 from ..ops._blocks import Keep
 from ..ops.fusable import set_class
-from .descriptions import Attention, Layer, Mlp
-from .fallbacks import said
+from .fallback_log import said
 from .registry import (
     accelerated_class,
     original_class,
     register,
     replaceable_modules,
+    replacement,
     require_module,
     transformers_attention,
-    unsupported_reason,
 )
 from .report import Entry, Report, acceleration_report
+from .specs import Attention, Layer, Mlp
 
 __all__ = ["Attention", "Entry", "Layer", "Mlp", "Report", "accelerate", "acceleration_report", "register", "restore"]
 
@@ -86,14 +86,8 @@ def accelerate(model: Model, residual_in_fp32: bool | None = None, keep: Keep = 
         raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     modules = replaceable_modules(model).values()
     towers = [module for module in model.modules() if hasattr(accelerated_class(type(module)), "vitfast_tower")]
-    _set_classes(
-        [
-            (module, cls)
-            for module in (*modules, *towers)
-            if original_class(type(module)) is None and unsupported_reason(module) is None
-            if (cls := accelerated_class(type(module))) is not None
-        ]
-    )
+    originals = [module for module in (*modules, *towers) if original_class(type(module)) is None]
+    _set_classes([(module, cls) for module in originals if isinstance(cls := replacement(module), type)])
     for module in modules:
         if hasattr(module, "vitfast_layer"):
             _forget_options(module)

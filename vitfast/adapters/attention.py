@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.fusable import Modules
-from .fallbacks import DROPOUT
+from .fallback_log import DROPOUT
 from .fused_blocks import Found, FusedBlock, add_branch, add_projection, attribute, under
-from .leaves import normalized
+from .patch_and_norm import normalized
 
 # The tensors of the block are norm weight and bias, then q, k and v (in one or separate), then the projection.
 

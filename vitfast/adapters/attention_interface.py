@@ -16,13 +16,13 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
-from .descriptions import Logits
-from .fallbacks import ATTENTION_ALONE as PART
-from .fallbacks import DROPOUT, library_runs, operation_runs
+from .fallback_log import ATTENTION_ALONE as PART
+from .fallback_log import DROPOUT, library_runs, operation_runs
 from .fused_blocks import are_plain, asked, input_unsupported
 from .hugging_face import HARMLESS
-from .kinds import attention_layers
+from .known_classes import attention_layers
 from .masks import call_options
+from .specs import Logits
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> str | None:

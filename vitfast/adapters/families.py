@@ -4,12 +4,13 @@ Nothing is imported until a model is made.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .kinds import imported
+from .small import WIDTH, small
 
 
 class Family(NamedTuple):
@@ -27,25 +28,41 @@ class Family(NamedTuple):
     valid: str = ""
 
 
-def _images(name: str = "x") -> Callable[[], dict]:
-    return lambda: {name: torch.randn(2, 3, 16, 16)}
-
-
-def _maker(cls: str, **options) -> Callable[[], nn.Module]:
-    return lambda: imported(cls)(**{name: imported(value) for name, value in options.items()})
-
-
 def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
-    """Makes a small model of timm, "file:class" in timm.models; then it imports options "module:name"."""
-    sizes = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    return _maker(f"timm.models.{cls}", **sizes | options)
+    """Makes a small model of timm, "file:class" in timm.models."""
+    return partial(small, f"timm.models.{cls}", **options)
 
 
 def naflexvit(**options) -> Callable[[], nn.Module]:
-    """Makes a small NaFlexVit of timm."""
-    sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2), global_pool="avg")
-    config = _maker("timm.models.naflexvit:NaFlexVitCfg", **sizes | options)
-    return lambda: imported("timm.models.naflexvit:NaFlexVit")(config(), num_classes=5)
+    """Makes a small NaFlexVit of timm, with options of its configuration."""
+    file, options = "timm.models.naflexvit", dict(pos_embed_grid_size=(2, 2), global_pool="avg") | options
+    return lambda: small(f"{file}:NaFlexVit", cfg=small(f"{file}:NaFlexVitCfg", **options))
+
+
+def hugging_face_model(cls: str, **options) -> Callable[[], nn.Module]:
+    """Makes a small model of transformers, with options of its configuration."""
+    return partial(small, f"transformers:{cls}", **options)
+
+
+def _qwen(file: str, cls: str, **options) -> Callable[[], nn.Module]:
+    return partial(small, f"transformers.models.{file}.modeling_{file}:{cls}", patch_size=4, **options)
+
+
+def torchvision_model(**options) -> Callable[[], nn.Module]:
+    """Makes a small ViT of torchvision."""
+    return partial(small, "torchvision.models.vision_transformer:VisionTransformer", **options)
+
+
+def _encoder(**options) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layer = small(nn.TransformerEncoderLayer, dropout=0.0, activation="gelu", norm_first=True, **options)
+        return nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+
+    return make
+
+
+def _images(name: str = "x", shape: tuple[int, ...] = (3, 16, 16)) -> Callable[[], dict]:
+    return lambda: {name: torch.randn(2, *shape)}
 
 
 def _padded() -> dict:
@@ -56,53 +73,15 @@ def _padded() -> dict:
     )
 
 
-def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
-    """Makes a small model of transformers; by default its configuration's class is named like the model."""
-    sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
-    sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
-    made = _maker(f"transformers:{config or model.removesuffix('Model') + 'Config'}", **sizes | options)
-    return lambda: imported(f"transformers:{model}")(made())
-
-
-def _qwen(file: str, model: str, config: str, **options) -> Callable[[], nn.Module]:
-    sizes = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-    where = f"transformers.models.{file}.modeling_{file}"
-    made = _maker(f"{where}:{config}", **sizes | options)
-    return lambda: imported(f"{where}:{model}")._from_config(made(), attn_implementation="sdpa")
-
-
 def _grids() -> dict:
     """Two images of 6 x 4 and 4 x 8 patches, in one row."""
     grids = torch.tensor([[1, 6, 4], [1, 4, 8]])
     return dict(hidden_states=torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4), grid_thw=grids)
 
 
-def torchvision_model(**options) -> Callable[[], nn.Module]:
-    """Makes a small ViT of torchvision."""
-    sizes = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
-    return _maker("torchvision.models.vision_transformer:VisionTransformer", **sizes | options)
-
-
-def _encoder(**options) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, "gelu", norm_first=True, **options)
-        return nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False)
-
-    return make
-
-
-def _open_clip(act: str) -> Callable[[], nn.Module]:
-    sizes = dict(image_size=16, patch_size=8, width=32, layers=2, heads=2, mlp_ratio=2.0, output_dim=16)
-    return _maker("open_clip.transformer:VisionTransformer", **sizes, act_layer=act)
-
-
 def _sizes() -> dict:
     """Two images of 4 and 2 patches."""
     return dict(pixel_values=torch.randn(2, 3, 16, 16), image_sizes=torch.tensor([[16, 16], [8, 16]]))
-
-
-def _frames() -> dict:
-    return dict(pixel_values=torch.randn(2, 4, 3, 16, 16))
 
 
 def _siglip2() -> dict:
@@ -147,15 +126,17 @@ _TIMM = (
 )
 _YOLOS = dict(image_size=[16, 16], num_detection_tokens=2, use_mid_position_embeddings=False)
 _AST = dict(max_length=16, num_mel_bins=16, frequency_stride=8, time_stride=8)
-_SAM = dict(mlp_dim=64, window_size=1, global_attn_indexes=[1], output_channels=8)
+_SAM = dict(window_size=1, global_attn_indexes=[1], output_channels=8)
 _VITDET = dict(attn_implementation="eager", mlp_ratio=2, pretrain_image_size=16, use_relative_position_embeddings=True)
 _BEIT = dict(use_relative_position_bias=True, drop_path_rate=0.0)
 _DATA2VEC = dict(use_shared_relative_position_bias=True, drop_path_rate=0.0)
 _INTERNVL = dict(image_size=(16, 16), patch_size=(8, 8), use_qk_norm=True)
 _SIGLIP2 = hugging_face_model("Siglip2VisionModel", num_patches=4)
-_QWEN2 = "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
-_QWEN2_5 = "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
-_QWEN3 = "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"
+_QWEN2 = _qwen("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", mlp_ratio=2)
+_WINDOWED = dict(out_hidden_size=32, window_size=16, fullatt_block_indexes=[1])
+_QWEN2_5 = _qwen("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", **_WINDOWED)
+_FRAMES = _images("pixel_values", (4, 3, 16, 16))
+_OPEN_CLIP, _QUICK_GELU = "open_clip.transformer:VisionTransformer", "open_clip.transformer:QuickGELU"
 _DEEPSTACK = dict(out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0])
 _TRANSFORMERS = (
     ("ViT", hugging_face_model("ViTModel")),
@@ -163,9 +144,9 @@ _TRANSFORMERS = (
     ("MAE", hugging_face_model("ViTMAEModel", mask_ratio=0.0)),
     ("MSN", hugging_face_model("ViTMSNModel")),
     ("I-JEPA", hugging_face_model("IJepaModel")),
-    ("AST", hugging_face_model("ASTModel", **_AST), lambda: dict(input_values=torch.randn(2, 16, 16))),
-    ("Vivit", hugging_face_model("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _frames, (_3D,)),
-    ("VideoMAE", hugging_face_model("VideoMAEModel", num_frames=4, use_mean_pooling=False), _frames, (_3D,)),
+    ("AST", hugging_face_model("ASTModel", **_AST), _images("input_values", (16, 16))),
+    ("Vivit", hugging_face_model("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _FRAMES, (_3D,)),
+    ("VideoMAE", hugging_face_model("VideoMAEModel", num_frames=4, use_mean_pooling=False), _FRAMES, (_3D,)),
     ("DPT", hugging_face_model("DPTModel", is_hybrid=False)),
     ("YOLOS", hugging_face_model("YolosModel", **_YOLOS)),
     ("SigLIP", hugging_face_model("SiglipVisionModel"), None, (_QUERY,)),
@@ -184,30 +165,22 @@ _TRANSFORMERS = (
     ("Pixtral", hugging_face_model("PixtralVisionModel"), _sizes),
     ("SAM", hugging_face_model("SamVisionModel", **_SAM), None, (_WINDOWS,) * 2),
     ("ViTDet", hugging_face_model("VitDetModel", **_VITDET), None, (_WINDOWS,) * 2),
-    ("Qwen2-VL", _qwen(*_QWEN2, embed_dim=32, mlp_ratio=2), _grids, (_3D,)),
-    ("Qwen2.5-VL", _qwen(*_QWEN2_5, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]), _grids, (_3D,)),
-    ("Qwen3-VL", _qwen(*_QWEN3, **_DEEPSTACK), _grids, (_3D,)),
+    ("Qwen2-VL", _QWEN2, _grids, (_3D,)),
+    ("Qwen2.5-VL", _QWEN2_5, _grids, (_3D,)),
+    ("Qwen3-VL", _qwen("qwen3_vl", "Qwen3VLVisionModel", **_DEEPSTACK), _grids, (_3D,)),
 )
-_LIBRARIES = {
-    "timm": (_TIMM, _images()),
-    "transformers": (_TRANSFORMERS, _images("pixel_values")),
-    "torchvision": ((("ViT", torchvision_model()),), _images()),
-    "torch": (
-        (
-            ("nn.TransformerEncoder", _encoder(batch_first=True)),
-            ("nn.TransformerEncoder, tokens first", _encoder(), lambda: dict(src=torch.randn(5, 2, 32))),
-        ),
-        lambda: dict(src=torch.randn(2, 5, 32)),
-    ),
-    "open_clip": (
-        (("CLIP", _open_clip("torch.nn:GELU")), ("OpenAI's CLIP", _open_clip("open_clip.transformer:QuickGELU"))),
-        _images(),
-    ),
-}
 
 
 def _family(library: str, images: Callable[[], dict], name: str, make, batch=None, left=(), valid="") -> Family:
     return Family(library, name, make, batch or images, left, valid)
 
 
-FAMILIES = tuple(_family(library, images, *row) for library, (rows, images) in _LIBRARIES.items() for row in rows)
+FAMILIES = (
+    *(_family("timm", _images(), *row) for row in _TIMM),
+    *(_family("transformers", _images("pixel_values"), *row) for row in _TRANSFORMERS),
+    Family("torchvision", "ViT", torchvision_model(), _images()),
+    Family("torch", "nn.TransformerEncoder", _encoder(batch_first=True), lambda: dict(src=torch.randn(2, 5, WIDTH))),
+    Family("torch", "nn.TransformerEncoder, tokens first", _encoder(), lambda: dict(src=torch.randn(5, 2, WIDTH))),
+    Family("open_clip", "CLIP", partial(small, _OPEN_CLIP, mlp_ratio=2.0), _images()),
+    Family("open_clip", "OpenAI's CLIP", partial(small, _OPEN_CLIP, mlp_ratio=2.0, act_layer=_QUICK_GELU), _images()),
+)

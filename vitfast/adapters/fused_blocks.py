@@ -15,8 +15,8 @@ from ..ops import reference as ref
 from ..ops._dispatch import KERNEL_DTYPES
 from ..ops.fusable import Modules, expected_modules, fallback_reason, full_name, modules_of
 from ..ops.packed import owners
-from .descriptions import Attention, Layer, Mlp
-from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
+from .known_classes import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
+from .specs import Attention, Layer, Mlp
 
 # An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
@@ -52,10 +52,7 @@ def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] =
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """True for tensors that an operation may read: none is of a class with rules of its own."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return False
-    return True
+    return all([tensor is None or type(tensor) in _PLAIN for tensor in tensors])
 
 
 def under(path: str, name: str) -> str:
@@ -113,29 +110,20 @@ def dtypes_fit(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype
 
 
-def add_projection(
-    y: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x: Tensor,
-    *,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    residual_in_fp32: bool,
-) -> Tensor:
-    """x + drop_path * layer_scale * linear(y), for a half that runs on smaller operations."""
-    if not residual_in_fp32:
-        return ops.linear_residual(y.to(weight.dtype), weight, bias, x, layer_scale=layer_scale, drop_path=drop_path)
-    return ref.residual_add(F.linear(y, weight, bias), x, layer_scale=layer_scale, drop_path=drop_path)
-
-
-def add_branch(
-    y: Tensor, x: Tensor, *, layer_scale: Tensor | None, drop_path: Tensor | None, residual_in_fp32: bool
-) -> Tensor:
-    """x + drop_path * layer_scale * y, as add_projection, for a projection that was called."""
+def add_branch(y: Tensor, x: Tensor, *, residual_in_fp32: bool, **factors: Tensor | None) -> Tensor:
+    """x + drop_path * layer_scale * y, for a half that runs on smaller operations."""
     if torch.is_autocast_enabled(x.device.type) and not residual_in_fp32:
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return ref.residual_add(y, x, layer_scale=layer_scale, drop_path=drop_path)
+    return ref.residual_add(y, x, **factors)
+
+
+def add_projection(
+    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, *, residual_in_fp32: bool, **factors: Tensor | None
+) -> Tensor:
+    """x + drop_path * layer_scale * linear(y), as `add_branch`."""
+    if residual_in_fp32:
+        return ref.residual_add(F.linear(y, weight, bias), x, **factors)
+    return ops.linear_residual(y.to(weight.dtype), weight, bias, x, **factors)
 
 
 class Found(NamedTuple):
@@ -157,10 +145,10 @@ class Found(NamedTuple):
 class FusedBlock:
     """One half of a layer with an attention or MLP of one kind, from a description and an example.
 
-    Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
-    build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no operation
-    computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or (tokens, D)
-    with offsets among the options of the call, after the block. factors() gives layer_scale, drop_path and
+    Modules that an operation stands in for must be of the example's exact types, or of those in known_classes.py. Each
+    kind has build(), which names the modules and tensors of the part; unsupported_reason(modules, wrapped), why no
+    operation computes it although the types fit; and run(found, x, options, factors), which returns x (B, N, D), or
+    (tokens, D) with offsets among the options of the call, after the block. factors() gives layer_scale, drop_path and
     residual_in_fp32; drop path is drawn then, as the library does after what the block calls, such as LoRA's dropout.
     """
 
@@ -202,11 +190,11 @@ class FusedBlock:
 
     def linear(self, path: str, bias: bool = True) -> None:
         """Adds a linear layer's weight and bias; or a parameter `..weight` and its `..bias`."""
+        parent, name = path, "weight"
         if isinstance(attribute(self.example, path), nn.Module):
             self.stand_in(path, _LINEAR)
-            self.tensors += [(path, "weight"), *([(path, "bias")] if bias else [])]
-            return
-        parent, _, name = path.rpartition(".")
+        else:
+            parent, _, name = path.rpartition(".")
         self.tensors += [(parent, name), *([(parent, name.replace("weight", "bias"))] if bias else [])]
 
     def _behind(self, path: str) -> None:

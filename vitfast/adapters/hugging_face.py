@@ -1,6 +1,5 @@
 """transformers: a description for each way that it builds a layer, and its families by name."""
 
-import inspect
 import sys
 from functools import partial
 
@@ -9,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.fusable import own_forward
-from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
 from .masks import may_wait, rotary_tables
+from .small import small_layer
+from .specs import Attention, Known, Layer, Logits, Mlp, mlp_alone
 
 # Keyword arguments that reach a layer and change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
@@ -85,13 +85,18 @@ def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
     return _packed(offsets, given.get("max_length_q"), options["rope"], x)
 
 
+def _own_bias(table: nn.Module, patch_size: int, given: dict, x: Tensor) -> Tensor:
+    """The bias of a table of relative positions for the image of a call."""
+    grid = tuple(side // patch_size for side in given["resolution"])
+    return table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+
+
 def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
     """The sum of BEiT's relative position bias and the mask, as the layer's forward adds them, or None."""
     table, mask = layer.relative_position_bias, given.get("attention_mask")
     if table is None:
         return mask
-    grid = tuple(side // layer.patch_size for side in given["resolution"])
-    bias = table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+    bias = _own_bias(table, layer.patch_size, given, x)
     return bias if mask is None else bias + mask
 
 
@@ -103,9 +108,7 @@ def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
     """The layer's table of relative positions and the one of all layers."""
     attention, bias = layer.attention.attention, given.get("relative_position_bias")
     if attention.has_relative_position_bias:
-        grid = tuple(side // attention.config.patch_size for side in given["resolution"])
-        interpolate = given.get("interpolate_pos_encoding", False)
-        own = attention.relative_position_bias(grid, interpolate, dim_size=x.shape[1])
+        own = _own_bias(attention.relative_position_bias, attention.config.patch_size, given, x)
         bias = own if bias is None else own + bias
     return {} if bias is None else dict(bias=bias)
 
@@ -117,33 +120,16 @@ def _data2vec_mlp(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
-    given = {
-        name: value for name, value in given.items() if name not in ("interpolate_pos_encoding", "resolution")
-    } | dict(attention_mask=_beit_bias(layer, given, x))
+    others = given.keys() - {"attention_mask", "interpolate_pos_encoding", "resolution"}
+    given = {name: given[name] for name in others} | dict(attention_mask=_beit_bias(layer, given, x))
     y = layer.lambda_1 * layer.dropout(layer.attention(layer.layernorm_before(x), **given)[0])
     return layer.drop_path(y) + x
-
-
-# Arguments of a small layer's configuration, and of the layer besides that, for all families: each reads its own.
-_SIZES = dict(hidden_size=32, embed_dim=32, num_attention_heads=2, num_heads=2, intermediate_size=32, mlp_ratio=1)
-_SIZES |= dict(mlp_dim=32, image_size=[16, 16], patch_size=8, hidden_act="gelu", attn_implementation="sdpa")
-_SIZES |= dict(drop_path_rate=0.5, layer_scale_init_value=0.5, use_relative_position_bias=True, use_qk_norm=True)
-_OF_LAYER = dict(drop_path_rate=0.5, window_size=(2, 2), in_features=32, hidden_features=32)
-
-
-def make(cls: type, **options) -> nn.Module:
-    """A small layer, from the configuration of its family's images, which its file has imported."""
-    file = vars(sys.modules[cls.__module__])
-    configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
-    config = file[min(configs, key=lambda name: "Vision" not in name)](**_SIZES | options)
-    takes = inspect.signature(cls).parameters
-    return cls(config, **{name: value for name, value in _OF_LAYER.items() if name in takes})
 
 
 def gated(layer: Layer, **options) -> Layer:
     """The description with a gated MLP in place of its own, for configurations that ask for one."""
     mlp = layer.mlp._replace(**dict(fc1="up_proj", gate="gate_proj", act="act_fn", fc2="down_proj") | options)
-    return layer._replace(make=partial(make, use_swiglu_ffn=True, use_gated_mlp=True), mlp=mlp)
+    return layer._replace(make=partial(small_layer, use_swiglu_ffn=True, use_gated_mlp=True), mlp=mlp)
 
 
 # For layers that are called with nothing but tokens.
@@ -159,7 +145,7 @@ ATTENTION = Attention(
 )
 MLP = Mlp(act="activation_fn")
 LAYER = Layer(
-    make,
+    small_layer,
     attention=ATTENTION,
     mlp=MLP,
     takes=("attention_mask",),
@@ -247,7 +233,7 @@ INTERNVL = VIT._replace(
     **_TOKENS_ALONE,
 )
 # These lay all images of a batch in one row. Qwen says in each call where they begin, Pixtral only to flash attention;
-# for others it writes a mask of all pairs of tokens. Layers of an accelerated tower get offsets instead (towers.py).
+# for others it writes a mask of all pairs of tokens. In an accelerated model they get offsets (packed_models.py).
 PIXTRAL = LAYER._replace(
     norms=("attention_norm", "ffn_norm"),
     attention=DINOV3.attention,
@@ -335,10 +321,10 @@ _CLASSES |= {
     "sam.SamPatchEmbeddings": Known(places=("projection",)),
     "vitdet.VitDetLayer": Known(places=("norm1", "norm2", "mlp"), left=_WINDOWS),
     "vitdet.VitDetEmbeddings": Known(places=("projection",)),
-    "siglip.SiglipMLP": mlp_alone(make, MLP),
-    "siglip2.Siglip2MLP": mlp_alone(make, MLP),
-    "sam.SamMLPBlock": mlp_alone(partial(make, mlp_ratio=1.0), Mlp(fc1="lin1", fc2="lin2")),
-    "vitdet.VitDetMlp": mlp_alone(make, Mlp(idle=("drop",))),
+    "siglip.SiglipMLP": mlp_alone(MLP),
+    "siglip2.Siglip2MLP": mlp_alone(MLP),
+    "sam.SamMLPBlock": mlp_alone(Mlp(fc1="lin1", fc2="lin2"), mlp_ratio=1.0),
+    "vitdet.VitDetMlp": mlp_alone(Mlp(idle=("drop",))),
 }
 # "vit.ViTLayer" -> "transformers.models.vit.modeling_vit.ViTLayer"
 _IN_FILES = [(*name.split("."), known) for name, known in _CLASSES.items()]

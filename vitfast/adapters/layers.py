@@ -8,11 +8,10 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from ..ops.fusable import full_name
-from .descriptions import Layer
-from .fallbacks import library_runs, operation_runs
+from .fallback_log import library_runs, operation_runs
 from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported, stream_dtype
 from .masks import call_options, packed_tokens
+from .specs import Layer
 from .subclasses import subclass
 
 # For each half, the blocks that were checked, one for each kind of attention or MLP. HALVES: their names in reports.
@@ -26,11 +25,9 @@ def find(layer: nn.Module, half: int) -> Found | str:
     if reason is not None:
         return reason
     for block in blocks:
-        if len(blocks) == 1 or block.fits(layer):  # a single block finds out itself whether it fits
+        if block.fits(layer):
             return block.find(layer)
-    path = blocks[0].part.path
-    module = attribute(layer, path)
-    return f"{path} is missing" if module is None else f"{path} is {full_name(type(module))}"
+    return blocks[0].find(layer)  # which says what it lacks
 
 
 def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buffers: bool = False) -> str | None:

@@ -1,11 +1,13 @@
 """Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself, Meta's DINOv2 and DINOv3."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Known, Layer, Logits, Mlp
-from .kinds import imported
 from .masks import rotary_tables
+from .small import small_layer
+from .specs import Attention, Known, Layer, Logits, Mlp
 
 # nn.MultiheadAttention holds q, k and v packed.
 MULTIHEAD = Attention(
@@ -22,7 +24,7 @@ def _torchvision_attention(block: nn.Module, x: Tensor, given: dict) -> Tensor:
 
 
 _TORCHVISION = Layer(
-    lambda cls: cls(2, 32, 32, 0.0, 0.0),
+    small_layer,
     norms=("ln_1", "ln_2"),
     attention=MULTIHEAD._replace(path="self_attention"),
     mlp=Mlp(fc1="0", act="1", fc2="3", idle=("2", "4")),
@@ -53,7 +55,7 @@ def _encoder_layer_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor
 
 
 _ENCODER_LAYER = Layer(
-    lambda cls: cls(32, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
+    small_layer,
     attention=MULTIHEAD._replace(path="self_attn"),
     tokens_first=lambda layer: not layer.self_attn.batch_first,
     mlp=Mlp(path="", fc1="linear1", act="activation", fc2="linear2", idle=("dropout",)),
@@ -76,7 +78,7 @@ def _open_clip_mask(block: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 _OPEN_CLIP = Layer(
-    lambda cls: cls(32, 2, 1.0, 0.5),
+    small_layer,
     norms=("ln_1", "ln_2"),
     attention=MULTIHEAD,
     mlp=Mlp(fc1="c_fc", act="gelu", fc2="c_proj"),
@@ -88,7 +90,6 @@ _OPEN_CLIP = Layer(
 )
 
 _OPENAI_CLIP = _OPEN_CLIP._replace(
-    make=lambda cls: cls(32, 2),
     behind=((), ()),
     takes=(),
     logits=lambda block, given, x: dict(mask=block.attn_mask),
@@ -96,7 +97,7 @@ _OPENAI_CLIP = _OPEN_CLIP._replace(
 )
 
 _DINOV2 = Layer(
-    lambda cls: cls(32, 2, 1.0, qkv_bias=True, init_values=0.5, drop_path=0.1),
+    partial(small_layer, drop_path=0.1),
     attention=Attention(scale="scale", idle=("attn_drop", "proj_drop")),
     mlp=Mlp(idle=("drop",)),
     behind=(("ls1", "drop_path1"), ("ls2", "drop_path1")),  # its code uses the first for both
@@ -109,13 +110,13 @@ _DINOV2 = Layer(
 
 def _dinov3(cls: type, **options) -> nn.Module:
     """A small layer of DINOv3's own code; as with its weights, the bias of the keys is masked."""
-    block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
+    block = small_layer(cls, drop_path=0.0, mask_k_bias=True, **options)
     block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # bias_mask starts as NaN
     return block
 
 
 def _gated_dinov3(cls: type) -> nn.Module:
-    return _dinov3(cls, ffn_layer=imported(f"{cls.__module__.rpartition('.')[0]}.ffn_layers:SwiGLUFFN"))
+    return _dinov3(cls, ffn_layer=f"{cls.__module__.rpartition('.')[0]}.ffn_layers:SwiGLUFFN")
 
 
 def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:

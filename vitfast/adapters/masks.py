@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .descriptions import Logits
+from .specs import Logits
 
 
 class PackedTokens:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.fusable import Modules, full_name, own_forward
-from .descriptions import Layer, Mlp
 from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, dtypes_fit, has_hooks, parameter, under
-from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
-from .leaves import DTYPES, leaf_class, normalized
+from .known_classes import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
+from .patch_and_norm import DTYPES, leaf_class, normalized
+from .specs import Layer, Mlp
 
-_ROWS = ("first", "last")  # where the gate is among the rows of fc1
+ROWS = ("first", "last")  # where the gate is among the rows of fc1
 
 
 class MlpBlock(FusedBlock):
@@ -28,7 +28,7 @@ class MlpBlock(FusedBlock):
     def build(self) -> None:
         part = self.part
         self.linear(under(part.path, part.fc1))
-        if part.gate is not None and part.gate not in _ROWS:
+        if part.gate is not None and part.gate not in ROWS:
             self.linear(under(part.path, part.gate))
         self.act = None if part.activation else under(part.path, part.act)
         if self.act is not None and isinstance(attribute(self.example, self.act), nn.Module):
@@ -51,7 +51,7 @@ class MlpBlock(FusedBlock):
     def _gated(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """The weights and biases of up, gate and down."""
         *first, fc2_weight, fc2_bias = tensors
-        if self.part.gate not in _ROWS:
+        if self.part.gate not in ROWS:
             return tensors
         halves = [(None, None) if tensor is None else tensor.chunk(2) for tensor in first]
         up, gate = (1, 0) if self.part.gate == "first" else (0, 1)

@@ -10,19 +10,19 @@ from torch import nn
 
 from ..errors import InputError
 from ..ops.fusable import full_name, own_forward
-from . import hugging_face, leaves, libraries, subclasses, timm
-from .check import check, checked_class, checked_leaf, message
-from .descriptions import Known, Layer
-from .kinds import LAYER_NORMS, RMS_NORMS
+from . import hugging_face, libraries, patch_and_norm, subclasses, timm
+from .check import checked_class, checked_leaf, message
+from .known_classes import LAYER_NORMS, RMS_NORMS
 from .layers import unknown_member_reason
 from .mlp import mlp_and_class
-from .towers import TOWERS, tower_class
+from .packed_models import TOWERS, tower_class
+from .specs import Known, Layer
 
 # By full names, so that no library is imported for them.
 CLASSES: dict[str, Known] = timm.CLASSES | hugging_face.CLASSES | libraries.CLASSES
 _NOTHING = Known()
 _registered: dict[type, Known] = {}  # by users
-_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
+_checked: dict[type, type | str | None] = {nn.Conv2d: patch_and_norm.Projection}  # what the checks gave
 
 # Stems for which there is no operation.
 _STEMS = {
@@ -42,11 +42,11 @@ def _class_for(cls: type) -> type | str | None:
     if cls not in _checked:
         name, known = full_name(cls), _known(cls)
         if known.layers:
-            _checked[cls] = checked_class(cls, known.layers, of_users=cls in _registered)
+            _checked[cls] = checked_class(cls, known.layers)
         elif known.mlp is not None:
             _checked[cls] = checked_leaf(cls, partial(mlp_and_class, known.mlp))
         elif name in (*LAYER_NORMS, *RMS_NORMS):
-            _checked[cls] = checked_leaf(cls, leaves.norm_and_class)
+            _checked[cls] = checked_leaf(cls, patch_and_norm.norm_and_class)
         else:
             _checked[cls] = tower_class(cls, name) if name in TOWERS else known.left
     return _checked[cls]
@@ -82,13 +82,13 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
     for layer in layers:
         if not isinstance(layer, Layer):
             raise InputError(f"register: layers must be vitfast.adapters.Layer, got {type(layer).__name__}")
-    for layer in layers:
-        try:
-            check(cls, layer, of_users=True)
-        except Exception as error:
-            raise InputError(f"register: {cls.__name__} is not as described: {message(error)}") from None
+    try:
+        checked = {cls: checked_class(cls, layers, of_users=True)} if layers else {}
+    except Exception as error:
+        raise InputError(f"register: {cls.__name__} is not as described: {message(error)}") from None
     _registered[cls] = Known(layers, tuple(places))
     _checked.pop(cls, None)
+    _checked.update(checked)
 
 
 def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
@@ -151,8 +151,8 @@ def replaceable_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def unsupported_reason(module: nn.Module) -> str | None:
-    """Why accelerate leaves a module; None where it gives it a class of ours."""
+def replacement(module: nn.Module) -> type | str:
+    """The class of ours that accelerate gives a module; or why it leaves the module."""
     cls = type(module)
     left, own = _class_for(cls), accelerated_class(cls)
     if isinstance(left, str):
@@ -164,8 +164,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
     if own_forward(module):
         return "has a forward of its own, set on the instance"
-    if issubclass(own, nn.Conv2d) and not leaves.is_patch_projection(module):
+    if issubclass(own, nn.Conv2d) and not patch_and_norm.is_patch_projection(module):
         return "not a patch projection"
-    if not hasattr(own, "vitfast_layer"):
-        return None
-    return unknown_member_reason(module, own.vitfast_class, own.vitfast_blocks)
+    unknown = hasattr(own, "vitfast_layer") and unknown_member_reason(module, own.vitfast_class, own.vitfast_blocks)
+    return unknown or own

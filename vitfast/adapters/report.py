@@ -7,10 +7,10 @@ from torch import nn
 
 from ..ops._dispatch import reason_for_plain
 from ..ops.fusable import Replacements
-from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
-from .kinds import attention_layers, attention_name
+from .fallback_log import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
+from .known_classes import attention_layers, attention_name
 from .layers import HALVES, find
-from .registry import original_class, replaceable_modules, require_module, transformers_attention, unsupported_reason
+from .registry import original_class, replaceable_modules, replacement, require_module, transformers_attention
 
 
 class Entry(NamedTuple):
@@ -111,7 +111,8 @@ def _entries_of(name: str, module: nn.Module) -> list[Entry]:
     """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
     if original_class(type(module)) is None:
-        why = unsupported_reason(module) or "vitfast.accelerate(model) was not called"
+        found = replacement(module)
+        why = found if isinstance(found, str) else "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
     # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
     sharded = getattr(module, "_is_fsdp_managed_module", False)

@@ -1,22 +1,14 @@
 """timm's layers: those of VisionTransformer (DeiT, CLIP, NaFlexViT ...), Eva, Beit, vit_relpos."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
-from .kinds import imported
 from .masks import packed_tokens, rotary_tables
+from .small import small_layer
+from .specs import Attention, Known, Layer, Logits, Mlp, mlp_alone
 
-
-def _make(**options) -> Callable[[type], nn.Module]:
-    """Returns a function that makes a small layer and imports options such as "module:class"."""
-
-    return lambda cls: cls(**{**_SMALL, **{name: imported(value) for name, value in options.items()}})
-
-
-_SMALL = dict(dim=32, num_heads=2, mlp_ratio=1.0, qkv_bias=True, init_values=0.5, drop_path=0.5)
 _IDLE = ("attn_drop", "proj_drop")
 
 ATTENTION = Attention(scale="scale", idle=(*_IDLE, "gate"), qk_norms=("q_norm", "k_norm"), inner_norm="norm")
@@ -26,7 +18,7 @@ PACKED_SWIGLU = MLP._replace(gate="first", expects=(("gate_last", (False,)),))
 
 # VisionTransformer's block.
 _BLOCK = Layer(
-    _make(),
+    small_layer,
     attention=ATTENTION,
     mlp=MLP,
     behind=(("ls1", "drop_path1"), ("ls2", "drop_path2")),
@@ -35,8 +27,8 @@ _BLOCK = Layer(
 )
 _BLOCKS = (
     _BLOCK,
-    _BLOCK._replace(make=_make(mlp_layer="timm.layers:SwiGLU"), mlp=SWIGLU),
-    _BLOCK._replace(make=_make(mlp_layer="timm.layers:SwiGLUPacked"), mlp=PACKED_SWIGLU),
+    _BLOCK._replace(make=partial(small_layer, mlp_layer="timm.layers:SwiGLU"), mlp=SWIGLU),
+    _BLOCK._replace(make=partial(small_layer, mlp_layer="timm.layers:SwiGLUPacked"), mlp=PACKED_SWIGLU),
 )
 
 
@@ -58,7 +50,7 @@ def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
 _EVA_ATTENTION = ATTENTION._replace(biases=("q_bias", "k_bias", "v_bias"), expects=(("qkv_bias_separate", (False,)),))
 _THREE = ATTENTION._replace(qkv=("q_proj", "k_proj", "v_proj"), expects=(*ATTENTION.expects, ("qkv", (None,))))
 _EVA = Layer(
-    _make(),
+    small_layer,
     attention=_EVA_ATTENTION,
     mlp=MLP,
     behind=(("gamma_1", "drop_path1"), ("gamma_2", "drop_path2")),
@@ -66,13 +58,14 @@ _EVA = Layer(
     logits=_eva_logits,
     example=lambda tokens: dict(rope=torch.randn(tokens - 1, 32)),
 )
+_INNER_NORM = dict(make=partial(small_layer, swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU)
 _EVAS = (
     _EVA,
-    _EVA._replace(make=_make(qkv_fused=False), attention=_THREE),
-    _EVA._replace(make=_make(attn_type="rope"), attention=ATTENTION),
-    _EVA._replace(make=_make(attn_type="rope", qkv_fused=False), attention=_THREE),
-    _EVA._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU),
-    _EVA._replace(make=_make(swiglu_mlp=True), mlp=PACKED_SWIGLU),
+    _EVA._replace(make=partial(small_layer, qkv_fused=False), attention=_THREE),
+    _EVA._replace(make=partial(small_layer, attn_type="rope"), attention=ATTENTION),
+    _EVA._replace(make=partial(small_layer, attn_type="rope", qkv_fused=False), attention=_THREE),
+    _EVA._replace(**_INNER_NORM),
+    _EVA._replace(make=partial(small_layer, swiglu_mlp=True), mlp=PACKED_SWIGLU),
 )
 
 
@@ -85,7 +78,7 @@ def _beit_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 _BEIT = Layer(
-    _make(window_size=(2, 2)),
+    small_layer,
     attention=_EVA_ATTENTION._replace(idle=_IDLE, qk_norms=None, inner_norm=None),
     mlp=MLP,
     behind=_EVA.behind,
@@ -102,7 +95,7 @@ def _relpos_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 _RELPOS = Layer(
-    _make(),
+    small_layer,
     attention=ATTENTION._replace(idle=_IDLE, inner_norm=None),
     mlp=MLP,
     behind=_BLOCK.behind,
@@ -132,14 +125,14 @@ _CLASSES = {
     "models.eva.EvaBlock": Known(_EVAS),
     "models.eva.EvaBlockPostNorm": _POST_NORM,
     "models.eva.Eva": _MODEL,
-    "models.beit.Block": Known((_BEIT, _BEIT._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU))),
+    "models.beit.Block": Known((_BEIT, _BEIT._replace(**_INNER_NORM))),
     "models.beit.Beit": _MODEL,
     "models.naflexvit.NaFlexVit": Known(places=("norm_pre", "norm", "fc_norm")),
     "models.naflexvit.NaFlexEmbeds": Known(places=("proj", "norm")),
     "models.swin_transformer.SwinTransformerBlock": Known(left="windows with a relative position bias"),
     "layers.attention_pool.AttentionPoolLatent": Known(places=("norm", "mlp"), left=_ONE_QUERY),
-    "layers.mlp.Mlp": mlp_alone(lambda cls: cls(32, 32), MLP),
-    "layers.mlp.SwiGLU": mlp_alone(lambda cls: cls(32, 32), SWIGLU),
-    "layers.mlp.GluMlp": mlp_alone(lambda cls: cls(32, 64, act_layer=nn.SiLU, gate_last=False), PACKED_SWIGLU),
+    "layers.mlp.Mlp": mlp_alone(MLP),
+    "layers.mlp.SwiGLU": mlp_alone(SWIGLU),
+    "layers.mlp.GluMlp": mlp_alone(PACKED_SWIGLU, act_layer=nn.SiLU, gate_last=False),
 }
 CLASSES = {f"timm.{name}": known for name, known in _CLASSES.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters.families import FAMILIES, Family
-from ..adapters.kinds import imported
+from ..adapters.known_classes import imported
 from .handwritten import STYLES, HandwrittenViT
 
 Batch = Callable[[], dict]

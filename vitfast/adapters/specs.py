@@ -7,9 +7,12 @@ A path is a module's name in the layer, such as "attn.proj", or in the attention
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from .small import small_layer
 
 # Keyword arguments of ops.attention that a call of a layer brings (rope, rope_layout, num_prefix, bias), and `mask`,
 # boolean (True: seen) or added to the logits, of any shape that broadcasts to (B, H, N, N); for packed samples, offsets
@@ -114,6 +117,6 @@ class Known(NamedTuple):
     mlp: Layer | None = None
 
 
-def mlp_alone(make: Callable[[type], nn.Module], mlp: Mlp) -> Known:
-    """A class of MLPs that are replaced alone; make(cls) returns a small one."""
-    return Known(mlp=Layer(make, norms=("", ""), mlp=mlp._replace(path="")))
+def mlp_alone(mlp: Mlp, **options) -> Known:
+    """A class of MLPs that are replaced alone; options: those of a small one."""
+    return Known(mlp=Layer(partial(small_layer, **options), norms=("", ""), mlp=mlp._replace(path="")))

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .fallbacks import library_runs, operation_runs
+from .fallback_log import library_runs, operation_runs
 from .fused_blocks import are_plain, dtypes_fit, input_unsupported
-from .kinds import norm_eps, norm_kind
+from .known_classes import norm_eps, norm_kind
+from .small import WIDTH
 from .subclasses import subclass
 
 PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
 DTYPES = "its input and weights differ in dtype"
-WIDTH = 32  # of small modules, on which classes are checked
 
 
 def leaf_class(

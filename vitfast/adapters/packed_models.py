@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
-from .fallbacks import PACKING, library_runs, operation_runs
+from .fallback_log import PACKING, library_runs, operation_runs
 from .fused_blocks import has_hooks, input_unsupported
 from .hugging_face import only_captures
 from .masks import PackedTokens, UnpaddedTokens, may_wait
@@ -135,7 +135,7 @@ def _siglip2(cls: type) -> type:
     return subclass(cls, forward)
 
 
-_in_one_row: ContextVar[bool] = ContextVar("vitfast.adapters.towers.in_one_row", default=False)
+_in_one_row: ContextVar[bool] = ContextVar("vitfast.adapters.packed_models.in_one_row", default=False)
 
 
 def _pixtral(cls: type) -> type:

@@ -1,0 +1,49 @@
+"""Small modules of other libraries' classes: layers for checks, and models of each family."""
+
+import inspect
+import sys
+
+from torch import nn
+
+from .known_classes import imported
+
+WIDTH = 32
+# By the names that constructors and configurations have for them: each takes its own.
+_NAMES = {
+    2: "depth heads layers n_head nhead num_attention_heads num_heads num_hidden_layers num_layers",
+    5: "num_classes",
+    8: "patch_size",
+    16: "image_size img_size output_dim",
+    WIDTH: "d_model dim embed_dim hidden_dim hidden_size in_features width",
+    2 * WIDTH: "dim_feedforward hidden_features intermediate_size mlp_dim",
+    "sdpa": "attn_implementation",
+}
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+# A layer has everything optional, and no dropout.
+_OF_LAYERS = dict(drop_path=0.5, drop_path_rate=0.5, init_values=0.5, layer_scale_init_value=0.5, ls_init_value=0.5)
+_OF_LAYERS |= dict(qkv_bias=True, use_qk_norm=True, use_relative_position_bias=True, mlp_ratio=1, image_size=[16, 16])
+_OF_LAYERS |= dict(dropout=0.0, attention_dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+_WINDOW = dict(window_size=(2, 2))  # of constructors; configurations have one number
+
+
+def small(cls: type | str, sizes: dict = _SIZES, **options):
+    """A small module, with options of its constructor or of the configuration that this takes.
+
+    A class and options that are given as "module:name" are imported. A configuration is the one of images that the file
+    of the class has imported.
+    """
+    cls = imported(cls)
+    takes = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    own = {name: value for name, value in (sizes | _WINDOW).items() if name in takes}
+    options = {name: imported(value) for name, value in options.items()}
+    if "config" not in takes:
+        return cls(**own | options)
+    file = vars(sys.modules[cls.__module__])
+    configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
+    config = file[min(configs, key=lambda name: "Vision" not in name)]
+    return cls(config(**sizes | options), **own)
+
+
+def small_layer(cls: type, **options) -> nn.Module:
+    """A small layer with everything optional, such as layer scale and drop path."""
+    return small(cls, _SIZES | _OF_LAYERS, **options)
