@@ -157,7 +157,9 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
     generator, found = torch.Generator(machine.DEVICE).manual_seed(seed), []
-    for _ in range(CURVE_STEPS):
+    for number in range(CURVE_STEPS):
+        if number % WINDOW == 0:
+            machine.together()  # lets others be alone between two windows
         images, labels = gratings(generator, shape.batch, shape.image)
         found.append(step(images.to(setting.stored), labels))
         warmup.step()

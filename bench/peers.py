@@ -339,7 +339,8 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
-        with peer.mode():
+        run()  # compiled before anybody waits
+        with peer.mode(), machine.alone():
             warm_up(run, seconds=machine.WARM_SECONDS)
             peak = peak_bytes(run, peer.before) if setting.peak_known else None
             if graph:
