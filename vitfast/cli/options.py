@@ -142,11 +142,11 @@ def evaluation_config(args: argparse.Namespace):
     return resolve("eval", *evaluation_layers(args))
 
 
-def experiment_config(args: argparse.Namespace):
-    """The Config that the runs of an experiment start from."""
+def run_config(args: argparse.Namespace, task: str = "pretrain"):
+    """The Config of a training run, or the one that the runs of an experiment start from."""
     from ..train.recipes import resolve
 
-    return resolve("pretrain", *setting_layers(args))
+    return resolve(task, *setting_layers(args))
 
 
 def unless_stopped(function, *args):
