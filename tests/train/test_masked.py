@@ -233,16 +233,6 @@ def test_evaluation_is_always_the_same():
     assert not torch.equal(first, second) and torch.equal(second, fixed_noise([2], 16)[0])
 
 
-def test_what_is_saved_is_an_ordinary_vit(tmp_path):
-    model = make(representation_size=16)
-    model.save_pretrained(tmp_path)
-    loaded = ViT.from_pretrained(tmp_path, num_classes=7)
-    assert loaded.num_classes == 7 and (loaded.head.weight == 0).all()
-    images = pixels(2)
-    with torch.no_grad():
-        assert_close(loaded.eval().forward_features(images), model.vit.forward_features(images), atol=1e-6)
-
-
 def test_wrong_input_is_named():
     model = make()
     with pytest.raises(TypeError, match="raw uint8, whose colours are the targets, got torch.float32"):
