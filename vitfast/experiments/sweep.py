@@ -31,7 +31,7 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
         told = _try_rates(config, resume, table)
         logger.info("lr %g is best; training on the whole training set", told["lr"])
         config = dataclasses.replace(config, lr=told["lr"], sweep_lr=())
-    summary = repeat(config, runs, mean, resume) if mean else finish(config, resume)
+    summary = repeat(config, resume, runs, mean) if mean else finish(config, resume)
     if table:
         table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
     return summary
@@ -62,7 +62,7 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
     return told | dict(lr=best["lr"])
 
 
-def repeat(config: Config, runs: int, results: Results, resume: str = "auto") -> dict:
+def repeat(config: Config, resume: str, runs: int, results: Results) -> dict:
     """The accuracies of `runs` runs in OUTPUT/seed-N, N counting from the seed; their mean and deviation.
 
     Table 2 of the paper: three runs of each fine-tuning. `stdev` is the deviation of a sample, with runs - 1 in the
