@@ -144,6 +144,7 @@ NUMBERS = {
     "export": ("export --weights W --output O.pt2 --format torch", "--num-heads --img-size", "-1 0 x"),
     "predict": ("predict W --weights W", "--top-k --batch-size --img-size", "-1 0 0.5 x"),
     "demo": ("demo --output O", "--seed", "-1 0.5 x"),
+    "positions": ("positions --recipe digits --data digits --device cpu --output O", "--seeds", "-1 0 x"),
     "doctor": ("doctor --only layer_norm", "--jobs", "-1 0 0.5 x"),
 }
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import statistics
 
+from ..errors import InputError
 from ..run.config import Config, as_plain, course
 from ..run.results import Results
 from .runs import finish, output_of, write_records
@@ -20,6 +21,8 @@ def positions(config: Config, seeds: int = 3) -> list[dict]:
 
     Writes positions.csv, positions.json and positions.md.
     """
+    if seeds < 1:
+        raise InputError(f"--seeds must be positive, got {seeds}")
     records, output = [], output_of(config)
     files = [f"positions.{suffix}" for suffix in ("csv", "json", "md")]
     results = Results(output, "positions", course(as_plain(config), length=True) | dict(seeds=seeds), files)
