@@ -9,7 +9,6 @@ from commands import CLASSES, RUN, make_folder, run_cli
 
 from vitfast import InputError, ViT, cli
 
-NO_WEIGHTS = "no weights given: give a file, a folder or hf-hub:owner/name"
 DIGITS, FINETUNE = "pretrain --recipe digits --data digits", "finetune --data digits"
 
 
@@ -91,12 +90,6 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, make, command, says)
     assert not any(" error: " in each for each in usage) and not (usage and "--shots" not in command)
     assert says.replace("ROOT", str(tmp_path)) in err
     assert not (tmp_path / "run").exists()
-
-
-def test_weights_and_sources_that_are_empty_are_named(capsys, tmp_path):
-    for command in (["eval", "--data", "digits", "--weights="], ["convert", "", tmp_path / "out", "--format", "timm"]):
-        code, _, err = run_cli(capsys, *command)
-        assert code == 2 and NO_WEIGHTS in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_an_evaluation_under_torchrun_is_printed_once(tmp_path, capsys, monkeypatch):
