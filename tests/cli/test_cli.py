@@ -11,15 +11,6 @@ from vitfast import __main__, cli
 from vitfast.train.recipes import RECIPES
 
 
-def test_help_explains_every_option(capsys):
-    code, whole, _ = run_cli(capsys, "--help")
-    assert code == 0 and "examples:" in whole
-    for command in ("pretrain", "finetune", "eval", "demo", "recipes"):
-        code, out, _ = run_cli(capsys, command, "--help")
-        options = [line for line in out.splitlines() if line.strip().startswith("--")]
-        assert code == 0 and len(options) >= 2 and "--debug" in out and command in whole
-
-
 def test_module_and_script_are_the_same():
     (script,) = entry_points(group="console_scripts", name="vitfast")
     assert script.load() is __main__.main is cli.main
@@ -36,19 +27,6 @@ def test_flags_win_over_the_config_file(capsys, tmp_path):
     path.write_text(out)
     assert run_cli(capsys, "pretrain", "--config", path, "--print-config")[1] == out
     assert "\nlr: 0.25" in out and "# the learning rate after the warm-up (positive, and at most 1e9)" in out
-
-
-def test_a_length_of_the_user_takes_the_place_of_a_recipes_or_a_files(tmp_path, capsys):
-    (tmp_path / "file.yaml").write_text("recipe: digits\nsteps: 7\nepochs: null\n")
-    for flags, length in (
-        (["--recipe", "digits", "--steps", 3], (3, None)),
-        (["--config", tmp_path / "file.yaml"], (7, None)),
-        (["--config", tmp_path / "file.yaml", "--epochs", 2], (None, 2.0)),
-        (["--recipe", "digits", "--set", "steps=none"], (None, 44.0)),
-    ):
-        code, out, _ = run_cli(capsys, "pretrain", "--data", "digits", "--print-config", *flags)
-        settings = yaml.safe_load(out)
-        assert code == 0 and (settings["steps"], settings["epochs"]) == length
 
 
 def test_recipes_as_json(capsys):

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from commands import run_cli
 
 pytest.importorskip("argcomplete")
 
@@ -80,7 +79,3 @@ def test_fish_completes(environment, tmp_path):
         ask = ["fish", "-c", f"vitfast completion fish | source; complete -C '{line}'"]
         run = subprocess.run(ask, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert wanted.split()[-1] in run.stdout, (run.stdout, run.stderr)
-
-
-def test_the_code_of_other_shells_is_refused(capsys):
-    assert "tcsh" in run_cli(capsys, "completion", "tcsh")[2]

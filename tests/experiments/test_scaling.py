@@ -85,11 +85,3 @@ def test_every_run_is_looked_at_before_the_first_begins(tmp_path, capsys, monkey
     monkeypatch.setattr(experiments, "train", lambda *_: pytest.fail("a training began"))
     code, _, err = run_cli(capsys, *command(tmp_path / "out", *models, lengths=lengths), *flags)
     assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "out").exists(), err
-
-
-def test_compute_of_relative_positions_and_of_the_hidden_head_is_counted():
-    config = digits(model="Nano/8")
-    plain = training_flops(config, 10)
-    relative = training_flops(digits(model="Nano/8", pos_embed="relative"), 10)
-    assert relative - plain == 3 * 4 * 2 * 16 * 16 * 64  # depth 4, 16 patches, width 64
-    assert plain - training_flops(digits(model="Nano/8", hidden_head=False), 10) == 3 * 2 * 64 * 64

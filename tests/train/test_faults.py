@@ -200,7 +200,6 @@ def refusals():
         yield "on_folder", harm, told, dict(resume="run/checkpoints/last")
     no_class = change_record(lambda record: record | dict(data=dict(classes=[1, None])))
     of_another = put("vitfast.lock", json.dumps(dict(host="elsewhere", pid=7)))
-    into = dict(resume="never", weights="run/checkpoints/last")
     file = put("../file")
     yield "four", no_class, "classes: None gone", {}
     yield "four", both_damaged, neither.format("") + "--resume never.*--weights run/checkpoints/last", {}
@@ -208,7 +207,9 @@ def refusals():
     yield "four", no_checkpoints, "run, but not its checkpoints/last; bring it back", {}
     yield "four", lambda run: shutil.copytree(run, "other"), "run holds a run already", dict(resume="other")
     yield "four", nothing_happens, "--resume gone: no checkpoint there", dict(resume="gone", output="new")
-    yield "four", nothing_happens, "--weights run/checkpoints/last is in --output.*; choose another", into
+    for kept in ("checkpoints/last", "checkpoints/previous", "best"):
+        fields = dict(resume="never", weights=f"run/{kept}")
+        yield "four", nothing_happens, f"--weights run/{kept} is in --output, .* replaced; choose another", fields
     yield "four", of_another, "run is in use by process 7 on elsewhere; .*remove run/vitfast.lock", {}
     yield (
         "nothing",
@@ -298,14 +299,6 @@ def test_a_run_goes_on_bit_for_bit(four, six_steps, tmp_path, monkeypatch, capsy
     checkpoints = {path.name for path in (output / "checkpoints").iterdir()}
     assert {"last"} <= checkpoints <= {"last", "previous"} and not (output / "checkpoints" / "last").is_symlink()
     assert not moved or content(Path("disk")) == moved
-
-
-def test_a_finished_run_says_so_and_is_left_alone(four, tmp_path, monkeypatch, capsys, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.chdir(shutil.copytree(four, tmp_path / "root"))
-    before = content(Path("run"))
-    assert run_cli(capsys, *pretraining_command("run", **QUICK, steps=4))[0] == 0
-    assert "is finished: 4 steps" in caplog.text and content(Path("run")) == before
 
 
 # ---- any damage of any file

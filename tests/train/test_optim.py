@@ -26,16 +26,6 @@ def test_learning_rate_follows_the_paper():
     assert learning_rate(digits(lr=0.3, warmup_steps=0, lr_decay="constant"), 99, 100) == 0.3
 
 
-def test_cosine_without_warm_up_equals_torchs_scheduler():
-    config = digits(lr=0.7, warmup_steps=0)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 25)
-    for step in range(25):
-        assert learning_rate(config, step, 25) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
-        optimizer.step()
-        scheduler.step()
-
-
 def test_only_kernels_decay_and_frozen_parameters_are_left_out():
     options = dict(reg_tokens=2, init_values=0.1, representation_size=64)
     model = ViT.from_preset("Nano/8", img_size=32, num_classes=10, **options)

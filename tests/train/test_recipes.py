@@ -135,6 +135,9 @@ def test_settings_layer_over_each_other():
     assert (config.lr, config.seed, config.betas, config.model) == (0.2, 3, (0.8, 0.99), "Nano/8")
     assert config.clip_norm is None and config.compile is False and config.task == "pretrain"
     assert resolve("pretrain", dict(recipe="digits", steps=5)).epochs is None
+    assert resolve("pretrain", dict(recipe="digits", steps="none")).epochs == 44
+    last = resolve("pretrain", dict(recipe="digits", steps=7, epochs=None), dict(epochs=2))
+    assert (last.steps, last.epochs) == (None, 2.0)
     assert resolve("pretrain", dict(recipe="finetune/cifar10", epochs=2)).steps is None
     assert resolve("finetune", dict(data="digits")).name == "finetune/digits"
     assert resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"

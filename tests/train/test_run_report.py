@@ -23,6 +23,7 @@ from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
 from vitfast.train import report
+from vitfast.train.report import progress
 from vitfast.train.trainer import train
 
 pytestmark = pytest.mark.reports
@@ -162,7 +163,7 @@ def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
         "step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\n"
         + "".join(f"{10 * i},{i / 100},train,{x},{y},0.1,1,0\n" for i, (x, y) in enumerate(rng.random((100_000, 2))))
     )
-    sections = report.curves({"run": tmp_path}) | report.model_sections(model, data, CPU, None)
+    sections = progress.curves({"run": tmp_path}) | report.model_sections(model, data, CPU, None)
     size = len(page("t", {}, sections))
     pictures = re.findall(r'alt="([^"]*)" src="data:image/[a-z]+;base64,([^"]+)', str(sections))
     sizes = {name: len(base64.b64decode(content)) for name, content in pictures if not name.startswith("validation")}

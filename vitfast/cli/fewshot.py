@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ridge = "ridge: regularised least squares in closed form (default); knn: nearest neighbours; linear: a linear probe"
     add("--method", choices=("ridge", "knn", "linear"), default="ridge", help=ridge)
     shots = "training images of each class, or all (default ridge: 1 5 10 25, others: all)"
-    add("--shots", metavar="N", nargs="+", type=_shots, default=None, help=shots)
+    add("--shots", dest="per_class", metavar="N", nargs="+", type=_shots, default=None, help=shots)
     add("--seeds", metavar="N", type=int, default=3, help="random draws for each number of images (default 3)")
     add("--l2", metavar="X", type=float, default=None, help="regularisation (default ridge: 1024, linear: 1)")
     add("--output", metavar="FILE", type=Path, default=None, help="also write the result to this .json or .csv file")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         if output.is_dir():
             raise InputError(f"--output {output}: a folder is in the way")
         check_free(output, args.force)
-    options = dict(method=args.method, shots=args.shots, seeds=args.seeds, l2=args.l2)
+    options = dict(method=args.method, shots=args.per_class, seeds=args.seeds, l2=args.l2)
     result = few_shot(evaluation_config(args), img_size=getattr(args, "img_size", None), **options)
     if args.json:
         print(json.dumps(result))

@@ -6,12 +6,9 @@ import math
 from pathlib import Path
 
 from ..errors import InputError
+from ..run.config import FIELDS
 
 INTERPOLATED = "positions are interpolated if it changes"
-# The flags that are fields of a run's Config, in any command.
-SETTINGS = (
-    "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights sizes".split()
-)
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda if there is a GPU"),
@@ -113,10 +110,13 @@ def add_evaluation_options(
 
 
 def setting_layers(args: argparse.Namespace) -> list[dict]:
-    """Layers of settings, the weakest first: the config file, then the flags, over which --set wins."""
+    """Layers of settings, the weakest first: the config file, then the flags, over which --set wins.
+
+    A flag with the name of a Config's field sets that field, in any command.
+    """
     import yaml
 
-    layers = [{k: v for k, v in vars(args).items() if k in SETTINGS} | dict(getattr(args, "set", []))]
+    layers = [{k: v for k, v in vars(args).items() if k in ("recipe", *FIELDS)} | dict(getattr(args, "set", []))]
     if getattr(args, "config", None):
         path = Path(args.config)
         try:
@@ -142,14 +142,11 @@ def evaluation_config(args: argparse.Namespace):
     return resolve("eval", *evaluation_layers(args))
 
 
-def experiment_config(args: argparse.Namespace):
-    """The Config that the runs of an experiment start from. Raises InputError without --output."""
+def run_config(args: argparse.Namespace, task: str = "pretrain"):
+    """The Config of a training run, or the one that the runs of an experiment start from."""
     from ..train.recipes import resolve
 
-    config = resolve("pretrain", *setting_layers(args))
-    if not config.output:
-        raise InputError("no place for the results: add --output FOLDER")
-    return config
+    return resolve(task, *setting_layers(args))
 
 
 def unless_stopped(function, *args):

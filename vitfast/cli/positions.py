@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import add_run_options, experiment_config, unless_stopped
+from .options import add_run_options, run_config, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,5 +13,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..experiments.positions import positions, positions_table
 
-    entries = unless_stopped(positions, experiment_config(args), args.seeds)
+    entries = unless_stopped(positions, run_config(args), args.seeds)
     print(positions_table(entries) if entries else "", end="")

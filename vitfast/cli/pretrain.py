@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from .options import add_training_options, commented, setting_layers, unless_stopped
+from .options import add_training_options, commented, run_config, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,7 @@ def run(args: argparse.Namespace) -> None:
 
 def train_as_told(args: argparse.Namespace, train: Callable) -> None:
     """Calls train(config, resume) and prints its result; with --print-config it only prints the settings."""
-    from ..train.recipes import resolve
-
-    config = resolve(args.command, *setting_layers(args))
+    config = run_config(args, args.command)
     if args.print_config:
         print(commented(config))
         return

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import add_run_options, add_set, experiment_config, unless_stopped
+from .options import add_run_options, add_set, run_config, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     from ..experiments.scaling import scaling
 
     how = (args.transfer, args.transfer_method, dict(getattr(args, "transfer_set", [])))
-    for entry in unless_stopped(scaling, experiment_config(args), args.models, args.lengths, *how) or ():
+    for entry in unless_stopped(scaling, run_config(args), args.models, args.lengths, *how) or ():
         compute = f"{entry['epochs']:>6g} epochs  {entry['exaflops']:.4g} exaFLOPs"
         told = f"accuracy {entry['accuracy']:.4f}"
         if args.transfer:

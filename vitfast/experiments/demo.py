@@ -7,13 +7,16 @@ from pathlib import Path
 import torch
 
 from ..eval.accuracy import open_weights
-from ..eval.inspect.page import columns
+from ..eval.inspect.page import columns, page
 from ..run.config import Config
 from ..run.files import as_csv
 from ..run.results import Results
 from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
-from ..train.report import curves, encoded_page, model_sections, optional, origin, with_error
+from ..train.report import model_sections, optional
+from ..train.report.commands import origin
+from ..train.report.progress import curves
+from ..train.report.words import with_error
 from ..train.run_folder import kept_weights
 from .runs import finish
 
@@ -103,4 +106,4 @@ def write_report(output: Path, summary: dict, results: Results) -> None:
         "2-D, its head replaced by one zero linear layer. ± is the standard error."
     )
     sections["Origin"] = ("", columns(("", ""), origin().items(), left=2))
-    results.write("report.html", encoded_page("vitfast demo", numbers, sections, introduction))
+    results.write("report.html", page("vitfast demo", numbers, sections, introduction))

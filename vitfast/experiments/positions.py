@@ -3,11 +3,11 @@
 import dataclasses
 import logging
 import statistics
-from pathlib import Path
 
+from ..errors import InputError
 from ..run.config import Config, as_plain, course
 from ..run.results import Results
-from .runs import finish, write_records
+from .runs import finish, output_of, write_records
 
 logger = logging.getLogger("vitfast")
 
@@ -21,7 +21,9 @@ def positions(config: Config, seeds: int = 3) -> list[dict]:
 
     Writes positions.csv, positions.json and positions.md.
     """
-    records, output = [], Path(config.output)
+    if seeds < 1:
+        raise InputError(f"--seeds must be positive, got {seeds}")
+    records, output = [], output_of(config)
     files = [f"positions.{suffix}" for suffix in ("csv", "json", "md")]
     results = Results(output, "positions", course(as_plain(config), length=True) | dict(seeds=seeds), files)
     for kind, place in VARIANTS:

@@ -5,8 +5,9 @@ Each run has its own folder and goes on where it stopped, so the same command ag
 
 import json
 import logging
+from pathlib import Path
 
-from ..errors import Diverged
+from ..errors import Diverged, InputError
 from ..run.config import Config
 from ..run.distributed import is_first_rank
 from ..run.files import as_csv
@@ -18,6 +19,13 @@ logger = logging.getLogger("vitfast")
 
 class Stopped(Exception):
     """A run of the experiment was asked to stop, and is saved."""
+
+
+def output_of(config: Config) -> Path:
+    """The folder of an experiment and of its runs. Raises InputError where the config names none."""
+    if not config.output:
+        raise InputError("no place for the results: add --output FOLDER")
+    return Path(config.output)
 
 
 def finish(config: Config, resume: str = "auto") -> dict:

@@ -21,7 +21,7 @@ from ..tools.cost import forward_flops
 from ..train.recipes import resolve
 from ..train.run_folder import kept_weights
 from ..train.setup import new_model
-from .runs import finish, write_records
+from .runs import finish, output_of, write_records
 
 logger = logging.getLogger("vitfast")
 
@@ -53,7 +53,7 @@ def scaling(
     Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of Figure 5.
     Raises InputError for what is wrong with any of the runs before the first begins.
     """
-    output, runs, records = Path(config.output), [], []
+    output, runs, records = output_of(config), [], []
     for model, epochs in itertools.product(models, lengths):
         folder = output / f"{model.replace('/', '-').replace(':', '-')}-{epochs:g}ep"
         runs.append(dataclasses.replace(config, model=model, epochs=epochs, steps=None, output=str(folder)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import InputError, TrainingError
 from ..run.config import Config, as_plain, course
 from ..run.results import Results
-from .runs import attempt, finish
+from .runs import attempt, finish, output_of
 
 logger = logging.getLogger("vitfast")
 
@@ -24,16 +24,14 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
         raise InputError(f"--runs must be positive, got {runs}")
     if (sweep or runs > 1) and resume not in ("auto", "never"):
         raise InputError(f"--sweep and --runs start several runs, so --resume takes auto or never, got {resume}")
-    if not config.output:
-        raise InputError("no place for the results: add --output FOLDER")
-    settings = course(as_plain(config), length=True) | dict(runs=runs)
-    table = Results(Path(config.output), "sweep", settings, ["sweep.json"]) if sweep else None
-    mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if runs > 1 else None
+    output, settings = output_of(config), course(as_plain(config), length=True) | dict(runs=runs)
+    table = Results(output, "sweep", settings, ["sweep.json"]) if sweep else None
+    mean = Results(output, "runs", settings, ["runs.json"]) if runs > 1 else None
     if table:
         told = _try_rates(config, resume, table)
         logger.info("lr %g is best; training on the whole training set", told["lr"])
         config = dataclasses.replace(config, lr=told["lr"], sweep_lr=())
-    summary = repeat(config, runs, mean, resume) if mean else finish(config, resume)
+    summary = repeat(config, resume, runs, mean) if mean else finish(config, resume)
     if table:
         table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
     return summary
@@ -64,7 +62,7 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
     return told | dict(lr=best["lr"])
 
 
-def repeat(config: Config, runs: int, results: Results, resume: str = "auto") -> dict:
+def repeat(config: Config, resume: str, runs: int, results: Results) -> dict:
     """The accuracies of `runs` runs in OUTPUT/seed-N, N counting from the seed; their mean and deviation.
 
     Table 2 of the paper: three runs of each fine-tuning. `stdev` is the deviation of a sample, with runs - 1 in the

@@ -21,7 +21,7 @@ def model_arguments(config: Config, loaded: bool = False) -> dict:
         global_pool=config.global_pool,
         class_token=config.global_pool == "token",
         pos_embed=config.pos_embed,
-        **({} if config.pos_embed_at == "stem" else dict(pos_embed_at=config.pos_embed_at)),
+        pos_embed_at=config.pos_embed_at,
         head_init_bias=config.head_init_bias,
         weight_init=config.weight_init,
         act_layer=config.act_layer,

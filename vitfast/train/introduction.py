@@ -40,7 +40,7 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
         f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
         f"in {_classes(data)}. {UNLABELLED if config.objective == 'masked' else ''}"
         f"The run takes {_count(steps, 'step')} of {about}{_count(round(data.images_per_step), 'image')}, which is "
-        f"{about}{passes}, by {recipe}. It computes on {where}{ranks} in {_name(dtype)}, with {threads} "
+        f"{about}{passes}, by {recipe}. It computes on {where}{ranks} in {precision(dtype)}, with {threads} "
         f"and {loaders}{' each' if ranks else ''}, and writes to {os.fspath(config.output)}."
     )
     if data.packing is None and config.batch_size > images:
@@ -79,5 +79,6 @@ def _count(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def precision(dtype: torch.dtype | None) -> str:
+    """The name of autocast's dtype; None stands for fp32."""
     return str(dtype or torch.float32).removeprefix("torch.")

@@ -111,7 +111,7 @@ class Metrics:
     copy of the file as it was is kept under another name.
     """
 
-    def __init__(self, run: Path, resumed_step: int, on_metrics: Callable[[dict], object] | None = None):
+    def __init__(self, run: Path, resumed_step: int, on_metrics: Callable[[dict], object] | None):
         self.on_metrics = OnMetrics(on_metrics) if on_metrics else None
         path = run / "metrics.csv"
         records, bad = _read_metrics(path) if resumed_step else ([], 0)

@@ -50,9 +50,9 @@ def corruption(noise: Tensor, share: float) -> Corruption:
     return Corruption(chosen, what < MASKED, torch.where(swapped, other, torch.arange(patches, device=noise.device)))
 
 
-def fixed_noise(samples: Iterable[int], patches: int, seed: int = 0) -> Tensor:
+def fixed_noise(samples: Iterable[int], patches: int) -> Tensor:
     """The noise (B, 3, N), on the CPU, of these samples: the same in every evaluation, at any batch size."""
-    generators = (torch.Generator().manual_seed(mix_seed(seed, i)) for i in samples)
+    generators = (torch.Generator().manual_seed(mix_seed(0, i)) for i in samples)
     return torch.stack([torch.rand(3, patches, generator=generator) for generator in generators])
 
 
@@ -108,14 +108,14 @@ class MaskedPatches(nn.Module):
         """Writes the ViT, without [mask] and prediction layer."""
         self.vit.save_pretrained(folder)
 
-    def encode(self, images: Tensor, corrupted: Corruption | None = None) -> Tensor:
-        """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), corrupted where that is given."""
+    def encode(self, images: Tensor, corrupted: Corruption) -> Tensor:
+        """uint8 (B, C, H, W) -> normalised outputs (B, N, D) of the corrupted patches and the others."""
 
         def corrupt(x: Tensor) -> Tensor:
             other = _gather_patches(x, corrupted.source)
             return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), other)
 
-        x = self.vit.forward_features(images, None if corrupted is None else corrupt)
+        x = self.vit.forward_features(images, corrupt)
         # Where the norm comes after pooling, no other one has normalised the patches.
         return self.vit.fc_norm(x)[:, self.vit.num_prefix_tokens :]
 

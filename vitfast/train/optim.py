@@ -27,7 +27,7 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused where PyTorch can fuse it, or timm's LAMB.
+    """torch's AdamW or SGD, fused, or timm's LAMB.
 
     Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out. With `layer_decay` a
     layer's rate is that times the next layer's, and the head's is whole (`lr_scale` of the groups), by timm's rules.
@@ -38,11 +38,9 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         groups = param_groups_layer_decay(model, **options, layer_decay=config.layer_decay)
     else:  # kernels first
         groups = param_groups_weight_decay(model, **options)[::-1]
-    parameter = next(model.parameters())
-    fused = parameter.device.type in ("cuda", "cpu")
     if config.optimizer == "sgd":
-        fused = fused and not isinstance(parameter, DTensor)  # PyTorch cannot shard the fused step of SGD
+        fused = not isinstance(next(model.parameters()), DTensor)  # PyTorch cannot shard the fused step of SGD
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     if config.optimizer == "lamb":
         return Lamb(groups, lr=config.lr, betas=config.betas)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)

@@ -44,9 +44,6 @@ def set_up(
             model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
         check_channels(model, source)
         config = cut_as_told(config, model)
-        data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean)
-        if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
-            replace_head(model, len(data.classes))
     elif config.task == "finetune":
         raise InputError(f"finetune starts from weights: add --weights FILE_OR_FOLDER, or --weights {EXAMPLE}")
     elif not config.img_size:
@@ -54,9 +51,12 @@ def set_up(
     else:
         with torch.device("meta"):
             _say_what_is_its_own(config)
-            sketch = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-        data = open_data(config, *sizes(sketch), device, ranks, examples, prefix_of(config, sketch), sketch.mean)
+            model = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
+    data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean)
+    if not source:
         model = new_model(config, len(data.classes))
+    elif model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
+        replace_head(model, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
     for name, default in CROP.items():

@@ -65,7 +65,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
         self.grad_norm = torch.zeros((), device=device)  # the last step's, where it must be finite
         self.masked = config.objective == "masked"
-        self.objective = None if self.masked else OBJECTIVES[config.objective]
+        self.objective = OBJECTIVES.get(config.objective)  # a masked model has its own
         self.mixup = None
         if mixing:
             smoothing = config.label_smoothing
@@ -78,8 +78,7 @@ class TrainStep:
             images = config.tokens_per_step / tokens if config.tokens_per_step else config.batch_size
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
-            if ranks.first:
-                logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
+            logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
         if sharded:
@@ -182,13 +181,11 @@ class TrainStep:
             return loss, share.detach() * len(images)
         return self.objective(out, target, smoothing), correct(out, labels)
 
-    def micro_batches_that_fit(self, images: Images, labels: Tensor) -> int | None:
+    def micro_batches_that_fit(self, images: Tensor, labels: Tensor) -> int | None:
         """How many micro-batches fit, after running out of memory; None where one image is too much.
 
-        It tries `accumulate` times 2, 4, 8, ... Images of many sizes, which are split as they are read, give None too.
+        It tries `accumulate` times 2, 4, 8, ...
         """
-        if isinstance(images, list):
-            return None
         micro_batches = self.config.accumulate * 2
         while micro_batches <= len(images):
             self.optimizer.zero_grad(set_to_none=True)

@@ -21,7 +21,7 @@ from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from ..run.files import write_text
 from ..run.lock import locked
 from .early import EarlyStop
-from .introduction import introduce
+from .introduction import introduce, precision
 from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
@@ -364,7 +364,7 @@ class Trainer:
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
             threads=torch.get_num_threads(),
-            precision=str(self.dtype or torch.float32).removeprefix("torch."),
+            precision=precision(self.dtype),
             parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
             train_images=len(self.data.train),

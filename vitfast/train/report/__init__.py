@@ -27,13 +27,12 @@ from ..resume import CHANGED, SPLITS, read_record
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
 from .commands import cpu_name, next_commands, origin
-from .progress import curves, progress_sections
-from .words import results, settings, with_error
+from .progress import progress_sections
+from .words import results, settings
 
 ATTENDED = 8  # validation images with attention
 LOOKED = 2000  # validation images that are looked at where the run's last evaluation is lost
 logger = logging.getLogger("vitfast")
-__all__ = ["complete", "curves", "encoded_page", "model_sections", "optional", "origin", "with_error", "write_report"]
 
 
 @contextmanager
@@ -67,10 +66,10 @@ def write_report(
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
     sections["Settings"] = _settings(config)
     sections["Origin"] = _origin(run, summary)
-    text = encoded_page(
-        f"vitfast {config.task}", results(summary), sections, introduction(config, model, data, summary)
-    )
-    write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(text))
+    told = introduction(config, model, data, summary)
+    text = page(f"vitfast {config.task}", results(summary), sections, told)
+    content = text.encode(errors="replace")  # names of folders need not be valid text
+    write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(content))
 
 
 @optional()
@@ -85,11 +84,6 @@ def complete(config: Config, summary: dict) -> None:
         last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
         _, data, device, dtype = open_weights(last)
         write_report(config, data, summary, device, dtype)
-
-
-def encoded_page(title: str, *content) -> bytes:
-    """The bytes of a report, from the arguments of `page`; names of folders need not be valid text."""
-    return page(title, *content).encode(errors="replace")
 
 
 def introduction(config: Config, model: nn.Module, data: Data, summary: dict) -> str:

@@ -6,9 +6,10 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy
+import timm
 import torch
 
 from ...model.baselines import is_baseline
@@ -26,14 +27,9 @@ def program() -> list[str]:
 
 def origin() -> dict[str, str]:
     """The command, the versions and the commit that make a page."""
-    versions = f"vitfast {__version__}{_commit()}, torch {torch.__version__}"
-    for name in ("timm", "numpy"):
-        try:
-            versions += f", {name} {version(name)}"
-        except PackageNotFoundError:
-            pass
-    command = shlex.join([*program(), *sys.argv[1:]])
-    return dict(command=command, versions=f"{versions}, Python {platform.python_version()}")
+    libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, timm, numpy))
+    versions = f"vitfast {__version__}{_commit()}, {libraries}, Python {platform.python_version()}"
+    return dict(command=shlex.join([*program(), *sys.argv[1:]]), versions=versions)
 
 
 def _commit() -> str:

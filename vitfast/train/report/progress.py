@@ -43,26 +43,22 @@ def _table(records: list[dict], evaluations: list[dict]) -> str:
     training = {record["step"]: record for record in records if record["split"] == "train"}
     rows = []
     for each in shown:
-        losses = training.get(each["step"], {}).get("loss"), each["loss"]
-        mark = "best" if each is best else ""
-        numbers = [_number(value) for value in (*losses, each["accuracy"])]
-        rows.append((f"{each['epoch']:.2f}", f"{each['step']:,}", *numbers, mark))
+        numbers = training.get(each["step"], {}).get("loss"), each["loss"], each["accuracy"]
+        cells = ("" if value is None else f"{value:.4f}" for value in numbers)
+        rows.append((f"{each['epoch']:.2f}", f"{each['step']:,}", *cells, "best" if each is best else ""))
     header = ("epoch", "step", "training loss", "validation loss", "validation accuracy", "")
     return columns(header, rows, left=0, marked=shown.index(best) if best else None)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
 def best_evaluation(records: list[dict]) -> dict | None:
     """The first evaluation of the best accuracy, as early stopping takes it."""
-    counted = [each for each in records if each["split"] == "val" and is_number(each["accuracy"])]
-    return max(counted, key=lambda each: each["accuracy"], default=None)
+    return max(with_number(records, "val", "accuracy"), key=lambda each: each["accuracy"], default=None)
 
 
-def is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+def with_number(records: list[dict], split: str, name: str) -> list[dict]:
+    """The records of a split in which `name` is a finite number."""
+    own = (each for each in records if each["split"] == split)
+    return [each for each in own if each[name] is not None and math.isfinite(each[name])]
 
 
 def overfitting(records: list[dict]) -> str:
@@ -71,7 +67,7 @@ def overfitting(records: list[dict]) -> str:
     Medians of three neighbours are compared: it rises where the last one is above the lowest one by more than RISE and
     by more than the noise, four standard deviations of one value, which second differences tell without the trend.
     """
-    evaluations = [each for each in records if each["split"] == "val" and is_number(each["loss"])]
+    evaluations = with_number(records, "val", "loss")
     losses = [each["loss"] for each in evaluations]
     if len(losses) < 4:
         return ""
@@ -87,8 +83,9 @@ def overfitting(records: list[dict]) -> str:
     before, after = (_training_loss(records, each["step"]) for each in (at, now))
     if before is None or after is None or after >= before:
         return f"{told}, and the training loss does not fall either: a lower learning rate may help."
-    accuracy = f"Accuracy goes from {at['accuracy']:.4f} to {now['accuracy']:.4f} meanwhile."
-    accuracy = accuracy if is_number(at["accuracy"]) and is_number(now["accuracy"]) else ""
+    accuracy = ""
+    if len(with_number([at, now], "val", "accuracy")) == 2:
+        accuracy = f"Accuracy goes from {at['accuracy']:.4f} to {now['accuracy']:.4f} meanwhile."
     told += f", while the training loss falls from {before:.4f} to {after:.4f}: the model overfits from epoch"
     return f"{told} {_epoch(evaluations[lowest + 1])} on. {accuracy}".rstrip()
 
@@ -99,8 +96,8 @@ def _epoch(record: dict) -> str:
 
 def _training_loss(records: list[dict], step: int) -> float | None:
     """The last training loss that was recorded up to a step."""
-    known = [each for each in records if each["split"] == "train" and each["step"] <= step and is_number(each["loss"])]
-    return known[-1]["loss"] if known else None
+    known = [each["loss"] for each in with_number(records, "train", "loss") if each["step"] <= step]
+    return known[-1] if known else None
 
 
 def about_losses(records: list[dict], reasons: list[str]) -> str:
@@ -108,7 +105,7 @@ def about_losses(records: list[dict], reasons: list[str]) -> str:
 
     reasons: those of `harder`.
     """
-    evaluations = [each for each in records if each["split"] == "val" and is_number(each["loss"])]
+    evaluations = with_number(records, "val", "loss")
     training = _training_loss(records, evaluations[-1]["step"]) if evaluations else None
     if training is None or training <= evaluations[-1]["loss"]:
         return ""
