@@ -221,21 +221,6 @@ def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tu
         return mode, None
 
 
-def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
-    """Fields of preprocessor_config.json that resize images and cut them to `size`, (height, width).
-
-    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
-    are squashed.
-    """
-    height, width = (int(side / crop_pct) for side in size)
-    by_edge = crop_mode == "center" and size[0] == size[1]
-    edges = dict(shortest_edge=height) if by_edge else dict(height=height, width=width)
-    if crop_pct == 1 and not by_edge:
-        return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=edges)
-    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1]))
-    return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
-
-
 # ---- written
 
 # Fields of config.json that all families have.
@@ -249,8 +234,8 @@ def family(config: dict) -> str:
     return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
 
 
-def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """The tensors and the content of config.json."""
+def written(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """The tensors and the JSON files of a repository for the from_pretrained of transformers' class."""
     size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
     content = {name: config[FIELDS[name]] for name in SHARED}
     content |= dict(
@@ -260,7 +245,33 @@ def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -
         dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
     )
     made, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
-    return made, content | more
+    return made, {"config.json": content | more, "preprocessor_config.json": _processor(config)}
+
+
+def _processor(config: dict) -> dict:
+    """The content of preprocessor_config.json.
+
+    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
+    are squashed.
+    """
+    size, crop_pct = pair(config["img_size"]), config["crop_pct"] or 1.0
+    height, width = (int(side / crop_pct) for side in size)
+    by_edge = config["crop_mode"] in (None, "center") and size[0] == size[1]
+    edges = dict(shortest_edge=height) if by_edge else dict(height=height, width=width)
+    cuts = by_edge or crop_pct != 1
+    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1])) if cuts else {}
+    return dict(
+        image_processor_type="BitImageProcessor" if cuts else "ViTImageProcessor",
+        do_resize=True,
+        size=edges,
+        **cut,
+        resample=arguments.INTERPOLATIONS.index(config["interpolation"] or "bicubic"),
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=config["mean"],
+        image_std=config["std"],
+    )
 
 
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
