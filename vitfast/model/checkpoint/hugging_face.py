@@ -162,14 +162,16 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
     file = "preprocessor_config.json"
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
-    (mode, size), cut = size_field(pixels, "size", _by_edge(pixels)), image_size(pixels)
+    (mode, size), cut = size_field(pixels, "size"), image_size(pixels)
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
             share = math.nextafter(share, 0)
         alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
         if alike and arguments.LEAST_CROP <= share <= 1:
-            return dict(crop_mode=mode, crop_pct=share, interpolation=_filter(pixels)), []
+            number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), file)
+            number = _defaults(pixels).get("resample", 3) if number is None else number
+            return dict(crop_mode=mode, crop_pct=share, interpolation=arguments.INTERPOLATIONS[number]), []
     said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
     return {}, [
         f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
@@ -181,7 +183,7 @@ def image_size(pixels: dict) -> tuple[int, int] | None:
     cuts = read(pixels, "do_center_crop", flag, "preprocessor_config.json")
     if _defaults(pixels).get("do_center_crop", False) if cuts is None else cuts:
         return size_field(pixels, "crop_size")[1]
-    return size_field(pixels, "size", _by_edge(pixels))[1]
+    return size_field(pixels, "size")[1]
 
 
 def processor_class(pixels: dict) -> str:
@@ -195,23 +197,13 @@ def _defaults(pixels: dict) -> dict:
     return PROCESSORS.get(processor_class(pixels).removeprefix("DINOv3"), {})
 
 
-def _by_edge(pixels: dict) -> bool:
-    """Whether one number is the shortest edge of an image."""
-    return "shortest_edge" in _defaults(pixels).get("size", {})
-
-
-def _filter(pixels: dict) -> str:
-    """The name of the filter."""
-    number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), "preprocessor_config.json")
-    return arguments.INTERPOLATIONS[_defaults(pixels).get("resample", 3) if number is None else number]
-
-
-def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
-    """The crop mode and (height, width) or None in a field; by_edge: one number is the shortest edge."""
+def size_field(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
+    """The crop mode and (height, width) or None in a field."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = dict(height=value[0], width=value[1])
-    elif not isinstance(value, dict):
+    elif not isinstance(value, dict):  # one number is the shortest edge where it is so for the class
+        by_edge = field == "size" and "shortest_edge" in _defaults(pixels).get("size", {})
         value = dict(shortest_edge=value) if by_edge else dict(height=value, width=value)
     edge = value.get("shortest_edge")
     mode, sides = ("center", (edge, edge)) if edge else ("squash", (value.get("height"), value.get("width")))
