@@ -126,7 +126,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
 
 @contextlib.contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """Turns what damaged files, and values that do not fit, raise into the refusal to go on from a checkpoint."""
+    """Turns the errors of damaged files, and of values that do not fit, into `unreadable`."""
     try:
         yield
     except KeyError as error:
