@@ -176,8 +176,8 @@ a sweep that takes the worst | experiments/sweep.py | experiments/test_sweep.py 
 - row["held_out_accuracy"], -row["lr"]
 + -row["held_out_accuracy"], -row["lr"]
 a file replaced before it is whole | run/files.py | model/checkpoint/test_replacing.py
-- yield Path(made)\n
-+ yield folder\n
+- scratch = Path(made)\n
++ scratch = folder\n
 ranks that keep their own sums | run/distributed.py | train/test_distributed.py
 -             dist.all_reduce(values)\n        return values
 +             pass\n        return values
