@@ -23,7 +23,7 @@ from runs import QUICK, content, digits, pretraining_command, records, same_runs
 
 from vitfast import InputError
 from vitfast.run.lock import LOCK, locked
-from vitfast.train import log, resume, run_folder, trainer
+from vitfast.train import log, run_folder, trainer
 from vitfast.train.resume import find_checkpoint, read_record, read_training_state
 from vitfast.train.trainer import Trainer, train
 
@@ -266,7 +266,6 @@ def full(*_, **__):
         (os, "pwrite", 4),  # of the lock
         (log.Metrics, "_line", 4),
         (log.Events, "write", 4),
-        (resume, "write_safetensors", 4),
         (trainer, "write_text", 6),
     ],
 )

@@ -71,7 +71,7 @@ class EvalTransform:
         if kind not in PROCESSORS:
             raise unknown("image processor", named, (f"{each}ImageProcessor" for each in PROCESSORS))
         told = PROCESSORS[kind] | {field: value for field, value in processor.items() if value is not None}
-        mode, edges = size_field(told, "size", by_edge="shortest_edge" in PROCESSORS[kind]["size"])
+        mode, edges = size_field(told, "size")
         mode = "keep" if told.get("do_resize") is False else "shortest" if mode == "center" else mode
         cut = size_field(told, "crop_size")[1] if told.get("do_center_crop") else edges if mode == "squash" else None
         both = isinstance(told["size"], dict) and "longest_edge" in told["size"]

@@ -36,7 +36,7 @@ from ..version import __version__
 from .embedder import Embedded, Embedder, Stages
 
 MANIFEST, SOURCE, JOB = "manifest.json", b"vitfast.source", b"vitfast.job"  # the two are metadata of an index
-LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)")  # by a process that was killed
+LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
 FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
 TOTALS = ("images", "shards")  # in the manifest of a job that has ended
 MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
@@ -290,7 +290,7 @@ def _write(
     )
     table = pa.table(columns).replace_schema_metadata({SOURCE: source, JOB: job})
     paths = _paths(folder, shard)
-    with staged(folder, paths[0], name=f"shard-{shard:05d}") as scratch:
+    with staged(folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
         np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
         pq.write_table(table, scratch / paths[1].name)
 
@@ -336,7 +336,7 @@ def _short(value) -> str:
 
 
 def _write_manifest(folder: Path, content: dict, rank: int) -> None:
-    with staged(folder, folder / MANIFEST, name=f"manifest-{rank}") as scratch:
+    with staged(folder, folder / MANIFEST, name=f"manifest-{rank}-") as scratch:
         (scratch / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
 
 

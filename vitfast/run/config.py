@@ -367,9 +367,13 @@ def as_plain(config: Recipe) -> dict:
 
 
 def course(settings: dict, length: bool = False) -> dict:
-    """The settings that decide the course of a run; with `length`, epochs and steps are among them."""
+    """The settings that decide the course of a run; with `length`, epochs and steps are among them.
+
+    Fields that are newer than the run have the values with which it began.
+    """
     other = RUN_ONLY | {"about"} if length else RUN_ONLY | {"about", "epochs", "steps"}
-    return {name: value for name, value in settings.items() if name not in other}
+    whole = as_plain(Config()) | BEFORE | settings
+    return {name: whole[name] for name in FIELDS if name not in other}
 
 
 def changes(before: dict, now: dict, inside: str = "") -> list[str]:

@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,31 +15,16 @@ SCRATCH = ".vitfast-"  # the beginning of the names of scratch folders, whose fi
 
 
 @contextmanager
-def _scratch(folder: Path, name: str | None) -> Iterator[Path]:
-    """A new folder in `folder`, removed at the end; a killed process may have left one of the name."""
-    if name is None:
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as made:
-            yield Path(made)
-        return
-    made = folder / f"{SCRATCH}{name}"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@contextmanager
-def staged(folder: Path, wanted: Path | None = None, name: str | None = None) -> Iterator[Path]:
+def staged(folder: Path, wanted: Path | None = None, name: str = "") -> Iterator[Path]:
     """Yields a scratch folder in `folder`; its files move into `folder` when the block ends.
 
     Each file is synced and replaces the one of its name atomically, and none does before all are whole: where the block
     raises, nothing changes. An OSError names `wanted` (default: the folder), as that of a full disk names no file.
-    name: of the scratch folder, where one process at a time writes these files; the next one removes what a kill left.
+    name: the beginning of the scratch folder's own name, by which a later process finds what a kill left.
     """
     try:
-        with _scratch(folder, name) as scratch:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH + name, dir=folder, ignore_cleanup_errors=True) as made:
+            scratch = Path(made)
             yield scratch
             # In reverse order, because path.data must be there before path, which names it.
             written = sorted(filter(Path.is_file, scratch.rglob("*")), reverse=True)

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -101,7 +102,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
     for name, value in read_training_state(checkpoint).items():
         section, _, rest = name.partition(".")
         sections.setdefault(section, {})[rest] = value
-    try:
+    with _readable(checkpoint):
         for name, model in train_step.models.items():
             odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch ignores what is missing
             if odd:
@@ -121,39 +122,39 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             set_model_state_dict(model, sections[name], options=WHOLE)
         if train_step.scaled:
             train_step.scaler.load_state_dict(sections["scaler"])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Turns the errors of damaged files, and of values that do not fit, into `unreadable`."""
+    try:
+        yield
+    except KeyError as error:
+        raise unreadable(checkpoint, f"state.json lacks {error}") from error
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise unreadable(checkpoint, error) from error
 
 
 def read_record(checkpoint: Path) -> dict:
     """The content of a checkpoint's state.json, RECORD checked. Raises InputError if it is damaged."""
-    try:
-        with safe_open(checkpoint / "model.safetensors", "pt"):
-            texts = [(checkpoint / name).read_text(encoding="utf-8") for name in ("config.json", "state/state.json")]
+    with _readable(checkpoint), safe_open(checkpoint / "model.safetensors", "pt"):
+        texts = [(checkpoint / name).read_text(encoding="utf-8") for name in ("config.json", "state/state.json")]
         _, record = map(json.loads, texts)
         whole = all(isinstance(record[name], kind) for name, kind in RECORD.items()) and record["step"] >= 0
         if not whole or not isinstance(record["data"]["classes"], list):
             raise ValueError("values of other types")
-    except KeyError as error:
-        raise unreadable(checkpoint, f"state.json lacks {error}") from None
-    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
-        raise unreadable(checkpoint, error) from None
     return record
 
 
 def read_training_state(checkpoint: Path) -> dict:
     """The names and values in a checkpoint's state/. Raises InputError if it or its model is damaged."""
     record = read_record(checkpoint)
-    try:
-        with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
-            step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
-        same = _is_of(tensors, checkpoint / "model.safetensors")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise unreadable(checkpoint, error) from None
-    if step != str(record["step"]):  # copied while the run wrote it
-        raise unreadable(checkpoint, f"state.json is of step {record['step']}, state.safetensors of {step}")
-    if not same:
-        raise unreadable(checkpoint, f"model.safetensors is not the model of step {step}, of which state/ is")
+    with _readable(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
+        step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
+        if step != str(record["step"]):  # copied while the run wrote it
+            raise ValueError(f"state.json is of step {record['step']}, state.safetensors of {step}")
+        if not _is_of(tensors, checkpoint / "model.safetensors"):
+            raise ValueError(f"model.safetensors is not the model of step {step}, of which state/ is")
     return tensors | record
 
 
@@ -182,9 +183,7 @@ def check_settings(config: Config, saved: dict, source: Path) -> None:
 
     A run goes on with BEFORE's values whatever is asked; see `as_begun`.
     """
-    now = course(as_plain(config))
-    saved = as_plain(Config()) | saved | {name: now[name] for name in _before(saved)}
-    if other := changes({name: saved[name] for name in now}, now):
+    if other := changes(course(saved), course(as_plain(config) | _before(saved))):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
         raise InputError(f"{source} holds a run with other settings ({'; '.join(other[:3])}); {advice}")
 
@@ -194,17 +193,17 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
 
     A checkpoint of an earlier vitfast has no fingerprint, and is compared without.
     """
-    found, before, after = [], list(map(str, saved["classes"])), now["classes"]
-    if before != after:
-        there, here = set(before), set(after)
-        sides = dict(gone=[c for c in before if c not in here], new=[c for c in after if c not in there])
-        named = [f"{first_of(classes)} {word}" for word, classes in sides.items() if classes]
+    found, before, classes = [], now | saved, list(map(str, saved["classes"]))
+    if classes != now["classes"]:
+        there, here = set(classes), set(now["classes"])
+        sides = dict(gone=[c for c in classes if c not in here], new=[c for c in now["classes"] if c not in there])
+        named = [f"{first_of(names)} {word}" for word, names in sides.items() if names]
         found.append(f"classes: {', '.join(named) or 'another order'}")
-    found += changes(*({f"{split}_images": index.get(f"{split}_images") for split in SPLITS} for index in (saved, now)))
+    for name in (f"{split}_images" for split in SPLITS):
+        found += changes({name: saved.get(name)}, {name: now.get(name)})
     for split in () if found else SPLITS:
-        kinds = {text: f"{split}_{kind}" for kind, text in CHANGED.items()}
-        other = [text for text, key in kinds.items() if saved.get(key, now.get(key)) != now.get(key)]
-        found += [f"{split}_images: {text}" for text in other[:1]]
+        keys = {f"{split}_{kind}": text for kind, text in CHANGED.items()}
+        found += [f"{split}_images: {text}" for key, text in keys.items() if before.get(key) != now.get(key)][:1]
     if found:
         advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
         raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(found)}); {advice}")
@@ -257,10 +256,7 @@ def check_unfinished(config: Config) -> None:
     """Raises InputError where a finished run would go on to another length, which replaces what it has."""
     run = Path(config.output)
     summary = read_summary(run) if config.output else None
-    if summary is None or summary.get("stopped_early"):
-        return
-    whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
-    if summary["steps"] < whole:
+    if summary and (whole := _longer(config, summary)):
         raise InputError(
             f"{run} holds a finished run of {summary['steps']} steps (accuracy {summary['accuracy']:.4f}), and this "
             f"one takes {whole}: going on replaces its checkpoint, summary.json and report.html; add --resume auto to "
@@ -276,9 +272,14 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run)
-    whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
-    if not summary.get("stopped_early") and summary["steps"] < whole:
+    if _longer(config, summary):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])
     return summary
+
+
+def _longer(config: Config, summary: dict) -> int | None:
+    """The steps of this config where they are more than a run took that did not stop early."""
+    whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
+    return whole if summary["steps"] < whole and not summary.get("stopped_early") else None

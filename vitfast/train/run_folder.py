@@ -24,7 +24,7 @@ import yaml
 
 from ..errors import InputError
 from ..eval.inspect.page import GENERATOR
-from ..run.config import BEFORE, Config, as_plain, course
+from ..run.config import Config, as_plain, course
 from ..run.files import SCRATCH, free_name, not_ours, sync, write_text
 from ..run.lock import LOCK
 
@@ -51,11 +51,9 @@ def _is_part(path: Path) -> bool:
 
 def _is_own_best(best: Path) -> bool:
     """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
-    default = as_plain(Config()) | BEFORE  # for fields that are newer than the run
     try:
-        settings = _saved_settings(best)
         own = read_settings(best.parent) or _saved_settings(find_checkpoint(best.parent))
-        return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | own)
+        return (best / BEST_RECORD).is_file() and course(_saved_settings(best)) == course(own)
     except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
         return False
 

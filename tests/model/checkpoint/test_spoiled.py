@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -10,8 +11,6 @@ import safetensors.torch
 import timm
 import torch
 from checkpoints import SMALL, google, made, refused, small, small_timm
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT, load_checkpoint
@@ -116,16 +115,6 @@ def load(folder, content):
         return None
 
 
-VALUES = st.one_of(
-    st.sampled_from((..., *ODD)),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-        max_leaves=4,
-    ),
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["vitfast", "timm", "huggingface"])
 def test_spoiled_values(tmp_path, library):
@@ -138,17 +127,7 @@ def test_spoiled_values(tmp_path, library):
         made("Dinov2Model").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert load(tmp_path, content) is not None
-    every = list(places(content))
-
-    @settings(derandomize=True, deadline=None, max_examples=100, database=None)
-    @given(st.lists(st.tuples(st.sampled_from(every), VALUES), min_size=1, max_size=3))
-    def spoil(changes):
-        odd = content
-        for path, value in changes:
-            try:
-                odd = spoiled(odd, path, value)
-            except (AttributeError, KeyError, IndexError, TypeError):
-                pass  # an earlier change took the place away
-        load(tmp_path, odd)
-
-    spoil()
+    rng = random.Random(0)
+    for path in places(content):
+        for value in (..., *rng.sample(ODD, 6)):
+            load(tmp_path, spoiled(content, path, value))

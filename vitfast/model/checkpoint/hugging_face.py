@@ -162,14 +162,16 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
     file = "preprocessor_config.json"
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
-    (mode, size), cut = size_field(pixels, "size", _by_edge(pixels)), image_size(pixels)
+    (mode, size), cut = size_field(pixels, "size"), image_size(pixels)
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
             share = math.nextafter(share, 0)
         alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
         if alike and arguments.LEAST_CROP <= share <= 1:
-            return dict(crop_mode=mode, crop_pct=share, interpolation=_filter(pixels)), []
+            number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), file)
+            number = _defaults(pixels).get("resample", 3) if number is None else number
+            return dict(crop_mode=mode, crop_pct=share, interpolation=arguments.INTERPOLATIONS[number]), []
     said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
     return {}, [
         f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
@@ -181,7 +183,7 @@ def image_size(pixels: dict) -> tuple[int, int] | None:
     cuts = read(pixels, "do_center_crop", flag, "preprocessor_config.json")
     if _defaults(pixels).get("do_center_crop", False) if cuts is None else cuts:
         return size_field(pixels, "crop_size")[1]
-    return size_field(pixels, "size", _by_edge(pixels))[1]
+    return size_field(pixels, "size")[1]
 
 
 def processor_class(pixels: dict) -> str:
@@ -195,23 +197,13 @@ def _defaults(pixels: dict) -> dict:
     return PROCESSORS.get(processor_class(pixels).removeprefix("DINOv3"), {})
 
 
-def _by_edge(pixels: dict) -> bool:
-    """Whether one number is the shortest edge of an image."""
-    return "shortest_edge" in _defaults(pixels).get("size", {})
-
-
-def _filter(pixels: dict) -> str:
-    """The name of the filter."""
-    number = read(pixels, "resample", whole(0, len(arguments.INTERPOLATIONS) - 1), "preprocessor_config.json")
-    return arguments.INTERPOLATIONS[_defaults(pixels).get("resample", 3) if number is None else number]
-
-
-def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
-    """The crop mode and (height, width) or None in a field; by_edge: one number is the shortest edge."""
+def size_field(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
+    """The crop mode and (height, width) or None in a field."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = dict(height=value[0], width=value[1])
-    elif not isinstance(value, dict):
+    elif not isinstance(value, dict):  # one number is the shortest edge where it is so for the class
+        by_edge = field == "size" and "shortest_edge" in _defaults(pixels).get("size", {})
         value = dict(shortest_edge=value) if by_edge else dict(height=value, width=value)
     edge = value.get("shortest_edge")
     mode, sides = ("center", (edge, edge)) if edge else ("squash", (value.get("height"), value.get("width")))
@@ -219,21 +211,6 @@ def size_field(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tu
         return mode, arguments.ARGUMENTS["img_size"](sides)
     except ValueError:
         return mode, None
-
-
-def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
-    """Fields of preprocessor_config.json that resize images and cut them to `size`, (height, width).
-
-    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
-    are squashed.
-    """
-    height, width = (int(side / crop_pct) for side in size)
-    by_edge = crop_mode == "center" and size[0] == size[1]
-    edges = dict(shortest_edge=height) if by_edge else dict(height=height, width=width)
-    if crop_pct == 1 and not by_edge:
-        return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=edges)
-    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1]))
-    return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 
 
 # ---- written
@@ -249,8 +226,8 @@ def family(config: dict) -> str:
     return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
 
 
-def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """The tensors and the content of config.json."""
+def written(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """The tensors and the JSON files of a repository for the from_pretrained of transformers' class."""
     size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
     content = {name: config[FIELDS[name]] for name in SHARED}
     content |= dict(
@@ -260,7 +237,33 @@ def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -
         dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
     )
     made, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
-    return made, content | more
+    return made, {"config.json": content | more, "preprocessor_config.json": _processor(config)}
+
+
+def _processor(config: dict) -> dict:
+    """The content of preprocessor_config.json.
+
+    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
+    are squashed.
+    """
+    size, crop_pct = pair(config["img_size"]), config["crop_pct"] or 1.0
+    height, width = (int(side / crop_pct) for side in size)
+    by_edge = config["crop_mode"] in (None, "center") and size[0] == size[1]
+    edges = dict(shortest_edge=height) if by_edge else dict(height=height, width=width)
+    cuts = by_edge or crop_pct != 1
+    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1])) if cuts else {}
+    return dict(
+        image_processor_type="BitImageProcessor" if cuts else "ViTImageProcessor",
+        do_resize=True,
+        size=edges,
+        **cut,
+        resample=arguments.INTERPOLATIONS.index(config["interpolation"] or "bicubic"),
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=config["mean"],
+        image_std=config["std"],
+    )
 
 
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:

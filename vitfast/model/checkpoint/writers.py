@@ -160,27 +160,12 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
     return state, {"config.json": content | dict(model_args=model_args, pretrained_cfg=pretrained)}
 
 
-def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """A repository for the from_pretrained of transformers' class."""
-    state, content = hugging_face.converted(state, config, class_names)
-    pixels = dict(
-        **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
-        resample=arguments.INTERPOLATIONS.index(config["interpolation"] or "bicubic"),
-        do_rescale=True,
-        rescale_factor=1 / 255,
-        do_normalize=True,
-        image_mean=config["mean"],
-        image_std=config["std"],
-    )
-    return state, {"config.json": content, "preprocessor_config.json": pixels}
-
-
 # For each format the suffixes of its file ("" for a folder), and a function that makes its tensors and the content of
 # its JSON files from the state dict, the configuration and the class names.
 WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
     "vitfast": (("",), None),  # see save
     "timm": (("", ".safetensors", ".pth"), _timm),
-    "huggingface": (("",), _hugging_face),
+    "huggingface": (("",), hugging_face.written),
     "npz": ((".npz",), lambda state, config, names: (google.written(state, config), {})),
     "torchvision": ((".safetensors", ".pth"), lambda state, config, names: (rename(state, to_theirs(TORCHVISION)), {})),
 }
