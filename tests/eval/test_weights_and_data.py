@@ -22,10 +22,17 @@ from vitfast.train.trainer import train
 CPU = torch.device("cpu")
 
 
+def named(folder, names=None):
+    """The folder of a small model whose classes have these names."""
+    model = tiny(3)
+    model.class_names = names
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def weights(tmp_path):
-    tiny(3).save_pretrained(tmp_path / "w")
-    return tmp_path / "w"
+    return named(tmp_path / "w")
 
 
 NAMES = {
@@ -38,10 +45,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
-def test_class_names_of_weights_and_data(names, weights, tmp_path, monkeypatch, caplog):
+def test_class_names_of_weights_and_data(names, tmp_path, caplog):
     data = pictures.folder(tmp_path / "data", classes=("cat", "dog", "eel"), count=1)
-    monkeypatch.setattr(ViT, "class_names", names, raising=False)
-    config = evaluation(weights, data)
+    config = evaluation(named(tmp_path / "w", names), data)
     message = NAMES[names]
     if message and "another order" in message:
         with pytest.raises(InputError, match=message):
@@ -51,10 +57,9 @@ def test_class_names_of_weights_and_data(names, weights, tmp_path, monkeypatch, 
         assert accuracy.evaluate_weights(config)["images"] == 3
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == (message is not None) and (message is None or re.search(message, said[0]))
-    monkeypatch.setattr(ViT, "class_names", ("x", "y", "z"), raising=False)
     caplog.clear()
     pictures.folder(tmp_path / "numbers", classes=("0", "1", "2"), count=1)
-    accuracy.evaluate_weights(evaluation(weights, tmp_path / "numbers"))
+    accuracy.evaluate_weights(evaluation(named(tmp_path / "xyz", ("x", "y", "z")), tmp_path / "numbers"))
     assert not caplog.records
 
 
