@@ -1,6 +1,8 @@
 """Bugs planted in a copy of the package are found, each by the test that is to find it."""
 
 import pytest
+from mutant import ROOT
+from mutants import MUTANTS
 from planted import PLANTED
 
 
@@ -15,3 +17,5 @@ def test_each_planted_bug_stands_in_the_sources():
     for bug in PLANTED:
         assert bug.old in bug.path.read_text() and bug.old != bug.new, f"{bug.what}: {bug.file} has changed"
         assert bug.test, bug.what
+    for bug in MUTANTS:
+        assert bug.old in (ROOT / "kernels" / bug.file).read_text(), f"{bug.what}: {bug.file} has changed"

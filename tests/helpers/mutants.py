@@ -165,7 +165,7 @@ zeros that nobody asked for | layer_norm | rows.py
 - BLOCK_D), other=0.0)
 + BLOCK_D))
 the last rows' dweight | layer_norm backward | layer_norm/backward.py
-- dw = _add(dw, dw_more, CHUNKS)
+- dw = _add(dw_ptr, dw, dw_more, CHUNKS)
 + dw = dw_more
 one slice of dweight | patch embedding backward | patch_embed/backward.py
 -         partial_ptrs += D * K\n
