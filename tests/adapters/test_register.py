@@ -1,11 +1,12 @@
 """vitfast.adapters.register: blocks of a user's own, what they return, and what is refused."""
 
 import copy
+import threading
 from unittest import mock
 
 import pytest
 import torch
-from adapter_models import assert_same, calls, left, pair, running
+from adapter_models import assert_same, calls, left, pair, running, timm_vit
 from checks import assert_close, randomize
 from own_blocks import Drop, FeedForward, Gated, Scale, SelfAttention
 from timm.models.vision_transformer import Block as TimmBlock
@@ -87,6 +88,31 @@ def test_dinov2s_own_names():
     model(X)
     assert left(model) and all("drops images" in why for why in left(model))
     assert calls(model.eval(), X) == BOTH
+
+
+def test_a_block_that_cannot_be_copied():
+    """Such as one that holds a lock, or a table that its constructor computes from a parameter."""
+
+    class Locked(make_block()):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.lock = threading.Lock()
+
+    register(Locked, LAYER)
+    model = vitfast.accelerate(Locked(32, 2).eval())
+    assert calls(model, X) == BOTH
+
+
+def test_another_default_dtype(monkeypatch):
+    monkeypatch.setattr(registry, "_checked", dict.fromkeys([nn.Conv2d], registry._checked[nn.Conv2d]))
+    own = make_block()
+    try:
+        torch.set_default_dtype(torch.float64)
+        register(own, LAYER)
+        model = nn.ModuleDict(dict(own=own(32, 2), timm=timm_vit()))
+        assert not left(vitfast.accelerate(model))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_model_with_places():

@@ -157,6 +157,19 @@ def test_calls_that_mean_nothing_are_refused_and_change_nothing(call, says):
     assert model.num_classes == 3 and model.patch_embed.img_size == (16, 16)
 
 
+def test_a_subclass_says_how_images_are_prepared():
+    class Ours(ViT):
+        mean, class_names = (0.25,) * 3, ("cat", "dog")
+
+        @property
+        def crop_pct(self):
+            return 0.9
+
+    model = Ours(**SMALL | dict(num_classes=2), crop_mode="squash")
+    assert (model.mean, model.crop_pct, model.crop_mode) == ((0.25,) * 3, 0.9, "squash")
+    assert model.pretrained_cfg["crop_pct"] == 0.9 and model.class_names == ("cat", "dog")
+
+
 def test_a_model_of_numpy_numbers_is_the_same_model():
     numbers = dict(img_size=np.int64(16), patch_size=np.int32(8), num_heads=np.int64(2), norm_eps=np.float32(1e-3))
     numbers |= dict(embed_dim=np.int16(16), depth=np.uint8(1), num_classes=np.int64(3), mlp_ratio=np.float64(2))

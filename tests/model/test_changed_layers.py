@@ -142,6 +142,13 @@ def test_hooks_fire_with_what_passes(twins, name):
     assert not acceleration_report(twins[0]).left
 
 
+def test_a_hook_on_the_last_dropout_of_a_gated_mlp_leaves_it_fused():
+    seen, mlp = [], ViT(**SMALL, swiglu_mlp=True).blocks[0].mlp
+    mlp.drop2.register_forward_hook(lambda *_: seen.append(1))
+    mlp(torch.rand(2, 4, 32))
+    assert seen == [1] and mlp.unsupported_reason() is None
+
+
 def test_with_an_fp32_residual_stream(twins):
     """In 16 bits, whose norms see the stream in fp32."""
     model, seen = ViT(**SMALL, residual_in_fp32=True).bfloat16(), []

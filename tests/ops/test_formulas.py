@@ -133,6 +133,16 @@ def test_rope_is_timms(layout):
         assert_close(ops.attention(packed, rope=tables, **options), expected, **TOL)
 
 
+def test_logits_of_packed_samples_have_a_bias_and_no_unknown_options():
+    q, bias, offsets = rand(N, H, DH), rand(H, N, N), torch.tensor([0, 4, N], dtype=torch.int32)
+    found = ref.attention_logits(q, q, offsets=offsets, bias=bias)
+    expected = torch.einsum("qhd,khd->hqk", q, q) * DH**-0.5 + bias
+    assert_close(found[:, :4, :4], expected[:, :4, :4], **TOL)
+    assert_close(found[:, 4:, 4:], expected[:, 4:, 4:], **TOL)
+    with pytest.raises(TypeError, match="num_prefixes"):
+        ref.attention_logits(q[None], q[None], num_prefixes=1)
+
+
 def test_key_lengths_hide_keys_and_no_query():
     q, k, v, bias = rand(3, N, H, DH), rand(3, N, H, DH), rand(3, N, H, DH), rand(H, N, N)
     lengths = torch.tensor([4, 0, N])

@@ -4,7 +4,6 @@ That is needed because versions of a library differ and users describe blocks of
 """
 
 import contextlib
-import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -40,6 +39,11 @@ def _same(got, expected) -> bool:
     if isinstance(got, tuple) or isinstance(expected, tuple):
         return type(got) is type(expected) and got[1:] == expected[1:] and _same(got[0], expected[0])
     return torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def _tokens(*samples: int) -> torch.Tensor:
+    """Tokens in fp32, as the small modules are, whatever the default dtype is."""
+    return torch.randn(*samples, TOKENS, WIDTH, dtype=torch.float32)
 
 
 def _agrees(module: nn.Module, ours: type, x: torch.Tensor, arguments: dict) -> bool:
@@ -80,12 +84,13 @@ def _check(cls: type, description: Layer, of_users: bool) -> tuple[AttentionBloc
     reason = unknown_member_reason(example, cls, blocks, with_buffers=of_users)
     if reason is not None:
         raise ValueError(reason)
-    x = torch.randn(*(() if description.packed else (2,)), TOKENS, WIDTH)
-    arguments = description.example(TOKENS)
-    watched, order = copy.deepcopy(example), []
-    for name, module in watched.named_modules():
-        module.register_forward_hook(lambda *_, name=name: order.append(name))
-    returned = watched(x, **arguments)  # a tuple or not differs by version too
+    x = _tokens(*(() if description.packed else (2,)))
+    arguments, order = description.example(TOKENS), []
+    add = lambda name: lambda *_: order.append(name)  # noqa: E731
+    hooks = [module.register_forward_hook(add(name)) for name, module in example.named_modules()]
+    returned = example(x, **arguments)  # a tuple or not differs by version too
+    for hook in hooks:
+        hook.remove()
     attention.allow_calls(order)
     entries = len(returned) if isinstance(returned, tuple) else 0
     if entries and any(other is not None for other in returned[1:]):
@@ -183,7 +188,7 @@ def checked_leaf(cls: type, make: Callable[[type], tuple[nn.Module, type]]) -> t
     try:
         with _plain():
             example, ours = make(cls)
-            if not _agrees(example, ours, torch.randn(2, TOKENS, WIDTH), {}):
+            if not _agrees(example.float(), ours, _tokens(2), {}):
                 raise ValueError("other numbers")
             return ours
     except Exception as error:

@@ -174,7 +174,7 @@ class GluMlp(Mlp):
     """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up]."""
 
     inside = Mlp.inside | {"norm": (nn.Identity, LayerNorm)}
-    fused_modules = {"gated_mlp": expected_modules(inside)}
+    fused_modules = {"gated_mlp": expected_modules({name: types for name, types in inside.items() if name != "drop2"})}
     operation, parts = "gated_mlp_block", ("gated MLP block", "gated MLP")
     gates, activation = 1, "silu"
 

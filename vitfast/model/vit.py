@@ -59,7 +59,8 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
         for name in (*FIELDS, "class_names"):
-            setattr(self, name, getattr(c, name))
+            if isinstance(getattr(type(self), name, property()), property):  # else it is an attribute of a subclass
+                vars(self)[name] = getattr(c, name)
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away

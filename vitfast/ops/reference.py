@@ -216,14 +216,27 @@ def attention(q, k, v, *, scale=None, bias=None, key_lengths=None, offsets=None,
 
 
 @_upcastable
-def attention_logits(q, k, *, scale=None, bias=None, key_lengths=None, offsets=None, longest=None, rope=None, **turned):
+def attention_logits(
+    q,
+    k,
+    *,
+    bias=None,
+    key_lengths=None,
+    offsets=None,
+    longest=None,
+    scale=None,
+    rope=None,
+    rope_layout="half",
+    num_prefix=0,
+):
     """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
 
     Keys that do not count have -inf. Options are as in `attention`; packed (tokens, H, Dh) give (H, tokens, tokens).
     """
+    turned = dict(rope_layout=rope_layout, num_prefix=num_prefix)
     if offsets is not None:
         owner = owners(offsets, len(q))
-        whole = attention_logits(q[None], k[None], scale=scale, rope=rope, **turned)[0]
+        whole = attention_logits(q[None], k[None], bias=bias, scale=scale, rope=rope, **turned)[0]
         return whole.masked_fill(owner != owner[:, None], float("-inf"))
     if rope is not None:
         q, k = (rotate(x, *rope, **turned) for x in (q, k))
