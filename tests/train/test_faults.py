@@ -156,6 +156,7 @@ DAMAGED = [
     (change_tensors(lambda tensors: tensors | {"model.norm.weight": torch.zeros(3)}), "norm.weight"),
     (change_tensors(lambda t: t | {"optimizer.state.norm.weight.exp_avg": torch.zeros(3)}), "norm.weight.exp_avg"),
     (change_tensors(without("optimizer.state.norm.weight.exp_avg")), "exp_avg"),
+    (change_tensors(lambda t: t | {"optimizer.state.more.exp_avg": torch.zeros(3)}), "optimiser's state.more.exp_avg"),
 ]
 PLACES = [{}, dict(packing={}), dict(packing=dict(progress={})), dict(packing=dict(progress=None, patches=1))]
 OTHER_SETTINGS = [
