@@ -51,6 +51,11 @@ def test_ridge_is_least_squares_on_whitened_features_and_a_constant(count, width
     assert torch.equal(fewshot.classify("ridge", x, y, queries, 4), fewshot.ridge(x, y, queries, 4, 1024.0))
 
 
+def test_images_of_one_class_are_all_of_it():
+    x, _ = cloud(8, 20)
+    assert fewshot.classify("ridge", x, torch.zeros(8, dtype=torch.long), x[:3], 1).tolist() == [0, 0, 0]
+
+
 def test_draws_are_of_every_class_and_nested():
     labels = np.random.default_rng(3).integers(0, 5, 400)
     labels[labels == 4][3:] = 0
@@ -163,7 +168,7 @@ WRONG = [
     ("--output OUT/a.json", "a.json: is there already; add --force"),
     ("--output OUT/a.txt", "a.txt: the result is written as .json or .csv"),
     ("--output OUT/folder.json", "folder.json: a folder is in the way"),
-    *((flags, "positive numbers of shots and seeds") for flags in ("--shots 0", "--seeds 0", "--l2 -1")),
+    *((flags, "positive numbers of shots and seeds") for flags in ("--shots 0", "--seeds 0", "--l2 -1", "--l2 inf")),
     ("--method knn --l2 1", "knn has no l2; it is for ridge and linear"),
 ]
 

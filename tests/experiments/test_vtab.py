@@ -152,7 +152,8 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
     path.write_text("- digits")
     for flags, message in (
         (["--examples", 0], "positive number of examples"),
-        (["--method", "ridge", "--l2", 0], "positive l2"),
+        (["--method", "ridge", "--l2", 0], "positive, finite l2"),
+        (["--method", "ridge", "--l2", "inf"], "positive, finite l2"),
     ):
         code, _, err = run_cli(capsys, *base, "--tasks", path, *flags)
         assert code == 2 and message in err
@@ -160,6 +161,11 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
     code, _, err = run_cli(capsys, *base, "--tasks", path)
     assert code == 2 and "start it without torchrun" in err
     assert sum(map(len, vtab.VTAB.values())) == 19 and list(map(len, vtab.VTAB.values())) == [7, 4, 8]
+
+
+def test_one_image_is_enough_for_least_squares(digits_weights):
+    result = vtab.evaluate_frozen(evaluation(digits_weights), "ridge", 1)
+    assert result["train_images"] == 1 and result["l2"] == vtab.L2["ridge"][0]
 
 
 # ---- how tasks see their images: nothing that changes a class, and the same in training and in the test

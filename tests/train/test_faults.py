@@ -156,6 +156,7 @@ DAMAGED = [
     (change_tensors(lambda tensors: tensors | {"model.norm.weight": torch.zeros(3)}), "norm.weight"),
     (change_tensors(lambda t: t | {"optimizer.state.norm.weight.exp_avg": torch.zeros(3)}), "norm.weight.exp_avg"),
     (change_tensors(without("optimizer.state.norm.weight.exp_avg")), "exp_avg"),
+    (change_tensors(lambda t: t | {"optimizer.state.more.exp_avg": torch.zeros(3)}), "optimiser's state.more.exp_avg"),
 ]
 PLACES = [{}, dict(packing={}), dict(packing=dict(progress={})), dict(packing=dict(progress=None, patches=1))]
 OTHER_SETTINGS = [
@@ -242,6 +243,9 @@ def leave_parts(run):
     last, writing = run / "checkpoints" / "last", run / "checkpoints" / ".writing"
     shutil.copytree(last, writing)
     (writing / ".model.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
+    for folder in (writing, writing / "state"):
+        (folder / ".vitfast-br1rrj2p").mkdir()
+        (folder / ".vitfast-br1rrj2p" / ".tmpciz5Ct").write_bytes(b"half")  # safetensors' name until a file is whole
     shutil.copytree(last / "state", run / "checkpoints" / ".removing" / "state")
 
 

@@ -16,6 +16,7 @@ where its classes are what things are, not where, how many, how far or which way
 import dataclasses
 import json
 import logging
+import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +145,13 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
-    """The regularisation in L2 that, trained on four fifths, is right most often on the rest."""
+    """The regularisation in L2 that, trained on four fifths, is right most often on the rest.
+
+    Of a single image nothing can be held out: it is the first of them.
+    """
     cut = len(x) * 4 // 5
+    if not cut:
+        return L2[method][0]
 
     def right(l2: float) -> int:
         return int((classify(method, x[:cut], y[:cut], x[cut:], classes, l2) == y[cut:]).sum())
@@ -189,8 +195,8 @@ def vtab(
     """
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
-    if examples < 1 or (l2 is not None and not l2 > 0):
-        raise InputError("vtab takes a positive number of examples and a positive l2")
+    if examples < 1 or (l2 is not None and not 0 < l2 < math.inf):
+        raise InputError("vtab takes a positive number of examples and a positive, finite l2")
     check_l2(method, l2)
     named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # a task's settings win over the recipe
     layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]

@@ -111,7 +111,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             shapes = {f"state.{name}": parameter.shape for name, parameter in train_step.model.named_parameters()}
             state = {key: value for key, value in sections["optimizer"].items() if key.startswith("state.")}
             for key, value in state.items():  # torch checks neither shapes nor whether an entry is missing
-                if isinstance(value, Tensor) and value.dim() and value.shape != shapes[key.rpartition(".")[0]]:
+                if isinstance(value, Tensor) and value.dim() and value.shape != shapes.get(key.rpartition(".")[0]):
                     raise ValueError(f"the optimiser's {key} has shape {tuple(value.shape)}")
             counts = Counter(key.rpartition(".")[2] for key in state)
             if len(set(counts.values())) > 1:
