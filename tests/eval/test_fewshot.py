@@ -49,6 +49,7 @@ def test_ridge_is_least_squares_on_whitened_features_and_a_constant(count, width
         truth = design(queries) @ np.linalg.solve(a.T @ a + l2 * np.eye(a.shape[1]), a.T @ target)
         assert np.array_equal(fewshot.ridge(x, y, queries, 4, l2).numpy(), truth.argmax(1))
     assert torch.equal(fewshot.classify("ridge", x, y, queries, 4), fewshot.ridge(x, y, queries, 4, 1024.0))
+    assert torch.equal(fewshot.ridge(x, 0 * y, queries, 1, 1024.0), torch.zeros(80, dtype=torch.long))
 
 
 def test_draws_are_of_every_class_and_nested():

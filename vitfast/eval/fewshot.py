@@ -1,5 +1,7 @@
 """Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe."""
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Ten
     whiten = whitening(x)
     design, others = (F.pad(whiten(part), (0, 1), value=BIAS).numpy() for part in (x, queries))
     model = Ridge(l2, fit_intercept=False, copy_X=False).fit(design, 2.0 * F.one_hot(y, classes).double().numpy() - 1)
-    return torch.from_numpy(model.predict(others).argmax(1))
+    return torch.from_numpy(model.predict(others).reshape(-1, classes).argmax(1))  # one class has no axis of its own
 
 
 METHODS = ("ridge", "knn", "linear")
@@ -96,7 +98,7 @@ def few_shot(
     default of knn and linear; that of ridge is SHOTS). seeds: draws of each number. Raises InputError for wrong input.
     """
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
-    if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
+    if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not 0 < l2 < math.inf):
         raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
     check_l2(method, l2)
     if config.sizes:

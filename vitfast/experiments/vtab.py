@@ -16,6 +16,7 @@ where its classes are what things are, not where, how many, how far or which way
 import dataclasses
 import json
 import logging
+import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +190,7 @@ def vtab(
     """
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
-    if examples < 1 or (l2 is not None and not l2 > 0):
+    if examples < 1 or (l2 is not None and not 0 < l2 < math.inf):
         raise InputError("vtab takes a positive number of examples and a positive l2")
     check_l2(method, l2)
     named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # a task's settings win over the recipe
