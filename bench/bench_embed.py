@@ -9,6 +9,7 @@ before and after. Times are by the wall clock, ours and the script's in turn.
 that waits for images.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -116,12 +117,11 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
 
     error = check()
     warm_up(ours), warm_up(theirs)
-    stages.waiting = stages.computing = 0.0
-    script_seconds = []
+    stages.waiting, script_seconds = 0.0, []
     took = measure(benchmark, ours, setup=time_theirs, rounds=ROUNDS, timer=wall)
-    other = statistics.median(script_seconds)
+    other, total = statistics.median(script_seconds), benchmark.stats.stats.total if benchmark.stats else math.nan
     info = dict(op="embed", shape=model, direction="forward", stage=stage, batch=s.batch, workers=WORKERS)
     info |= dict(ratio=other / took, images_per_second=count / took, script_images_per_second=count / other)
-    info |= dict(waiting=stages.waiting / max(1e-9, stages.waiting + stages.computing), error=error)
+    info |= dict(waiting=stages.waiting / total, error=error)
     work = [kernel for kernel in model_work(s, DTYPE.itemsize).of("forward")] * max(1, count // s.batch)
     describe(benchmark, "vitfast", work, took, DTYPE, error_after=check(), **info)

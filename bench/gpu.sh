@@ -240,7 +240,7 @@ bench() {
     local name=$1 least=$2 limit=$3 case_limit=$4
     shift 4
     step "$name" "$least" "$limit" "$python" -m pytest "$@" --benchmark-only -q -ra \
-        --benchmark-columns=median,iqr,rounds \
+        --benchmark-columns=median,iqr,rounds --basetemp "$work/.pytest" \
         --benchmark-json="$work/$name.json" --case-limit "$case_limit" --ends $((EPOCHSECONDS + $(left "$limit")))
 }
 

@@ -286,3 +286,6 @@ def test_a_rehearsal_runs_every_case(stage, name):
         assert {n: len(content["benchmarks"]) for n, content in found.items()} == wanted
         assert not any(content["failed"] for content in found.values())
         assert "rehearsed B/16 224 B256" in (stage.out / "report.md").read_text()
+    if name == "embed":
+        shares = [case["extra_info"]["waiting"] for case in json.loads(stage.files["embed.json"])["benchmarks"]]
+        assert shares and all(0 <= share < 1 for share in shares)

@@ -130,9 +130,9 @@ def test_wrong_usage_exits_2(capsys, args):
 NUMBERS = {
     "cost": ("cost --model Ti/16", "--img-size --batch-size --gpus --efficiency", "-1 0 nan inf x"),
     "length": ("cost --model Ti/16 --images 10", "--epochs", "-1 nan inf x"),
-    "fewshot": ("fewshot --weights W --data digits --device cpu", "--shots --seeds --l2", "-1 0 nan x"),
+    "fewshot": ("fewshot --weights W --data digits --device cpu", "--shots --seeds --l2", "-1 0 nan inf x"),
     "inspect": ("inspect --weights W --data digits --output O", "--images --img-size --num-heads", "-1 0 0.5 x"),
-    "vtab": ("vtab --weights W --tasks T --output O --method ridge", "--examples --l2 --img-size", "-1 0 nan x"),
+    "vtab": ("vtab --weights W --tasks T --output O --method ridge", "--examples --l2 --img-size", "-1 0 nan inf x"),
     "convert": ("convert W O --format timm", "--num-heads --num-classes --img-size", "-1 0.5 x"),
     "export": ("export --weights W --output O.pt2 --format torch", "--num-heads --img-size", "-1 0 x"),
     "predict": ("predict W --weights W", "--top-k --batch-size --img-size", "-1 0 0.5 x"),

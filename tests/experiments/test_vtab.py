@@ -152,8 +152,8 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
     path.write_text("- digits")
     for flags, message in (
         (["--examples", 0], "positive number of examples"),
-        (["--method", "ridge", "--l2", 0], "positive, finite l2"),
-        (["--method", "ridge", "--l2", "inf"], "positive, finite l2"),
+        (["--method", "ridge", "--l2", 0], "a positive l2"),
+        (["--method", "ridge", "--l2", "inf"], "a positive l2"),
     ):
         code, _, err = run_cli(capsys, *base, "--tasks", path, *flags)
         assert code == 2 and message in err

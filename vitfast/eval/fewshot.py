@@ -100,7 +100,7 @@ def few_shot(
     """
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not 0 < l2 < math.inf):
-        raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive, finite l2")
+        raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
     check_l2(method, l2)
     if config.sizes:
         raise InputError("fewshot takes images of one size: leave sizes out")

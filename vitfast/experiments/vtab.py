@@ -196,7 +196,7 @@ def vtab(
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
     if examples < 1 or (l2 is not None and not 0 < l2 < math.inf):
-        raise InputError("vtab takes a positive number of examples and a positive, finite l2")
+        raise InputError("vtab takes a positive number of examples and a positive l2")
     check_l2(method, l2)
     named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # a task's settings win over the recipe
     layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
