@@ -41,7 +41,7 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
 
 
 def _as_it_is(block: nn.Module, sizes: BlockSizes) -> BlockSizes:
-    """The sizes with the widths of a layer's MLP as it is now, such as pruned, where the layer tells them."""
+    """The sizes with the widths of a layer's MLP as it is now, such as pruned, where it tells them."""
     mlp = getattr(block, "mlp", None)
     before = getattr(getattr(mlp, "fc1", None), "out_features", sizes.before)
     return sizes._replace(before=before, hidden=getattr(getattr(mlp, "fc2", None), "in_features", sizes.hidden))
