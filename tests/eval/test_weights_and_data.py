@@ -8,7 +8,7 @@ import pictures
 import pytest
 import torch
 from commands import run_cli
-from frozen import evaluation, result, tiny
+from frozen import evaluation, result, save_tiny, tiny
 from PIL import Image
 from runs import QUICK, digits
 
@@ -257,3 +257,16 @@ def test_the_order_of_another_pillow_is_said_once(tmp_path, capsys, caplog, monk
             said = [record.getMessage() for record in caplog.records if "Pillow" in record.getMessage()]
             assert len(said) == (other != INSTALLED)
             assert all(f"resized images as Pillow {INSTALLED} does" in text and remedy in text for text in said)
+
+
+def test_the_size_of_an_evaluation_is_set_in_either_way(tmp_path, capsys):
+    weights, command = save_tiny(tmp_path / "w"), ("eval", "--data", "digits", "--device", "cpu", "--json")
+
+    def loss(*size) -> float:
+        code, printed = run_cli(capsys, *command, "--weights", weights, *size)[:2]
+        assert code == 0
+        return json.loads(printed)["loss"]
+
+    own, larger = loss(), loss("--img-size", 32)
+    assert larger != own and loss("--set", "img_size=32") == larger  # tiny ViTs take 16 pixels
+    assert loss("--set", "img_size=0") == loss("--img-size", 32, "--set", "img_size=0") == own

@@ -142,6 +142,11 @@ def evaluation_config(args: argparse.Namespace):
     return resolve("eval", *evaluation_layers(args))
 
 
+def asked_size(args: argparse.Namespace, config) -> int | None:
+    """The side of an evaluation's images: --img-size, over which --set wins; None for the model's own."""
+    return config.img_size or None if "img_size" in dict(getattr(args, "set", [])) else getattr(args, "img_size", None)
+
+
 def run_config(args: argparse.Namespace, task: str = "pretrain"):
     """The Config of a training run, or the one that the runs of an experiment start from."""
     from ..train.recipes import resolve
