@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
-import onnxruntime
 import pictures
 import pytest
 import torch
@@ -22,6 +20,15 @@ from vitfast.eval.predict import predict
 from vitfast.model import export as exporting
 from vitfast.model.export import export
 from vitfast.run.config import Config
+
+
+def libraries() -> tuple:
+    """onnx and onnxruntime, which the test on a GPU does without."""
+    import onnx
+    import onnxruntime
+
+    return onnx, onnxruntime
+
 
 TOL = dict(atol=1e-4, rtol=1e-4)  # other libraries' sums of logits of size ~1
 
@@ -56,6 +63,7 @@ def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, ca
     code, out, err = run(capsys, "--weights", weights, "--output", path, "--format", "onnx", "--img-size", 48, 16)
     assert code == 0 and f"wrote {path}: max difference " in out and float(out.split()[4]) < 1e-4, err
     assert not [r for r in caplog.records if r.name.startswith("onnx")]  # on what the exporter tidied up
+    onnx, onnxruntime = libraries()
     session, resized = onnxruntime.InferenceSession(path), ViT.from_pretrained(weights, img_size=(48, 16)).eval()
     for batch in (1, 5):
         x = torch.randn(batch, 3, 48, 16)
@@ -79,6 +87,7 @@ def test_onnx_metadata_suffices_for_predicts_answers(raw, tmp_path):
     for i, path in enumerate(paths):
         pictures.smooth(i, 40 + 30 * i, 90 - 10 * i).save(path)
 
+    onnx, onnxruntime = libraries()
     proto = onnx.load(tmp_path / "m.onnx")
     told = {entry.key: json.loads(entry.value) for entry in proto.metadata_props}
     assert told["graph_normalizes"] is raw and told["class_names"] == names
