@@ -321,7 +321,7 @@ case "$stage" in
         check="vitfast doctor" doctor doctor 120
         # the files with such tests alone: others import packages that a machine for benchmarks need not have
         mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-        check="gpu tests" gpu_tests gpu_tests 30 330 "${files[@]}" -k 'not sanitizer' "$@"
+        check="gpu tests" gpu_tests gpu_tests 30 330 "${files[@]:-tests}" -k 'not sanitizer' "$@"
         export VITFAST_SANITIZER_SECONDS=$(($(left) - 50))
         check="compute-sanitizer" workers=2 gpu_tests sanitizer 150 555 tests/kernels/test_gpu.py -k sanitizer
         ;;
