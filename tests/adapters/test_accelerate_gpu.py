@@ -50,7 +50,7 @@ def test_dtypes_numbers_and_gradients(name, autocast, weights):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast), ops.use_kernels("on"):
             out = tensor(candidate(images))
             grads = gradients(candidate, out, upstream.to(out.dtype))
-        assert (launches_made() - before > 30) == (candidate is model)
+        assert (launches_made() - before > 10) == (candidate is model)  # libraries' kernels are not counted
         assert all(grads[key].dtype == weights for key in wanted)
         missed = sum((grads[key] - wanted[key]).norm() for key in wanted) / sum(g.norm() for g in wanted.values())
         errors.append(((out - truth).norm() / truth.norm(), missed))

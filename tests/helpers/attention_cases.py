@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitfast.kernels import launch
 from vitfast.kernels.attention.launchers import attention_bwd, attention_fwd
@@ -67,7 +68,8 @@ def by_autograd(qkv, do, scale=SCALE, **options):
     qkv, given = qkv.detach().requires_grad_(), options | leaves
     if "cos" in given:
         given["rope"] = given.pop("cos"), given.pop("sin")
-    o = ref.attention(*qkv.unbind(2), scale=scale, **given)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's gave NaN for some strides on an H200
+        o = ref.attention(*qkv.unbind(2), scale=scale, **given)
     dqkv, *more = torch.autograd.grad(o, (qkv, *leaves.values()), do)
     return {"o": o.detach(), "dqkv": dqkv, "bias gradient": dqkv.sum((0, 1)).flatten()} | dict(zip(leaves, more))
 

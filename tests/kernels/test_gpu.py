@@ -149,4 +149,4 @@ def test_sanitizer_finds_nothing(checker):
     code, text = sanitized.check(checker, float(os.environ.get("VITFAST_SANITIZER_SECONDS", "200")))
     if "Device not supported" in text:
         pytest.skip(f"compute-sanitizer does not work on this machine: {text[-300:]}")
-    assert code == 0, f"exit code {code} (None: out of time)\n{text[-4000:]}"
+    assert code == 0, f"exit code {code} (None: out of time)\n{text[-8000:]}"
