@@ -114,7 +114,9 @@ def test_results_under_the_name_of_another_gpu_are_a_copy(place, tmp_path, capsy
     assert "h200/train.json: it is there already, or a copy" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops.json"])
+@pytest.mark.parametrize(
+    "path", ["h100/train.json", "h200/train.json", "h200/inference.json", "h200/ops_attention.json"]
+)
 def test_what_real_gpus_did_is_possible(path):
     """Their FLOPs, bytes, rates and errors, counted again; nothing is faster than it can be."""
     content = json.loads((ROOT / "bench" / "results" / path).read_text())
@@ -122,8 +124,9 @@ def test_what_real_gpus_did_is_possible(path):
     plausible.check_form(content, plausible.BENCHMARKS, path)
     machine = plausible.check_machine({"train.json": content}, facts["device"], facts["commit"])
     planned = {full: facts for name in plausible.FILES for full, facts in plausible.plan(name).items()}
-    assert content["benchmarks"]
-    for case in content["benchmarks"]:
+    known = [case for case in content["benchmarks"] if case["fullname"] in planned]  # `first` has not all operations
+    assert known and (len(known) == len(content["benchmarks"]) or "ops_" in path)
+    for case in known:
         plausible.check_case(case, planned[case["fullname"]], machine)
 
 

@@ -68,7 +68,8 @@ def by_autograd(qkv, do, scale=SCALE, **options):
     qkv, given = qkv.detach().requires_grad_(), options | leaves
     if "cos" in given:
         given["rope"] = given.pop("cos"), given.pop("sin")
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's gave NaN for some strides on an H200
+    # On an H200, cuDNN's gave NaN for some strides, and flash attention a misaligned address.
+    with sdpa_kernel([SDPBackend.MATH, *([] if qkv.is_cuda else [SDPBackend.FLASH_ATTENTION])]):
         o = ref.attention(*qkv.unbind(2), scale=scale, **given)
     dqkv, *more = torch.autograd.grad(o, (qkv, *leaves.values()), do)
     return {"o": o.detach(), "dqkv": dqkv, "bias gradient": dqkv.sum((0, 1)).flatten()} | dict(zip(leaves, more))
