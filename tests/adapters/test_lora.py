@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from adapter_models import IMAGES, Q_AND_V, hf_vit, lora, tensor, timm_vit
-from checks import randomize
+from checks import gradients, randomize
 
 import vitfast
 from vitfast.adapters.families import hugging_face_model
@@ -35,11 +35,15 @@ def test_it_draws_its_dropout_as_without_accelerate(name):
     assert not torch.allclose(tensor(model(IMAGES)), outputs[0], atol=1e-3)
 
 
-@torch.no_grad()
-def test_in_double_precision():
+def test_outputs_and_gradients_in_double_precision():
     base, images, wrapped = randomize(clip()).double(), IMAGES.double(), lora("q_proj", "v_proj", "out_proj")
-    truth = tensor(wrapped(copy.deepcopy(base))(images))
-    torch.testing.assert_close(tensor(wrapped(vitfast.accelerate(base))(images)), truth, atol=1e-10, rtol=1e-9)
+    truth, model = wrapped(copy.deepcopy(base)), wrapped(vitfast.accelerate(base))
+    expected, output = tensor(truth(images)), tensor(model(images))
+    torch.testing.assert_close(output, expected, atol=1e-10, rtol=1e-9)
+    upstream = torch.randn_like(expected)
+    wanted, found = gradients(truth, expected, upstream), gradients(model, output, upstream)
+    assert any("lora_A" in name for name in wanted)
+    torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("in_fp32", [None, True, False])
