@@ -101,8 +101,8 @@ def check(checker: str, seconds: float = 200) -> tuple[int | None, str]:
         watched = subprocess.run([*command, *COMMAND], timeout=seconds, env=environment, **together)
     except subprocess.TimeoutExpired as error:
         return None, (error.stdout or b"").decode()
-    said = [line for line in watched.stdout.splitlines() if "========= " in line and "Host Frame" not in line]
-    return watched.returncode, "\n".join(said[:60]) + f"\n{watched.stdout[-1000:]}"
+    found = [line for line in watched.stdout.splitlines() if "=========" in line and "Host Frame" not in line]
+    return watched.returncode, "\n".join([*found[:60], watched.stdout[-1000:]])
 
 
 if __name__ == "__main__":

@@ -91,6 +91,10 @@ def test_what_the_sanitizer_is_asked(tmp_path, monkeypatch, checker):
     assert first == last == "runs" and f"--tool {checker} --error-exitcode 9" in told and told.endswith(str(script))
     assert told.startswith("1 ") == (checker == "memcheck")
     assert ("--kernel-name-exclude kns=gemm,kns=" in told) == (checker == "racecheck")
+    write(tool, "echo ========= Invalid read; echo '=========     Host Frame: main'; seq 1000; exit 9")
+    found, text = sanitized.check(checker)
+    assert found == 9 and text.startswith("========= Invalid read\n") and text.endswith("1000\n") and "Host" not in text
+    asked.write_text("--tool")
     code.write_text("3")  # it fails by itself: nothing to watch
     assert sanitized.check(checker)[0] == 3 and asked.read_text().count("--tool") == 1
     code.write_text("0")
