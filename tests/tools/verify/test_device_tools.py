@@ -94,7 +94,6 @@ def test_what_the_sanitizer_is_asked(tmp_path, monkeypatch, checker):
     write(tool, "echo ========= Invalid read; echo '=========     Host Frame: main'; seq 1000; exit 9")
     found, text = sanitized.check(checker)
     assert found == 9 and text.startswith("========= Invalid read\n") and text.endswith("1000\n") and "Host" not in text
-    asked.write_text("--tool")
     code.write_text("3")  # it fails by itself: nothing to watch
     assert sanitized.check(checker)[0] == 3 and asked.read_text().count("--tool") == 1
     code.write_text("0")
