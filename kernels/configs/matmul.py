@@ -27,6 +27,9 @@ _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # GELU takes 515 us in two pieces and 524 in four.
 _WIDE_BLOCK = _product(8, 4, 128, 256, 64, 4, "persistent")
 _PERSISTENT = (Rule(_WIDE_BLOCK, sm=(90,), bits="16"),)
+# One image through B/16 on an H200, as a CUDA graph: 605 us with fc2 by cuBLAS, which splits the sum, 544 with proj as
+# well, 497 with fc1 too (850 with all three by _PRODUCT; bench/results/h200/few_rows.json).
+_FEW_ROWS = (Rule(config(provider="cublas"), sm=(90,), bits="16", shape="*f"),)
 _MANY_ROWS = (Rule(_WIDE_BLOCK, sm=(90,), bits="16", shape="*[0-9]"),)
 _GELU = (Rule(_product(8, 4, 128, 256, 64, 2, "persistent"), sm=(90,), bits="16", shape="*[0-9]"),)
 # Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. They are
@@ -90,8 +93,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # Products have shape class "KxN" (product.py). cuBLAS does those in which no epilogue saves a pass over memory.
     "linear_fwd": _CUBLAS,
     "input_grad": _CUBLAS,
-    "linear_gelu_fwd": _GELU + _PRODUCT,
-    "linear_residual_fwd": _NARROW + _MANY_ROWS + _PRODUCT,
+    "linear_gelu_fwd": _FEW_ROWS + _GELU + _PRODUCT,
+    "linear_residual_fwd": _FEW_ROWS + _NARROW + _MANY_ROWS + _PRODUCT,
     # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
@@ -107,11 +110,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 _TORCH = (Rule(config(provider="torch")),)
+_OURS = _PRODUCT + _PERSISTENT + _TMA + _WIDE
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
-    "linear_fwd": _PRODUCT + _PERSISTENT + _TMA + _WIDE,
-    "input_grad": _PRODUCT + _PERSISTENT + _TMA + _WIDE,
-    "linear_gelu_fwd": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
-    "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_PERSISTENT, *_TMA, *_WIDE),
+    "linear_fwd": _OURS,
+    "input_grad": _OURS,
+    "linear_gelu_fwd": _CUBLAS + _OURS,
+    "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_OURS),
     "dgelu_matmul": _CUBLAS + _TMA + _WIDE,
     "gelu_bwd": _TORCH,
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),

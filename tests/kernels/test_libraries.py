@@ -188,10 +188,10 @@ ATTENTION = set(libraries.PROVIDERS)
         ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
         ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # wide ones too
-        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas tma triton tma", set()),
+        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas triton tma triton tma", set()),
         ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
-        ("linear_residual_fwd", "768x768", BF16, "here", "cublas tma triton tma", {"cublaslt"}),
-        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", BF16, "here", "cublas triton tma triton tma", {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt triton tma triton tma", set()),
         ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
         # libraries are not compiled offline; there are no tensor descriptors before sm_90
         ("attention_bwd", "d64n256", BF16, 90, "tiled", ATTENTION),

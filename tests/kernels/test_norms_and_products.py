@@ -152,13 +152,27 @@ def test_two_persistent_programs_share_a_multiprocessor_where_blocks_are_narrow(
             assert record(lambda: linear.linear(x, weight))[0].grid == (programs,)
 
 
-def test_few_rows_take_smaller_blocks():
-    """The large blocks of persistent programs serve many rows; few rows would leave most multiprocessors idle."""
-    weight = torch.empty(3072, 768, dtype=torch.bfloat16, device="meta")
-    for count, provider in ((197, "triton"), (197 * 64, "persistent")):
-        with tiles.using(sm=90), tiles.using() as used:
-            record(lambda: mlp.linear_gelu(weight.new_empty(count, 768), weight, None, "gelu", False))  # noqa: B023
-        assert [config.provider for config in used.values()] == [provider]
+@pytest.mark.parametrize(
+    "sm, dtype, few, many",
+    [
+        (90, torch.bfloat16, "cublas", "persistent"),
+        (90, torch.float32, *["triton"] * 2),
+        (80, torch.half, *["triton"] * 2),
+    ],
+)
+def test_few_rows_have_their_own_rule(sm, dtype, few, many):
+    """They would leave most multiprocessors idle in our blocks; cuBLAS splits the sum."""
+    up, down = torch.empty(3072, 768, dtype=dtype, device="meta"), torch.empty(768, 3072, dtype=dtype, device="meta")
+
+    def both(count):
+        act, _ = mlp.linear_gelu(up.new_empty(count, 768), up, None, "gelu", False)
+        linear.linear_residual(act, down, None, up.new_empty(count, 768), None, None, 1)
+
+    for count, provider in ((197, few), (197 * 64, many)):
+        with tiles.using(sm=sm), tiles.using() as used:
+            launches = record(lambda: both(count))  # noqa: B023
+        assert [config.provider for config in used.values()] == [provider] * 2
+        assert len(launches) == 2 * (provider != "cublas")
 
 
 def test_a_gate_that_descriptors_cannot_take_goes_by_pointers():

@@ -78,7 +78,7 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     assert tiles._user_table() == {}
 
 
-OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][0].config.blocks)
+OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][-1].config.blocks)
 SCALE_ROWS = dict(BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6)
 FAULTS = [  # of a user's rows, and two that have none
     (
@@ -125,7 +125,7 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
 
 
 def test_what_is_forced_must_exist():
-    says = "linear_residual_fwd has no provider 'nonsense', only persistent, triton, cublas, cublaslt, tma$"
+    says = "linear_residual_fwd has no provider 'nonsense', only cublas, persistent, triton, cublaslt, tma$"
     with pytest.raises(ValueError, match=says):
         tiles.using("linear_residual_fwd", config(provider="nonsense")).__enter__()
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
