@@ -137,10 +137,11 @@ def _candidates(used: dict[tuple[str, str, str], KernelConfig], case: Case) -> I
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
         if shape.endswith("-small"):
             yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape
-        shipped = tiles.shipped(op, like, shape)
-        groups = {block: 2 for block, _ in shipped.blocks if block.startswith("GROUP")}
+        known = (tiles.shipped(op, like, shape), *tiles.candidates(op, like, shape))
+        config = next(config for config in known if config.provider not in LIBRARIES)  # the first of ours
+        groups = {block: 2 for block, _ in config.blocks if block.startswith("GROUP")}
         if groups and case.sizes.rows > 256:
-            yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
+            yield op, dataclasses.replace(config, blocks=tuple((dict(config.blocks) | groups).items())), shape
 
 
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], KernelConfig]]]:
