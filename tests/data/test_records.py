@@ -13,6 +13,7 @@ from frozen import tiny
 from vitfast import Embedder
 from vitfast.data import contents
 from vitfast.data.records import records
+from vitfast.data.shards import local_shards
 from vitfast.errors import InputError
 
 CONTENTS = shards.files(7)
@@ -78,13 +79,20 @@ def parquet(file, **columns) -> None:
 
 
 def test_a_shard_with_a_damaged_header_is_no_shorter_shard(tmp_path):
-    shards.write(tmp_path / "x.tar", [(f"{i}.png", CONTENTS[i]) for i in range(3)])
-    whole = (tmp_path / "x.tar").read_bytes()
-    header = whole.index(b"1.png")
-    for damaged in (whole[: header + 9] + b"\1" + whole[header + 10 :], whole[: header + 100]):
-        (tmp_path / "x.tar").write_bytes(damaged)
-        with pytest.raises(InputError, match=rf"x.tar cannot be read \(damaged at byte {header}\)"):
-            listed(tmp_path / "x.tar")
+    """Neither for embeddings nor for training."""
+    members = [(f"{i}.{kind}", content) for i in range(3) for kind, content in (("cls", b"1"), ("png", CONTENTS[i]))]
+    shards.write(tmp_path / "train-0.tar", members)
+    whole = (tmp_path / "train-0.tar").read_bytes()
+    header, end = whole.index(b"1.png"), len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    for entire in (whole[:end], whole[: end + 512], whole[: end + 1024]):  # as others write them
+        (tmp_path / "train-0.tar").write_bytes(entire)
+        assert len(listed(tmp_path)) == len(local_shards(tmp_path, ("train",))) == 3
+    wrong, zeros = whole[: header + 9] + b"\1" + whole[header + 10 :], whole[:header] + bytes(512)
+    for damaged in (wrong, whole[: header + 100], zeros + whole[header + 512 :]):
+        (tmp_path / "train-0.tar").write_bytes(damaged)
+        for read in (listed, lambda root: local_shards(root, ("train",))):
+            with pytest.raises(InputError, match=rf"train-0.tar cannot be read \(damaged at byte {header}\)"):
+                read(tmp_path)
 
 
 def test_paths_in_parquet_files_that_cannot_be_read_say_why(tmp_path):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from .image_files import SUFFIXES, image_files, suffix
 from .images import Unreadable, printable
-from .shards import Slice
+from .shards import Slice, tar_members
 
 PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
 LISTS = (".txt", ".lst")
@@ -106,15 +106,11 @@ def _of_tar(path: str, root: str) -> Iterator[Record]:
     shard, found = os.path.relpath(path, root or "."), False
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                tar.members = []  # it would keep all of them
+            for member in tar_members(tar):
                 if member.isfile() and suffix(member.name) in SUFFIXES:
                     found = True
                     content = Slice(path, member.offset_data, member.size)
                     yield Record(printable(f"{shard}/{member.name}"), content, member.size)
-            tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
-                raise tarfile.ReadError(f"damaged at byte {tar.offset}")
     except (tarfile.TarError, OSError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
     if not found:

@@ -60,12 +60,22 @@ class ShardFiles(Source):
         return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
 
 
+def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an opened tar file. Raises ReadError at a damaged header, which tarfile takes for the end."""
+    for member in tar:
+        tar.members = []  # it would keep all of them
+        yield member
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):  # the end is two blocks of zeros, or that of the file
+        raise tarfile.ReadError(f"damaged at byte {tar.offset}")
+
+
 def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
     """(name, offset, bytes, class) of the images of a shard that have a .cls of the same key."""
     images, labels = {}, {}
     try:
         with tarfile.open(path) as tar:
-            for member in tar:
+            for member in tar_members(tar):
                 folder, _, name = member.name.rpartition("/")
                 key, _, suffix = name.partition(".")
                 if member.isfile() and suffix.lower() == "cls":
