@@ -66,6 +66,16 @@ def change_tensors(change, name="checkpoints/last/state/state.safetensors"):
     return lambda run: save_file(change(load_file(run / name)), run / name, metadata={"step": "4"})
 
 
+def of_an_earlier_vitfast(change):
+    """Whose checkpoints do not say which parameters have no state."""
+
+    def harm(run):
+        change_record(without("optimizer.stateless"))(run)
+        change_tensors(change)(run)
+
+    return harm
+
+
 def without(start: str):
     return lambda values: {name: value for name, value in values.items() if not name.startswith(start)}
 
@@ -155,7 +165,13 @@ DAMAGED = [
     (change_tensors(lambda tensors: tensors | {"model.more": torch.zeros(1)}), "other tensors: more"),
     (change_tensors(lambda tensors: tensors | {"model.norm.weight": torch.zeros(3)}), "norm.weight"),
     (change_tensors(lambda t: t | {"optimizer.state.norm.weight.exp_avg": torch.zeros(3)}), "norm.weight.exp_avg"),
-    (change_tensors(without("optimizer.state.norm.weight.exp_avg")), "exp_avg"),
+    (
+        change_tensors(without("optimizer.state.norm.weight.exp_avg")),
+        "parameter: no norm.weight.exp_avg, norm.weight.exp",
+    ),
+    (change_tensors(without("optimizer.state.norm.weight.")), "parameter: no norm.weight.exp_avg, norm.weight.exp"),
+    (change_tensors(without("optimizer.state.")), "every parameter: no .*.state"),
+    (of_an_earlier_vitfast(without("optimizer.state.norm.weight.step")), "every parameter: no norm.weight.step"),
     (change_tensors(lambda t: t | {"optimizer.state.more.exp_avg": torch.zeros(3)}), "optimiser's state.more.exp_avg"),
 ]
 PLACES = [{}, dict(packing={}), dict(packing=dict(progress={})), dict(packing=dict(progress=None, patches=1))]

@@ -15,12 +15,26 @@ from vitfast.data.folders import ImageFiles
 from vitfast.model.baselines import baseline
 from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import check_data, read_training_state
+from vitfast.train.step import TrainStep
 from vitfast.train.trainer import Trainer, train
 
 
 def test_a_finished_run_resumed_elsewhere_is_evaluated_again(four_steps, tmp_path):
     assert train(digits(tmp_path / "new", steps=4, **QUICK), resume=str(four_steps))["steps"] == 4
     assert same_runs(tmp_path / "new", four_steps) and records(tmp_path / "new", "val", "step") == ["4"]
+
+
+def test_a_run_goes_on_whose_optimiser_has_no_state_for_a_parameter_without_gradients(tmp_path, monkeypatch):
+    accumulate = TrainStep.accumulate
+
+    def none_for_the_norm(self, *args):
+        result = accumulate(self, *args)
+        self.model.norm.weight.grad = None
+        return result
+
+    monkeypatch.setattr(TrainStep, "accumulate", none_for_the_norm)
+    for steps in (2, 4):
+        assert train(digits(tmp_path, steps=steps, **QUICK))["steps"] == steps
 
 
 # ---- data

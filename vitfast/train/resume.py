@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +76,8 @@ def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
     if train_step.optimizer.state:  # before the first step torch would invent the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
+        named = train_step.model.named_parameters()  # those without a gradient yet have no state
+        sections["optimizer"]["stateless"] = [name for name, p in named if p not in train_step.optimizer.state]
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
 
 
@@ -108,16 +109,19 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             if odd:
                 raise ValueError(f"the saved {name} has other tensors: {first_of(odd)}")
         if "optimizer" in sections:
-            shapes = {f"state.{name}": parameter.shape for name, parameter in train_step.model.named_parameters()}
-            state = {key: value for key, value in sections["optimizer"].items() if key.startswith("state.")}
+            saved = sections["optimizer"]
+            shapes = {name: parameter.shape for name, parameter in train_step.model.named_parameters()}
+            state = {key.removeprefix("state."): saved[key] for key in saved if key.startswith("state.")}
             for key, value in state.items():  # torch checks neither shapes nor whether an entry is missing
                 if isinstance(value, Tensor) and value.dim() and value.shape != shapes.get(key.rpartition(".")[0]):
-                    raise ValueError(f"the optimiser's {key} has shape {tuple(value.shape)}")
-            counts = Counter(key.rpartition(".")[2] for key in state)
-            if len(set(counts.values())) > 1:
-                raise ValueError(f"the optimiser's state is not there for every parameter: {dict(counts)}")
+                    raise ValueError(f"the optimiser's state.{key} has shape {tuple(value.shape)}")
+            held, kinds = ({key.rpartition(".")[part] for key in state} for part in (0, 2))
+            stateless = saved.pop("stateless", shapes.keys() - held)  # an earlier vitfast does not say
+            wanted = {f"{name}.{kind}" for name in shapes.keys() - stateless for kind in kinds or {"state"}}
+            if missing := sorted(wanted - state.keys()):
+                raise ValueError(f"the optimiser's state is not there for every parameter: no {first_of(missing)}")
             # This comes before the models, because torch makes room for the state by a step of rate 0.
-            set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
+            set_optimizer_state_dict(train_step.model, train_step.optimizer, saved, options=WHOLE)
         for name, model in train_step.models.items():
             set_model_state_dict(model, sections[name], options=WHOLE)
         if train_step.scaled:
