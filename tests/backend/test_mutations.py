@@ -216,7 +216,11 @@ MUTANTS = {
     "soft caps": (*logits("(5 * torch.tanh(logits / 5))"), "m"),
     "bias of a sample": (*logits("(logits + self.matrix[:3, None, None, :7])"), None),
     "bias transposed": (*logits("(logits + self.table.mT)"), "am"),
-    "bias of queries, whose gradient is zero but for rounding": (*logits("(logits + self.table[..., :1])"), "m"),
+    "bias of queries, whose gradient is zero but for rounding": (
+        *logits("(logits + self.table[..., :1])"),
+        *(HEADS, "o = self.attend(q, k, q)"),  # the bias is the last input of the region
+        "m",
+    ),
     "bias of the tokens": (*logits("(logits + k[..., None, :, 0])"), "m"),
     "shared keys": (HEADS, "o = self.attend(q, k[:, :1].expand(q.shape), v[:, :1].expand(q.shape))", "m"),
     "grouped keys": (HEADS, "o = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)", "m"),
