@@ -6,11 +6,12 @@ or lacks what a table needs, is named with the reason, and the others count.
 
 Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
 time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
+A ratio is of two cases of one run: of one machine, commit and versions.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
@@ -36,12 +37,17 @@ class Results:
     name: str
     machines: list[dict] = field(default_factory=list)
     measured: dict[str, dict] = field(default_factory=dict)
+    runs: dict[str, dict[str, dict]] = field(default_factory=dict)  # the cases with a time of each run, oldest first
     missing: dict[str, dict] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)  # exit codes
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
 
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["op"] in ops]
+
+    def by_run(self) -> list["Results"]:
+        """The results of each run alone, the newest first."""
+        return [replace(self, measured=cases) for cases in reversed(self.runs.values())] or [self]
 
     def grouped(self, key: Callable[[dict], str], *ops: str) -> dict[str, list[dict]]:
         """The cases of these operations, or of all, by a function of a case; in the order of `ops`."""
@@ -92,11 +98,13 @@ def _add_benchmarks(results: Results, content: dict) -> None:
         if lacking := [key for key in needed if key not in found]:
             raise ValueError(f"{case['fullname']} lacks {', '.join(lacking)}")
         cases[case["fullname"]] = found
+    run = results.runs.setdefault(str({key: fact for key, fact in machine.items() if key != "ceilings"}), {})
     for name, case in cases.items():
         results.missing.pop(name, None)
-        results.measured[name] = case
+        results.measured[name] = run[name] = case
     for case in failed:
-        results.measured.pop(case["fullname"], None)
+        for times in (results.measured, *results.runs.values()):
+            times.pop(case["fullname"], None)
         results.missing[case["fullname"]] = dict(case, state="failed")
     for case in skipped:
         if case["fullname"] not in results.measured:

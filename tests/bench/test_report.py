@@ -32,10 +32,10 @@ def model(impl: str, speed: float, op="train", shape="B/16 224 B256", **more) ->
     return entry(op, impl, 256e6 / speed, "both", shape, **info)
 
 
-def write(folder: Path, name: str, date: str, ceilings=CEILINGS, **cases: list[dict]) -> None:
+def write(folder: Path, name: str, date: str, ceilings=CEILINGS, commit: str = "a", **cases: list[dict]) -> None:
     """A result file of this date, with cases under benchmarks, failed or skipped."""
     content = dict(benchmarks=[], failed=[], skipped=[], datetime=date) | cases
-    facts = dict(device="GPU", torch="2.11", datasheet_bf16_flops=989e12, ceilings=ceilings)
+    facts = dict(device="GPU", torch="2.11", commit=commit, datasheet_bf16_flops=989e12, ceilings=ceilings)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(content | dict(machine_info=dict(vitfast=facts))))
 
@@ -208,6 +208,29 @@ def test_targets_by_hand(what, tmp_path):
     rows = {name: measured for name, _, measured in targets.target_rows(report.load(tmp_path))}
     (found,) = (measured for name, measured in rows.items() if name.startswith(what.strip()))
     assert found == wanted and rows["gpu tests, `vitfast doctor`, compute-sanitizer"] == "not measured yet"
+
+
+def test_a_ratio_is_of_the_cases_of_one_commit(tmp_path):
+    """The newest that has both; a case that has failed since has none."""
+    speeds = {"vitfast compile bf16": 4000.0, "vitfast.accelerate(timm) compile bf16": 4200.0}
+    least = [model("vitfast compile bf16 least memory", 3000.0, peak_mib=1000.0, precision="bf16")]
+    least += [model("timm compile bf16", 2000.0, peak_mib=2000.0)]
+    older = [*models(speeds), *least, *entries("attention", {"vitfast": 100, "sdpa cudnn": 150})]
+    newer = models({"vitfast compile bf16": 5000.0, "timm compile bf16": 4000.0}, peak_mib=4000.0)
+    write(tmp_path, "older", "2026-01-01", benchmarks=older)
+    write(tmp_path, "newer", "2026-01-02", commit="b", benchmarks=[*newer, entry("attention", "vitfast", 50)])
+
+    def told(row: int) -> str:
+        return targets.target_rows(report.load(tmp_path))[row][2]
+
+    assert "5,000 images/s of vitfast compile bf16 by 4,000 of timm compile bf16) 1.25" in told(1)
+    assert "accelerate(timm) compile bf16 by 4,000 of vitfast compile bf16) 1.05" in told(9)
+    assert told(4).startswith("attention B/16 224 forward 1.50")
+    both = "(5,000 images/s) of timm bf16 compiled 1.00 **missed**; vitfast compile bf16 least memory (3,000 images/s) "
+    assert told(8) == f"vitfast compile bf16 {both}of timm bf16 compiled 0.50"
+    failed = missing(older[1]["name"], "WrongResult")
+    write(tmp_path, "newest", "2026-01-03", commit="b", failed=[failed])
+    assert told(9) == "not measured yet"
 
 
 @pytest.mark.parametrize(
