@@ -11,13 +11,14 @@ and which of several counts, stands in result_files.py.
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from result_files import WHOLE_MODELS, Results, load
-from targets import VITFAST, target_rows
+from targets import VITFAST, figure_rows, target_rows
 
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
@@ -33,9 +34,9 @@ def cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is text, the others numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def table(header: list[str], rows: list[list[str]], texts: int = 1) -> str:
+    """A Markdown table; the first columns, `texts` of them, are text, the others numbers."""
+    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) + "\n"
 
 
@@ -134,6 +135,29 @@ def sections(results: Results) -> str:
     return "\n".join(found)
 
 
+# What the README says of a machine; bench/results/README.md has all.
+FACTS = {"driver_version": "driver", "torch": "torch", "triton": "triton", "timm": "timm"}
+OVERVIEW = """\
+A ratio is our speed by that of the best peer, in equal precision and in one run; of latency and memory, less is better.
+**Bold** figures are as wanted, and "-" is not measured yet. [bench/results](bench/results/README.md) has every time,
+setting and failed case, and [what was predicted](bench/results/NOTES.md).
+"""
+
+
+def overview(gpus: list[Results]) -> str:
+    """The figures of all GPUs side by side, after their machines and the peers' settings that have no time."""
+    rows, without = figure_rows(gpus)
+    machines = {}
+    for facts in itertools.chain(*(results.machines for results in gpus)):
+        words = [facts["device"], *(f"{word} {facts[key]}" for key, word in FACTS.items() if key in facts)]
+        machines.setdefault(", ".join(words), {})[facts.get("commit")] = True
+    lines = [f"{words}, commits {', '.join(commits)}" for words, commits in machines.items()]
+    lines += [f"Peers without a time: {', '.join(without)}"] if without else []
+    listed = "".join(f"- {cell(line)}\n" for line in lines)
+    header = ["target", "figure", "wanted", *(results.name for results in gpus)]
+    return f"{OVERVIEW}\n{listed}\n{table(header, rows, texts=2)}"
+
+
 def gpus(folder: Path) -> list[Results]:
     found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"]
     return [r for r in found if r.measured or r.missing or r.checks or r.damaged]
@@ -142,9 +166,8 @@ def gpus(folder: Path) -> list[Results]:
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
     """The text that every generated file should hold."""
     found = gpus(folder)
-    more = "Everything: [bench/results](bench/results/README.md).\n"
     texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}" for r in found]}
-    texts[readme] = [f"{machine_lines(r)}\n{targets_table(r)}\n{more}" for r in found]
+    texts[readme] = [overview(found)] if found else []
     for path, parts in texts.items():
         before, rest = path.read_text().split(START)
         body = "\n".join(parts) or NOTHING

@@ -1,8 +1,9 @@
 """The targets of vitfast on a GPU, and what the results say: met, missed, or not measured yet.
 
-report.py reads them. A ratio is of two cases in equal precision; peers count with the fastest of their settings, and a
-setting that should have been the strongest and has no time is named ("without max-autotune"). Of a case that was
-measured twice ("again") the slower time counts. What is wanted of whole models depends on the GPU (`Goals`).
+report.py reads them. A target has several figures. A ratio is of two cases in equal precision; peers count with the
+fastest of their settings, and a setting that should have been the strongest and has no time is named ("without
+max-autotune"). Of a case that was measured twice ("again") the slower time counts. What is wanted of whole models
+depends on the GPU (`Goals`).
 """
 
 import itertools
@@ -22,22 +23,27 @@ class Goals:
     """Realistic goals for whole models on a class of GPUs, in times the best peer's speed.
 
     flops: the least bf16 FLOP/s of the class, by the data sheet, or as measured for a GPU without one. peak: the share
-    of the data sheet's peak in inference of B/16, or None.
+    of the data sheet's peak that B/16 is to reach, by what is timed.
     """
 
     flops: float
     model: float
     stretch: float
-    peak: float | None
+    peak: dict[str, float]
 
-    @property
-    def share(self) -> str:
-        """The goal `peak` in words."""
-        return f", {100 * self.peak:.0f} % of the peak (AITemplate on an A100)" if self.peak else ""
+    def share(self, op: str, whose: str) -> str:
+        """A goal of `peak` in words; whose: who has reached it."""
+        return f", {100 * self.peak[op]:.0f} % of the peak ({whose})" if op in self.peak else ""
+
+    training = property(lambda self: self.share("train", "the most published for a ViT: NeMo, g/14 on an H100"))
+    inference = property(lambda self: self.share("throughput", "AITemplate on an A100"))
 
 
 # timm compiled leaves more of an H100 unused than of a consumer card, where it reaches about 72 % of the peak already.
-GOALS = (Goals(5e14, model=1.3, stretch=1.5, peak=0.59), Goals(0, model=1.15, stretch=1.25, peak=None))
+GOALS = (
+    Goals(5e14, model=1.3, stretch=1.5, peak=dict(train=0.29, throughput=0.59)),
+    Goals(0, model=1.15, stretch=1.25, peak={}),
+)
 
 
 def goals(results: Results) -> Goals:
@@ -47,15 +53,39 @@ def goals(results: Results) -> Goals:
     return next(found for found in GOALS if flops >= found.flops)
 
 
-def figure(of: str, value: float, bound: float, at_most: bool = False, without: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class Figure:
     """One measured number: what it is of, and whether it keeps its bound from below (or above).
 
-    without: settings of peers that have no time.
+    setting: the cases that it relates. without: settings of peers that have no time.
     """
-    met = value <= bound if at_most else value >= bound
-    missing = f" (without {', '.join(without)})" if without else ""
-    shown = value if isinstance(value, int) else f"{value:.2f}"
-    return f"{of} {shown}{missing}{'' if met else ' **missed**'}"
+
+    of: str
+    value: float
+    bound: float
+    at_most: bool = False
+    setting: str = ""
+    without: Sequence[str] = ()
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    @property
+    def shown(self) -> str:
+        return str(self.value) if isinstance(self.value, int) else f"{self.value:.2f}"
+
+    @property
+    def wanted(self) -> str:
+        """The bound in signs; nothing where every value keeps it."""
+        if self.bound == (np.inf if self.at_most else 0):
+            return ""
+        return f"{'≤' if self.at_most else '≥'} {self.bound:g}" if self.bound else "0"
+
+    def __str__(self) -> str:
+        setting = f" ({self.setting})" if self.setting else ""
+        missing = f" (without {', '.join(self.without)})" if self.without else ""
+        return f"{self.of}{setting} {self.shown}{missing}{'' if self.met else ' **missed**'}"
 
 
 def whole_models(results: Results, op: str, model: str, libraries: list[str], precision: str) -> list:
@@ -66,7 +96,7 @@ def whole_models(results: Results, op: str, model: str, libraries: list[str], pr
 
 def speed(
     results: Results, of: str, bound: float | None, op: str, model: str, precision: str, ours: str, theirs: list[str]
-) -> Iterator[str]:
+) -> Iterator[Figure]:
     """The ratio of our images per second to those of the fastest of theirs, both settings beside it.
 
     For a latency it is the ratio of seconds, which may be at most `bound`. bound: None for the GPU's goal.
@@ -75,18 +105,18 @@ def speed(
     own, others = next(filter(all, pairs), ([], []))
     if own:
         first, second = (cases[0]["images_per_second"] for cases in (own, others))
-        of = f"{of} ({first:,.0f} images/s of {own[0]['impl']} by {second:,.0f} of {others[0]['impl']})"
+        setting = f"{first:,.0f} images/s of {own[0]['impl']} by {second:,.0f} of {others[0]['impl']}"
         bound = goals(results).model if bound is None else bound
         tuned = theirs in ([VITFAST], [TENSORRT]) or any(f" max-autotune {precision}" in i["impl"] for i in others)
         ratio = second / first if op == "latency" else first / second
-        yield figure(of, ratio, bound, op == "latency", () if tuned else ["max-autotune"])
+        yield Figure(of, ratio, bound, op == "latency", setting, () if tuned else ["max-autotune"])
 
 
-def peak_share(results: Results) -> Iterator[str]:
-    """The share of the data sheet's peak in inference of B/16, where the GPU has a goal for it."""
-    wanted, cases = goals(results).peak, whole_models(results, "throughput", MAIN, [VITFAST], "bf16")
+def peak_share(results: Results, op: str) -> Iterator[Figure]:
+    """The share of the data sheet's peak that B/16 reaches, where the GPU has a goal for it."""
+    wanted, cases = goals(results).peak.get(op), whole_models(results, op, MAIN, [VITFAST], "bf16")
     if wanted and cases and cases[0]["mfu_datasheet"]:
-        yield figure(f"share of the peak of {cases[0]['impl']}", cases[0]["mfu_datasheet"], wanted)
+        yield Figure("share of the peak by the data sheet", cases[0]["mfu_datasheet"], wanted, setting=cases[0]["impl"])
 
 
 def operation(results: Results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
@@ -98,7 +128,7 @@ def operation(results: Results, op: str, shape: str, direction: str) -> tuple[di
 
 def against(
     results: Results, ops: list[str], directions: list[str], bounds: dict[str, float], strongest: list[str], needed=""
-) -> Iterator[str]:
+) -> Iterator[Figure]:
     """The best other implementation's time over ours, by operation, shape (of bounds) and direction.
 
     Those of the strongest implementations that have no time are named. needed: there is no figure until an
@@ -110,37 +140,37 @@ def against(
             times = {case["impl"]: case["median"] for case in others}
             if any(impl.startswith(needed) for impl in times):
                 ratio, without = min(times.values()) / ours["median"], [i for i in strongest if i not in times]
-                yield figure(f"{op} {shape} {direction}", ratio, bound, without=without)
+                yield Figure(f"{op} {shape} {direction}", ratio, bound, without=without)
                 break
 
 
-def layer_norm(results: Results) -> Iterator[str]:
+def layer_norm(results: Results) -> Iterator[Figure]:
     """The share of the copy bandwidth, which is that of the floor, as there is no matrix product."""
     for shape, direction in itertools.product((MAIN, "L/16 224", "H/14 224"), BOTH):
         ours, _ = operation(results, "add_layer_norm", shape, direction)
         if ours:
-            yield figure(f"{shape} {direction}", ours["percent_of_floor"] / 100, 0.9)
+            yield Figure(f"{shape} {direction}", ours["percent_of_floor"] / 100, 0.9)
 
 
-def memory(results: Results) -> Iterator[str]:
+def memory(results: Results) -> Iterator[Figure]:
     for precision, bound in (("amp", 0.6), ("bf16", 0.65)):
         found = {}
         for run in results.by_run():
             theirs = [c for c in whole_models(run, "train", MAIN, ["timm"], precision) if " compile " in c["impl"]]
             for ours in whole_models(run, "train", MAIN, [VITFAST], "bf16"):
                 if theirs and ours["peak_mib"] and theirs[0]["peak_mib"]:
-                    of = f"{ours['impl']} ({ours['images_per_second']:,.0f} images/s) of timm {precision} compiled"
-                    ratio = ours["peak_mib"] / theirs[0]["peak_mib"]
-                    found.setdefault(ours["impl"].removesuffix(" again"), figure(of, ratio, bound, at_most=True))
+                    name, ratio = ours["impl"].removesuffix(" again"), ours["peak_mib"] / theirs[0]["peak_mib"]
+                    of, speed = f"{name} by timm {precision} compiled", f"{ours['images_per_second']:,.0f} images/s"
+                    found.setdefault(name, Figure(of, ratio, bound, at_most=True, setting=speed))
         yield from found.values()
 
 
-def checks(results: Results) -> Iterator[str]:
+def checks(results: Results) -> Iterator[Figure]:
     for name, code in results.checks.items():
-        yield figure(f"{name}: exit code", code, 0, at_most=True)
+        yield Figure(f"{name}: exit code", code, 0, at_most=True)
 
 
-def loss_curves(results: Results) -> Iterator[str]:
+def loss_curves(results: Results) -> Iterator[Figure]:
     """The largest difference, over windows of steps, between the two libraries' means over seeds.
 
     It is in standard deviations of a run between seeds, which count as 0.001 at least.
@@ -153,7 +183,7 @@ def loss_curves(results: Results) -> Iterator[str]:
             curves = np.array([[runs[of, seed] for seed in seeds] for of in (VITFAST, "timm")])
             spread = np.sqrt(curves.var(1, ddof=1).mean(0)) if len(seeds) > 1 else 0.0
             value = (np.abs(np.subtract(*curves.mean(1))) / np.maximum(spread, 1e-3)).max()
-            yield figure(f"{name}, {len(seeds)} seeds, in deviations", value, 2.0, at_most=True)
+            yield Figure(f"{name}, {len(seeds)} seeds, in deviations", value, 2.0, at_most=True)
 
 
 BOTH = ["forward", "backward"]
@@ -170,10 +200,12 @@ TARGETS = (
     ("gpu tests, `vitfast doctor`, compute-sanitizer", "all pass", [(checks,)]),
     (
         "B/16 224 training step, batch 256",
-        "bf16 {0.model}x timm bf16, `accelerate(timm)` amp {0.model}x timm amp (equal numerics), stretch {0.stretch}x",
+        "bf16 {0.model}x timm bf16, `accelerate(timm)` amp {0.model}x timm amp (equal numerics), stretch {0.stretch}x"
+        "{0.training}",
         [
-            (speed, "bf16 of timm bf16", None, "train", MAIN, "bf16", VITFAST, ["timm"]),
-            (speed, "accelerate amp of timm amp", None, "train", MAIN, "amp", ACCELERATED, ["timm"]),
+            (speed, "bf16 by timm bf16", None, "train", MAIN, "bf16", VITFAST, ["timm"]),
+            (speed, "accelerate amp by timm amp", None, "train", MAIN, "amp", ACCELERATED, ["timm"]),
+            (peak_share, "train"),
         ],
     ),
     (
@@ -183,13 +215,13 @@ TARGETS = (
     ),
     (
         "B/16 inference",
-        "bf16: {0.model}x the best peer's throughput, 0.8x its latency (CUDA graphs){0.share}; fp16 reported",
+        "bf16: {0.model}x the best peer's throughput, 0.8x its latency (CUDA graphs){0.inference}; fp16 reported",
         [
-            (speed, "throughput", None, "throughput", MAIN, "bf16", VITFAST, PEERS),
-            (peak_share,),
-            (speed, "latency of one image", 0.8, "latency", MAIN, "bf16", VITFAST, PEERS),
-            (speed, "fp16 throughput of TensorRT", 0.0, "throughput", MAIN, "fp16", VITFAST, [TENSORRT]),
-            (speed, "fp16 latency of TensorRT", np.inf, "latency", MAIN, "fp16", VITFAST, [TENSORRT]),
+            (speed, "throughput by the best peer's", None, "throughput", MAIN, "bf16", VITFAST, PEERS),
+            (peak_share, "throughput"),
+            (speed, "latency of one image by the best peer's", 0.8, "latency", MAIN, "bf16", VITFAST, PEERS),
+            (speed, "fp16 throughput by TensorRT's", 0.0, "throughput", MAIN, "fp16", VITFAST, [TENSORRT]),
+            (speed, "fp16 latency by TensorRT's", np.inf, "latency", MAIN, "fp16", VITFAST, [TENSORRT]),
         ],
     ),
     (
@@ -213,21 +245,43 @@ TARGETS = (
         "`vitfast.accelerate(timm model)`",
         "within 5 % of our own ViT in bf16; amp, which keeps timm's fp32 residual, reported",
         [
-            (speed, "bf16 of our own ViT", 0.95, "train", MAIN, "bf16", ACCELERATED, [VITFAST]),
-            (speed, "amp of our own ViT", 0.0, "train", MAIN, "amp", ACCELERATED, [VITFAST]),
+            (speed, "bf16 by our own ViT", 0.95, "train", MAIN, "bf16", ACCELERATED, [VITFAST]),
+            (speed, "amp by our own ViT", 0.0, "train", MAIN, "amp", ACCELERATED, [VITFAST]),
         ],
     ),
     ("loss curves, ours against timm", "same within seed noise over 3 seeds", [(loss_curves,)]),
 )
 
 
+def figures(results: Results, parts: list[tuple]) -> list[Figure | str]:
+    """The figures of a target, or why they cannot be computed."""
+    try:
+        return [figure for of, *rest in parts for figure in of(results, *rest)]
+    except Exception as error:  # whatever it is, the other targets are shown
+        return [f"cannot be computed: {type(error).__name__}: {error}"]
+
+
 def target_rows(results: Results) -> list[list[str]]:
     """A row for each target: what, wanted, measured."""
+    return [
+        [what, wanted.format(goals(results)), "; ".join(map(str, figures(results, parts))) or "not measured yet"]
+        for what, wanted, parts in TARGETS
+    ]
 
-    def measured(parts: list[tuple]) -> str:
-        try:
-            return "; ".join(text for of, *rest in parts for text in of(results, *rest)) or "not measured yet"
-        except Exception as error:  # whatever it is, the other targets are shown
-            return f"cannot be computed: {type(error).__name__}: {error}"
 
-    return [[what, wanted.format(goals(results)), measured(parts)] for what, wanted, parts in TARGETS]
+def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
+    """A row for each figure: its target, what it is of, wanted, and its value on each GPU; and settings without a time.
+
+    A value that is as wanted is bold.
+    """
+    rows, without = [], {}
+    for what, _, parts in TARGETS:
+        found = {}
+        for i, results in enumerate(gpus):
+            for figure in (f for f in figures(results, parts) if isinstance(f, Figure)):
+                values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
+                values[i] = f"**{figure.shown}**" if figure.met else figure.shown
+                without |= dict.fromkeys(figure.without)
+        titles = [what, *[""] * len(found)]
+        rows += [[title, *key, *values] for title, (key, values) in zip(titles, found.items())]
+    return rows, [*without]
