@@ -159,6 +159,7 @@ def test_images_that_cannot_be_read_are_counted_up_to_a_limit(tmp_path, caplog):
         assert sum(str(path) in message and word in message for message in caplog.messages) == 1, path
     often = changed(digits(tmp_path / "often", **settings, max_unreadable=1), steps=18)
     assert train(often)["unreadable_images"] == 1  # two passes, one broken image
+    assert train(changed(often, steps=19))["unreadable_images"] == 1  # of the whole run, not of what was left of it
     for path, fields in ((cut, {}), (unseen, dict(train_images=3))):
         strict = digits(tmp_path / f"strict{len(fields)}", **settings | dict(max_unreadable=0) | fields)
         with pytest.raises(InputError, match=f"1 images .*could not be read, more than max_unreadable 0.*{path.name}"):

@@ -73,6 +73,7 @@ class Trainer:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
+            self.unreadable = record.get("unreadable", []) if self.ranks.first else []
             self.packed = read_totals(record, self.data, self.checkpoint)
             self.data.progress = self.packed.progress
             if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():
@@ -175,7 +176,7 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         record = dict(step=self.step, seconds=self.seconds, settings=as_plain(self.config), data=self.index)
-        record |= dict(pillow=INSTALLED)  # the order in which evaluations resized
+        record |= dict(unreadable=self.unreadable, pillow=INSTALLED)  # pillow: how evaluations resized
         record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
         self._write("checkpoints", save_checkpoint, self.run, self.train_step, record)
         self.saved = self.step
