@@ -12,6 +12,7 @@ from runs import digits
 from vitfast import InputError
 from vitfast.data import workers
 from vitfast.data.loader import open_data
+from vitfast.data.samples import ONE
 
 CPU = torch.device("cpu")
 BATCH = 32 * 3 * 32 * 32  # bytes of the images of a batch
@@ -23,11 +24,13 @@ def processes(**settings) -> int:
 
 def test_workers_are_bounded_by_cores_and_memory(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    unset = digits(data="hfds/any"), (32, 32), 1, ONE
     assert processes(workers=24) == 24 and processes(workers=0) == 0 and not caplog.text
+    assert workers.loader_processes(*unset) == 6
     assert processes(workers=1_000_000_000) == 24
     assert "workers=1000000000 is lowered to 24: at most 4 for each of 6 cores" in caplog.text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # ranks share the machine
-    assert processes(workers=24) == 12
+    assert processes(workers=24) == 12 and workers.loader_processes(*unset) == 3
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     caplog.clear()
     monkeypatch.setattr(workers, "total_memory", lambda: 5 * 2 * 4 * BATCH)  # half of it: four batches of each of five

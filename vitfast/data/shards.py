@@ -61,12 +61,13 @@ class ShardFiles(Source):
 
 
 def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an opened tar file. Raises ReadError at a damaged header, which tarfile takes for the end."""
+    """The members of an opened tar file. Raises ReadError where a damaged header ends them."""
     for member in tar:
         tar.members = []  # it would keep all of them
         yield member
     tar.fileobj.seek(tar.offset)
-    if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):  # the end is two blocks of zeros, or that of the file
+    # tarfile takes such a header for the end, which is two blocks of zeros or that of the file.
+    if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):
         raise tarfile.ReadError(f"damaged at byte {tar.offset}")
 
 

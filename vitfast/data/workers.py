@@ -20,7 +20,7 @@ logger = logging.getLogger("vitfast")
 def loader_processes(
     config: Config, img_size: tuple[int, int], evaluated: int, ranks: Ranks, step_bytes: int | None = None
 ) -> int:
-    """`config.workers`, else none for data in memory, else one for each core up to eight.
+    """For each rank: `config.workers`, else none for data in memory, else one a core up to eight.
 
     `config.workers` is lowered, with a warning, to four for each core and to as many as half of the memory holds with
     the batches that they read ahead; ranks on one machine share both. Raises InputError for a batch that the memory
@@ -41,7 +41,7 @@ def loader_processes(
         raise InputError(f"{name}={getattr(config, name)} is too large: a batch takes {gib}; lower it")
     by_cores, by_memory = max(1, A_CORE * cores // here), memory // 2 // max(1, PREFETCH * largest)
     if config.workers is None:
-        return 0 if config.data in ("digits", "synthetic") else min(DEFAULT, cores, by_memory)
+        return 0 if config.data in ("digits", "synthetic") else min(DEFAULT, max(1, cores // here), by_memory)
     allowed = min(config.workers, by_cores, by_memory)
     if allowed < config.workers:
         half = f"half of the memory holds no more of the {PREFETCH} batches that each reads ahead"

@@ -271,7 +271,9 @@ class Config(Recipe):
     amp: str = choice(("auto", "bf16", "fp16", "none"), "autocast's dtype; auto is bf16 on cuda and none on cpu")
     compile: bool | None = plain(None, "whether to use torch.compile; unset: only on cuda")
     workers: int | None = at_least(
-        None, 0, "processes that load images; unset: none for digits and synthetic, else one for each core, at most 8"
+        None,
+        0,
+        "loader processes of each rank; unset: none for digits and synthetic, else its share of cores, at most 8",
     )
     decode: str = choice(
         ("host", "device"), "what decodes, crops and resizes JPEG files for training: the CPU or the GPU"
