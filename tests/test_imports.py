@@ -104,23 +104,29 @@ def test_commands_that_need_no_torch_import_none():
         assert not found.intersection(["torch", "numpy", "triton", *LATE]) and "vitfast.cli.finetune" in found
 
 
-def seconds(*arguments: str, tries: int = 2) -> float:
-    """The least processor time of a Python process with these arguments, user and system."""
-    found = []
-    for _ in range(tries):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(found)
+def seconds(*arguments: str) -> float:
+    """The processor time of a Python process with these arguments, user and system."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_imports_are_quick():
-    """`import torch` takes 0.9 to 1.3 s on two cores; vitfast adds 0.15 s to it, and a command takes 0.05 s."""
-    torch_alone = seconds("-c", "import torch")
-    assert seconds("-c", f"import torch, vitfast; {PUBLIC}") < 1.4 * torch_alone
-    for arguments in ("--help", "finetune --help", "recipes", "cost --model B/16"):
-        assert seconds("-m", "vitfast", *arguments.split()) < 0.3 * torch_alone, arguments
+    """`import torch` takes 0.9 to 1.3 s on two cores; vitfast adds 0.15 s to it, and a command takes 0.05 s.
+
+    Other processes of the machine slow some down: all take turns, and the least time of each counts.
+    """
+    torch_alone, *commands = ("-c", "import torch"), "--help", "finetune --help", "recipes", "cost --model B/16"
+    most = {torch_alone: 1.0, ("-c", f"import torch, vitfast; {PUBLIC}"): 1.4}
+    most |= {("-m", "vitfast", *command.split()): 0.3 for command in commands}
+    least = dict.fromkeys(most, float("inf"))
+    for turn in range(8):
+        least = {arguments: min(before, seconds(*arguments)) for arguments, before in least.items()}
+        slow = [arguments for arguments in most if least[arguments] > most[arguments] * least[torch_alone]]
+        if turn and not slow:
+            break
+    assert not slow, least
 
 
 @pytest.mark.slow
