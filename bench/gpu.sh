@@ -55,7 +55,12 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is linked, scripts find it too
 
 if [ "$stage" = all ]; then
-    each() { bash bench/gpu.sh "$1" "$folder" "${rehearse[@]}" "${@:2}" || failed=1; }
+    each() { # what no stage can do without, and an interrupt, end them all
+        bash bench/gpu.sh "$1" "$folder" "${rehearse[@]}" "${@:2}"
+        local code=$?
+        if ((code == 2 || code == 130)); then exit "$code"; fi
+        if ((code)); then failed=1; fi
+    }
     for part in ceilings tests ops train curves embed; do each $part; done
     for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
         for what in train inference; do each models -k "$model and $what"; done

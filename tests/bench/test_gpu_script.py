@@ -114,6 +114,7 @@ def test_what_cannot_begin_is_one_line_and_exit_code_2(stage):
     (stage.out / "results.tar.gz").write_text("no archive")
     assert "results.tar.gz: move it away" in stage.refused("ops")
     assert (stage.out / "results.tar.gz").read_text() == "no archive"
+    assert "results.tar.gz: move it away" in stage.refused("all")  # said once, not by each stage
 
 
 def test_first_goes_through_all_its_steps(stage):
