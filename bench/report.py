@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from result_files import WHOLE_MODELS, Results, load
-from targets import VITFAST, figure_rows, target_rows
+from targets import GRAPHS, VITFAST, figure_rows, target_rows
 
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
@@ -153,6 +153,7 @@ def overview(gpus: list[Results]) -> str:
         machines.setdefault(", ".join(words), {})[facts.get("commit")] = True
     lines = [f"{words}, commits {', '.join(commits)}" for words, commits in machines.items()]
     lines += [f"Peers without a time: {', '.join(without)}"] if without else []
+    lines += [f"\\*: ours ran as CUDA graphs ({GRAPHS}), and its peer has no time so"] if GRAPHS in without else []
     listed = "".join(f"- {cell(line)}\n" for line in lines)
     header = ["target", "figure", "wanted", *(results.name for results in gpus)]
     return f"{OVERVIEW}\n{listed}\n{table(header, rows, texts=2)}"

@@ -2,8 +2,8 @@
 
 report.py reads them. A target has several figures. A ratio is of two cases in equal precision; peers count with the
 fastest of their settings, and a setting that should have been the strongest and has no time is named ("without
-max-autotune"). Of a case that was measured twice ("again") the slower time counts. What is wanted of whole models
-depends on the GPU (`Goals`).
+max-autotune"); so is reduce-overhead where ours alone has run in it. Of a case that was measured twice ("again") the
+slower time counts. What is wanted of whole models depends on the GPU (`Goals`).
 """
 
 import itertools
@@ -16,6 +16,7 @@ from result_files import LIBRARIES, Results, counted, library
 VITFAST, ACCELERATED, _, *PEERS = LIBRARIES
 TENSORRT = PEERS[-1]
 MAIN = "B/16 224"
+GRAPHS = "reduce-overhead"  # torch's CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,11 @@ def speed(
         first, second = (cases[0]["images_per_second"] for cases in (own, others))
         setting = f"{first:,.0f} images/s of {own[0]['impl']} by {second:,.0f} of {others[0]['impl']}"
         bound = goals(results).model if bound is None else bound
-        tuned = theirs in ([VITFAST], [TENSORRT]) or any(f" max-autotune {precision}" in i["impl"] for i in others)
+        strongest = [] if theirs in ([VITFAST], [TENSORRT]) else ["max-autotune"]
+        strongest += [GRAPHS] if f" {GRAPHS} " in own[0]["impl"] and theirs != [TENSORRT] else []
+        without = [how for how in strongest if not any(f" {how} {precision}" in i["impl"] for i in others)]
         ratio = second / first if op == "latency" else first / second
-        yield Figure(of, ratio, bound, op == "latency", setting, () if tuned else ["max-autotune"])
+        yield Figure(of, ratio, bound, op == "latency", setting, without)
 
 
 def peak_share(results: Results, op: str) -> Iterator[Figure]:
@@ -272,7 +275,7 @@ def target_rows(results: Results) -> list[list[str]]:
 def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
     """A row for each figure: its target, what it is of, wanted, and its value on each GPU; and settings without a time.
 
-    A value that is as wanted is bold.
+    A value that is as wanted is bold. One of ours as CUDA graphs by a peer's that is none has a star.
     """
     rows, without = [], {}
     for what, _, parts in TARGETS:
@@ -280,7 +283,8 @@ def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
         for i, results in enumerate(gpus):
             for figure in (f for f in figures(results, parts) if isinstance(f, Figure)):
                 values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
-                values[i] = f"**{figure.shown}**" if figure.met else figure.shown
+                star = "\\*" if GRAPHS in figure.without else ""
+                values[i] = (f"**{figure.shown}**" if figure.met else figure.shown) + star
                 without |= dict.fromkeys(figure.without)
         titles = [what, *[""] * len(found)]
         rows += [[title, *key, *values] for title, (key, values) in zip(titles, found.items())]
