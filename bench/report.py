@@ -179,10 +179,11 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
 def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
-    parser.add_argument("--folder", type=Path, help="print the tables of this folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
+    what.add_argument("--folder", type=Path, help="print the tables of this folder")
+    what.add_argument("--add", type=Path, metavar="FILE", help="check and add this archive; exit code 2: refused")
     parser.add_argument("--targets", action="store_true", help="with --folder: print its targets alone")
-    parser.add_argument("--add", type=Path, metavar="FILE", help="check and add this archive; exit code 2: refused")
     parser.add_argument("--replace", action="store_true", help="with --add: replace the folder of that GPU")
     args = parser.parse_args(argv)
     if args.targets and not args.folder:

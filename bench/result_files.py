@@ -18,7 +18,8 @@ LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "t
 LIBRARIES += ("tensorrt",)
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
-# The keys that every case must have, and those that cases of some operations must have besides.
+# The keys that every case must have, with a time or without, and those that cases of some operations must have besides.
+MISSED = ("name", "fullname", "reason")
 INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
 MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
@@ -91,6 +92,10 @@ def _add_benchmarks(results: Results, content: dict) -> None:
     """
     machine = content["machine_info"]["vitfast"]
     failed, skipped = content["failed"], content["skipped"]
+    lacking = [key for key in ("device", "ceilings") if key not in machine]
+    lacking += [f"the {key} of a case" for key in MISSED if any(key not in case for case in failed + skipped)]
+    if lacking:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
     cases = {}
     for case in content["benchmarks"]:
         found = case["stats"] | case["extra_info"] | dict(name=case["name"])
@@ -120,7 +125,7 @@ def load(folder: Path) -> Results:
         try:
             content = json.loads(path.read_text())
             if isinstance(content, dict):  # others are not ours
-                files.append((content.get("datetime", ""), path.name, content))
+                files.append((str(content.get("datetime", "")), path.name, content))
         except (OSError, ValueError) as error:
             results.damaged[path.name] = f"{type(error).__name__}: {error}"
     for _, name, content in sorted(files, key=lambda file: file[:2]):
@@ -129,6 +134,6 @@ def load(folder: Path) -> Results:
                 _add_benchmarks(results, content)
             elif "steps" in content:
                 _add_steps(results, content, name)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             results.damaged[name] = f"{type(error).__name__}: {error}"
     return results

@@ -115,6 +115,33 @@ def test_a_damaged_file_is_named_and_the_others_count(results):
     assert "- half.json is left out: JSONDecodeError" in text and "attention B/16 224 forward 1.50" in text
 
 
+def test_facts_and_reasons_that_a_table_needs_are_asked_for_at_once(results):
+    """What lacks them is named as damaged, whichever table needs them; and a date may be anything."""
+    folder = results / "h200"
+    whole = json.loads((folder / "b.json").read_text())
+    lacking = {}
+    for name in ("device", "ceilings"):
+        facts = {key: fact for key, fact in whole["machine_info"]["vitfast"].items() if key != name}
+        lacking[name] = whole | dict(machine_info=dict(vitfast=facts))
+    for name in ("name", "reason"):
+        case = {key: text for key, text in whole["failed"][0].items() if key != name}
+        lacking[name] = whole | dict(failed=[case])
+    lacking |= dict(machine=whole | dict(machine_info=dict(vitfast=3)), checks=dict(steps=[], checks=[]))
+    for name, content in (lacking | dict(number=dict(datetime=3))).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    found = report.load(folder)
+    assert set(found.damaged) == {f"{name}.json" for name in lacking}
+    assert "lacks device" in found.damaged["device.json"] and "lacks the reason of" in found.damaged["reason.json"]
+    assert "attention B/16 224 forward 1.50" in report.sections(found) and report.overview([found])
+
+
+@pytest.mark.parametrize("options", ["--check --add a", "--folder a --add a", "--check --folder a"])
+def test_options_that_exclude_each_other_are_refused(options, results, capsys):
+    with pytest.raises(SystemExit) as exit:
+        report.main(options.split(), results, results.parent / "README.md")
+    assert exit.value.code == 2 and "not allowed with" in capsys.readouterr().err
+
+
 def test_the_newest_state_of_a_case_counts_but_a_skip_hides_nothing(tmp_path):
     """By the date in the files: their names are in the opposite order."""
     case = entry("attention", "vitfast", 100)
