@@ -55,6 +55,8 @@ def install(args: argparse.Namespace) -> None:
     from ..kernels import archives
     from ..kernels.launch import missing_for_launchers
 
+    if not args.file.is_file():
+        raise InputError(f"there is no file {args.file}")
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     try:
         made = archives.manifest(args.file)
