@@ -145,7 +145,7 @@ setting and failed case, and [what was predicted](bench/results/NOTES.md).
 
 
 def overview(gpus: list[Results]) -> str:
-    """The figures of all GPUs side by side, after their machines and the peers' settings that have no time."""
+    """The figures of all GPUs side by side, after their machines and the settings that have no time."""
     rows, without = figure_rows(gpus)
     machines = {}
     for facts in itertools.chain(*(results.machines for results in gpus)):

@@ -273,9 +273,10 @@ def target_rows(results: Results) -> list[list[str]]:
 
 
 def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
-    """A row for each figure: its target, what it is of, wanted, and its value on each GPU; and settings without a time.
+    """A row for each figure, with its value on each GPU; and the settings of peers without a time.
 
-    A value that is as wanted is bold. One of ours as CUDA graphs by a peer's that is none has a star.
+    A row has the target, what the figure is of, what is wanted, and the values. A value that is as wanted is bold. One
+    of ours as CUDA graphs by a peer's that is none has a star.
     """
     rows, without = [], {}
     for what, _, parts in TARGETS:
