@@ -28,7 +28,7 @@ def as_text(name: str, found: dict) -> str:
 def _times(found: dict) -> list[str]:
     """Lines with the times of a step, and of the whole training where its length is known."""
     where, lines = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}", []
-    where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
+    where += f" in {found['accumulate']} micro-batches of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
     assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
     for how, pace in (("the floors", found["floor"]), (assumed, found["predicted"])):
         line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
