@@ -138,9 +138,9 @@ def sections(results: Results) -> str:
 # What the README says of a machine; bench/results/README.md has all.
 FACTS = {"driver_version": "driver", "torch": "torch", "triton": "triton", "timm": "timm"}
 OVERVIEW = """\
-A ratio is our speed by that of the best peer, in equal precision and in one run; of latency and memory, less is better.
-**Bold** figures are as wanted, and "-" is not measured yet. [bench/results](bench/results/README.md) has every time,
-setting and failed case, and [what was predicted](bench/results/NOTES.md).
+A ratio ("A by B") is our speed divided by the best peer's, in equal precision and in one run. Of latency and memory,
+less is better. **Bold** figures are as wanted, and "-" is not measured yet. [bench/results](bench/results/README.md)
+has every time, setting and failed case, and [what was predicted](bench/results/NOTES.md).
 """
 
 
