@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=dtype)
     keep = "what blocks keep for backward; auto (default): all, if it fits into memory"
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
-    efficiency = "share of the highest possible speed that is reached (default: 0.7; with --ceilings 0.85)"
+    efficiency = "share of the highest possible speed that is reached (default: 0.55; with --ceilings 0.75)"
     add("--efficiency", metavar="X", type=float, help=efficiency)
     add_shared(parser, "--json", help="print all numbers as JSON")
 

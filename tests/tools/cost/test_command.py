@@ -72,7 +72,7 @@ def test_text_tells_what_the_json_holds(capsys):
     args = ("--model", "B/16", "--gpus", 2, "--epochs", 300, "--images", 1281167)
     found, text = as_json(capsys, *args), run_cli(capsys, "cost", *args)[1]
     for wanted in (
-        *("86,567,656 parameters", "35.13 GFLOP", "data sheet", "batch 256 on 2 x H200", "70% of that (assumed)"),
+        *("86,567,656 parameters", "35.13 GFLOP", "data sheet", "batch 256 on 2 x H200", "55% of that (assumed)"),
         f"{found['floor']['images_per_second']:,.0f} images/s",
         f"{found['predicted']['gpu_days']:,.1f} GPU-days",
         f"largest batch on each {found['largest_batch']:,}",
