@@ -189,6 +189,12 @@ def test_an_interrupted_run_keeps_what_it_has(stage):
     assert states["train"] == "ok" and states["attention"] == "interrupted" and "blocks" not in states
 
 
+def test_an_interrupted_stage_ends_all(stage):
+    stage.plan(ceilings='kill -TERM "$(cut -d" " -f4 "/proc/$PPID/stat")"; sleep 300')  # the script above `timeout`
+    assert stage.run("all") == 130
+    assert stage.states("ceilings")["ceilings"] == "interrupted" and "steps_tests.json" not in stage.files
+
+
 def test_a_step_that_fails_loses_itself_alone(stage):
     """A crash in the middle of a result file, a wrong result of a peer, a lack of memory, a line without an end."""
     stage.plan(
