@@ -166,13 +166,24 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
     return [task for task in every if not only or task[0] in chosen]
 
 
+def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
+    """Has kernels of ours make the products that the rules leave to cuBLAS only where there are few rows."""
+    stack, like = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device())
+    for op in tiles.FAMILIES["matmul"].split():
+        many, few = (tiles.shipped(op, like, shape).provider in edges.LIBRARIES for shape in ("768x768", "768x768f"))
+        if few and not many:
+            stack.enter_context(tiles.using(op, tiles.shipped(op, like, "768x768f", ("triton",))))
+    return stack
+
+
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
     """Does one task, at small shapes in the interpreter. watched: the sanitizer watches operations."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
         return check_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
-    with Sanitizer() if watched else contextlib.nullcontext() as watch:
+    products = own_products(dtype) if INTERPRETED else contextlib.nullcontext()  # all of whose shapes have few rows
+    with products, Sanitizer() if watched else contextlib.nullcontext() as watch:
         result = check_operation(name, function, inputs, dtype, device(), timed)
     if watched:  # memory left unwritten because of an exception is no finding
         found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
