@@ -11,7 +11,6 @@ shows how far a run came.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -24,7 +23,7 @@ import torch
 from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.tools.doctor import SMALL_SIZES, device, prepare
+from vitfast.tools.doctor import SMALL_SIZES, device, own_products, prepare
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.edges import LIBRARIES
@@ -50,26 +49,12 @@ def plan() -> dict[str, tuple]:
     return found
 
 
-def ours(used: list[tuple[str, str, str]], dtype: torch.dtype) -> list[tuple]:
-    """The candidates that are kernels of ours, as arguments of tiles.using."""
-    return [override for override in candidates(used, dtype, device()) if override[1].provider not in LIBRARIES]
-
-
-def own_kernels(dtype: torch.dtype) -> contextlib.ExitStack:
-    """Has every product that is cuBLAS's by the rules made by the first candidate that is a kernel of ours."""
-    stack, like = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device())
-    for op in tiles.FAMILIES["matmul"].split():
-        if tiles.shipped(op, like, shape := "768x768f").provider in LIBRARIES:
-            stack.enter_context(tiles.using(*ours([(op, "16", shape)], dtype)[0][:2]))
-    return stack
-
-
 def run_all(only: str = "") -> None:
     """Runs the plan, with the tiles that are shipped and then with each candidate."""
     prepare()
     dtype = torch.bfloat16
     later, done = [], set()
-    with ops.use_kernels("on"), own_kernels(dtype):
+    with ops.use_kernels("on"), own_products(dtype):
         for name, (function, inputs) in plan().items():
             if only not in name:
                 continue
@@ -80,8 +65,8 @@ def run_all(only: str = "") -> None:
             print(name, flush=True)
             later.append((name, function, tensors, upstream, list(used)))
         for name, function, tensors, upstream, used in later:
-            for override in ours(used, dtype):
-                if override not in done:
+            for override in candidates(used, dtype, device()):
+                if override not in done and override[1].provider not in LIBRARIES:
                     done.add(override)
                     with tiles.using(*override):
                         run(function, tensors, upstream)

@@ -167,12 +167,11 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 
 
 def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
-    """Has kernels of ours make the products that the rules leave to cuBLAS only where there are few rows."""
-    stack, like = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device())
+    """Has kernels of ours make the products that are cuBLAS's by the rules."""
+    stack, like, shape = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device()), "768x768f"
     for op in tiles.FAMILIES["matmul"].split():
-        many, few = (tiles.shipped(op, like, shape).provider in edges.LIBRARIES for shape in ("768x768", "768x768f"))
-        if few and not many:
-            stack.enter_context(tiles.using(op, tiles.shipped(op, like, "768x768f", ("triton",))))
+        if tiles.shipped(op, like, shape).provider in edges.LIBRARIES:
+            stack.enter_context(tiles.using(op, tiles.shipped(op, like, shape, ("triton",))))
     return stack
 
 
@@ -182,7 +181,7 @@ def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
     if name.startswith(EDGES):
         return check_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
-    products = own_products(dtype) if INTERPRETED else contextlib.nullcontext()  # all of whose shapes have few rows
+    products = own_products(dtype) if INTERPRETED else contextlib.nullcontext()  # or PyTorch is compared with itself
     with products, Sanitizer() if watched else contextlib.nullcontext() as watch:
         result = check_operation(name, function, inputs, dtype, device(), timed)
     if watched:  # memory left unwritten because of an exception is no finding

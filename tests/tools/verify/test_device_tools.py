@@ -15,7 +15,7 @@ from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import launches_made
 from vitfast.kernels.matmul import linear, mlp, weight_grad
-from vitfast.tools.doctor import SMALL_SIZES
+from vitfast.tools.doctor import SMALL_SIZES, own_products
 from vitfast.tools.verify import cases as cases_of
 from vitfast.tools.verify.edges import LIBRARIES
 
@@ -68,7 +68,7 @@ def test_the_sanitizer_is_given_every_kernel_to_watch(capsys):
 
 
 def test_no_library_computes_under_the_sanitizer():
-    with sanitized.own_kernels(torch.bfloat16), tiles.using() as used:
+    with own_products(torch.bfloat16), tiles.using() as used:
         x, weight = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, 64, dtype=torch.bfloat16)
         linear.linear_residual(linear.linear(x, weight), weight, None, linear.input_grad(x, weight), None, None, 1)
         weight_grad.weight_grad(mlp.linear_gelu(x, weight, None, "gelu", False)[0], x)
