@@ -68,9 +68,9 @@ def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
-    record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py) and, for images of
-    many sizes, `packing`. Every rank calls this, and the first one writes. The other checkpoints stay as they are until
-    the new one is whole.
+    record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py), `unreadable` (the
+    messages on images that could not be read) and, for images of many sizes, `packing`. Every rank calls this, and the
+    first one writes. The other checkpoints stay as they are until the new one is whole.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
