@@ -1,5 +1,6 @@
 """WebDataset shards by index, Hugging Face streams as files: what cannot be read is named and ends nothing."""
 
+import gzip
 import hashlib
 import io
 
@@ -8,7 +9,7 @@ import pictures
 import pytest
 import torch
 from PIL import Image
-from runs import digits
+from runs import changed, digits
 from shards import files, shards, write
 
 from vitfast import InputError
@@ -95,6 +96,23 @@ def test_wrong_shards_are_named(tmp_path):
         write(tmp_path / name / "train-0.tar", members)
         with pytest.raises(InputError, match=message):
             open_data(digits(data=f"wds/{tmp_path / name}"), (24, 24), (8, 8), CPU)
+
+
+def test_shards_whose_pairs_lie_apart_are_for_evaluations_only(tmp_path):
+    """As `tar -cf` writes them: training, which reads in order, would pass over such images."""
+    (one, two), beside = files(2), [("b.json", b"{}"), ("b.png", files(1)[0]), ("b.cls", b"0")]
+    write(tmp_path / "train-0.tar", [*beside, ("c.png", one), ("a.cls", b"1"), ("a.png", two), ("c.cls", b"1")])
+    write(tmp_path / "val-0.tar", beside)
+    for task, fields in (("eval", {}), ("pretrain", dict(hold_out=0.5)), ("pretrain", {})):
+        config = changed(digits(data=f"wds/{tmp_path}"), task=task, **fields)
+        if fields or task == "eval":
+            open_data(config, (24, 24), (8, 8), CPU)
+            continue
+        with pytest.raises(InputError, match="train-0.tar, c.png: its .cls lies apart from it"):
+            open_data(config, (24, 24), (8, 8), CPU)
+    (tmp_path / "val-0.tar").write_bytes(gzip.compress((tmp_path / "val-0.tar").read_bytes()))
+    with pytest.raises(InputError, match="val-0.tar cannot be read"):
+        open_data(config, (24, 24), (8, 8), CPU)
 
 
 CARD = """---

@@ -55,6 +55,8 @@ def test_fewshot_leaves_out_of_both_splits(made, capsys, caplog, shots):
     weights, whole, rest = made
     found = result(capsys, "fewshot", weights, whole, "--shots", shots, "--seeds", 1)
     assert found["images"] == 16 and "val/b/4.jpg" in caplog.text
+    fewer = "9 images a class: some have fewer that can be read, and 17 of 18 are used"
+    assert (fewer in caplog.messages) == (shots == "9")
     if shots == "3":
         return
     alone = result(capsys, "fewshot", weights, rest, "--shots", shots, "--seeds", 1)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -161,6 +162,25 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all_and_can_be_extend
     assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
     with pytest.raises(InputError, match="--resume takes auto or never"):
         fine_tune(config, "runs/other", sweep=True)
+
+
+def test_what_the_run_after_a_sweep_cannot_replace_is_told_before_the_sweep(pretrained, tmp_path, told):
+    wanted = dict(steps=2, img_size=16, batch_size=8, train_images=16)
+    train(finetuning(pretrained, tmp_path / "fine", **wanted, lr=0.01))
+    shutil.copytree(tmp_path / "fine", tmp_path / "many" / "seed-5")
+    for output, fields, runs in (
+        ("fine", dict(batch_size=16), 1),
+        ("fine", dict(sweep_lr="0.1,0.2"), 1),
+        ("many", dict(seed=4, batch_size=16), 2),
+    ):
+        config = finetuning(pretrained, tmp_path / output, **wanted | dict(sweep_lr="0.1,0.01") | fields)
+        with pytest.raises(InputError, match="holds a run with other settings"):
+            fine_tune(config, sweep=True, runs=runs)
+    config = finetuning(pretrained, tmp_path / "fine", **wanted, sweep_lr="0.1,0.01")
+    (tmp_path / "fine" / "metrics.csv").write_text("mine")
+    with pytest.raises(InputError, match="metrics.csv is damaged, or this run did not write it"):
+        fine_tune(config, sweep=True)
+    assert not told and not (tmp_path / "fine" / "sweep").exists()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

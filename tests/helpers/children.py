@@ -35,6 +35,7 @@ def every_run(root: str, shards: str) -> int:
     spoiled(digits(root / "spoiled", **SPOILED, parallel="fsdp", non_finite="skip"))
     train(digits(root / "many", **MANY_SIZES))
     train(digits(root / "shards", data=shards, workers=0, **SHARDS))
+    train(digits(root / "unreadable", data=str(root / "files"), workers=0, **COMMON | dict(batch_size=8, steps=2)))
     for parallel in ("ddp", "fsdp"):
         train(digits(root / f"whole {parallel}", parallel=parallel, **RANDOM))
         config = digits(root / f"broken {parallel}", parallel=parallel, **RANDOM)

@@ -72,6 +72,9 @@ def test_baselines_take_raw_images_and_are_timms():
     assert_close(model(images), model((images / 255 - mean) / std), atol=1e-4, rtol=1e-4)
     with pytest.raises(InputError, match="timm cannot build 'resnett'"):
         baselines.baseline("timm:resnett", 5)
+    assert baselines.baseline("timm:test_resnet", 5, (64, 32)).training
+    with pytest.raises(InputError, match="timm's MlpMixer takes no images of 32 x 32 pixels"):
+        baselines.baseline("timm:mixer_s32_224", 5, (32, 32))
 
 
 def test_released_bit_weights_are_read_as_timm_reads_them(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 import torch
 from checks import assert_close
@@ -54,6 +55,9 @@ def test_two_ranks_equal_one_process(one, tmp_path):
     train(digits(root / "fsdp", **COMMON | dict(steps=3)))
     for split, count in (("train", 12), ("val", 8)):
         shards(root / "data", files(count), [split])
+    pictures.folder(root / "files")
+    for name in ("a", "b"):  # all eight are read at each step, by one rank or the other
+        pictures.truncate(root / "files" / "train" / name / "0.jpg")
     said = done(ranks(2, every_run, str(root), f"wds/{root / 'data'}"))
     assert sum(text.count("\naccuracy ") + text.startswith("accuracy ") for text in said) == 1  # one rank speaks
     for parallel in ("ddp", "fsdp"):
@@ -65,6 +69,7 @@ def test_two_ranks_equal_one_process(one, tmp_path):
     assert sum("left out: the norm of the gradients of step 2 is nan" in text for text in said) == 1
     check_skipped(alone / "spoiled", root / "spoiled")
     check_shards(root / "shards", f"wds/{root / 'data'}")
+    assert json.loads((root / "unreadable" / "summary.json").read_text())["unreadable_images"] == 2
 
 
 def check_one_process(one: Path, two: Path) -> None:

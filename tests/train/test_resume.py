@@ -37,6 +37,20 @@ def test_a_run_goes_on_whose_optimiser_has_no_state_for_a_parameter_without_grad
         assert train(digits(tmp_path, steps=steps, **QUICK))["steps"] == steps
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_computes_its_steps_in_its_own_way_whatever_wrote_the_checkpoint(tmp_path, there):
+    """SGD is fused, but not under FSDP2, which cannot shard that; the scaler of non_finite=skip asks which it is."""
+    options = dict(optimizer="sgd", non_finite="skip", **QUICK)
+    train(digits(tmp_path, steps=2, **options))
+    path = tmp_path / "checkpoints" / "last" / "state" / "state.json"
+    record = json.loads(path.read_text())
+    fused = [name for name in record if name.endswith(".fused")]
+    path.write_text(json.dumps(record | dict.fromkeys(fused, there)))
+    trainer = Trainer(digits(tmp_path, steps=3, **options))
+    assert fused and all(group["fused"] is True for group in trainer.train_step.optimizer.param_groups)
+    assert trainer.fit()["steps"] == 3
+
+
 # ---- data
 
 

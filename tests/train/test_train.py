@@ -157,6 +157,13 @@ def test_images_that_cannot_be_read_are_counted_up_to_a_limit(tmp_path, caplog):
     assert (summary["unreadable_images"], summary["val_images"], summary["val_unreadable_images"]) == (2, 35, 1)
     for path, word in ((cut, "replaced"), (gone, "replaced"), (unseen, "left out")):
         assert sum(str(path) in message and word in message for message in caplog.messages) == 1, path
+    broken = digits(tmp_path / "broken", **settings)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        cut_at(patch, 8)
+        train(broken)
+    with pytest.raises(InputError, match="could not be read, more than max_unreadable 0; the last: "):
+        train(changed(broken, max_unreadable=0))  # those of before count
+    assert train(broken)["unreadable_images"] == 1
     often = changed(digits(tmp_path / "often", **settings, max_unreadable=1), steps=18)
     assert train(often)["unreadable_images"] == 1  # two passes, one broken image
     assert train(changed(often, steps=19))["unreadable_images"] == 1  # of the whole run, not of what was left of it

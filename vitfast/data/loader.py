@@ -197,6 +197,9 @@ def open_data(
         jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
+    if isinstance(train, Shards) and config.task != "eval" and train.files and train.files.apart is not None:
+        said = f"{train.files.name(train.files.apart)}: its .cls lies apart from it"
+        raise InputError(f"{said}, and training reads shards in order; write them with tar --sort=name")
     train_transform, eval_transform = (None, None) if train.transformed else transforms(config, img_size, mean)
     if packing is not None:
         if isinstance(train, Shards):

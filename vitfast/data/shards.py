@@ -36,13 +36,18 @@ class Slice(NamedTuple):
 
 
 class ShardFiles(Source):
-    """The images of local WebDataset shards by index, read out of the tar files where they lie."""
+    """The images of local WebDataset shards by index, read out of the tar files where they lie.
+
+    apart: the first image whose class lies elsewhere in its shard than beside it, where reading in order misses both.
+    """
 
     def __init__(self, paths: list[Path]):
         self.paths, self.labels, self.names = paths, [], []
-        self.where = array("q")  # shard, offset, bytes of each image
+        self.where, self.apart = array("q"), None  # where: shard, offset, bytes of each image
         for number, path in enumerate(paths):
-            for name, offset, size, label in _members(path):
+            for name, offset, size, label, beside in _members(path):
+                if self.apart is None and not beside:
+                    self.apart = len(self.names)
                 self.where.extend((number, offset, size))
                 self.names.append(name)
                 self.labels.append(label)
@@ -71,26 +76,29 @@ def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError(f"damaged at byte {tar.offset}")
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
-    """(name, offset, bytes, class) of the images of a shard that have a .cls of the same key."""
-    images, labels = {}, {}
+def _members(path: Path) -> Iterator[tuple[str, int, int, int, bool]]:
+    """(name, offset, bytes, class, whether that lies beside it) of a shard's images that have a .cls of their key."""
+    images, labels, last, run = {}, {}, None, 0  # run: of files of one key, side by side
     try:
-        with tarfile.open(path) as tar:
+        with tarfile.open(path, "r:") as tar:  # not compressed: images are read where they lie
             for member in tar_members(tar):
                 folder, _, name = member.name.rpartition("/")
-                key, _, suffix = name.partition(".")
+                key, dot, suffix = name.partition(".")
+                if member.isfile() and dot and (folder, key) != last:
+                    last, run = (folder, key), run + 1
                 if member.isfile() and suffix.lower() == "cls":
-                    labels[folder, key] = int(tar.extractfile(member).read())
+                    labels[folder, key] = int(tar.extractfile(member).read()), run
                 elif member.isfile() and suffix.lower() in SUFFIXES:
-                    images[folder, key] = member.name, member.offset_data, member.size
+                    images[folder, key] = (member.name, member.offset_data, member.size), run
     except (tarfile.TarError, OSError, ValueError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
-    for key, image in images.items():
-        if not 0 <= labels.get(key, 0) < MOST_CLASSES:
-            which, most = f"{printable(image[0])} has the class {labels[key]}", MOST_CLASSES - 1
+    for key, (image, place) in images.items():
+        label, beside = labels.get(key, (0, 0))
+        if not 0 <= label < MOST_CLASSES:
+            which, most = f"{printable(image[0])} has the class {label}", MOST_CLASSES - 1
             raise InputError(f"shard {path}: {which}; classes are numbers from 0 to at most {most:,}")
         if key in labels:
-            yield *image, labels[key]
+            yield *image, label, beside == place
 
 
 def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles:

@@ -1,5 +1,6 @@
 """Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe."""
 
+import logging
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..run.config import Config
 from .accuracy import open_weights
 from .probe import Features, features, knn, linear, whitening
 
+logger = logging.getLogger("vitfast")
 SHOTS = (1, 5, 10, 25)
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
 
@@ -110,8 +112,12 @@ def few_shot(
     at = device if method == "knn" else torch.device("cpu")
     results = []
     for n in shots:
-        accuracies = []
-        for chosen in (indices for (number, _), indices in drawn.items() if number == n):
+        draws, accuracies = [indices for (number, _), indices in drawn.items() if number == n], []
+        wanted = (n or 0) * len(data.classes)
+        if (least := min(map(len, draws))) < wanted:
+            said = "%d images a class: some have fewer that can be read, and %d of %d are used"
+            logger.warning(said, n, least, wanted)
+        for chosen in draws:
             found = classify(method, x[chosen].to(at), y[chosen].to(at), queries.to(at), len(data.classes), l2)
             accuracies.append((found.cpu() == truth).double().mean().item())
         results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))

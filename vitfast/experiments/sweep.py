@@ -9,6 +9,8 @@ from pathlib import Path
 from ..errors import InputError, TrainingError
 from ..run.config import Config, as_plain, course
 from ..run.results import Results
+from ..train.resume import check_settings
+from ..train.run_folder import check_output, find_checkpoint, read_settings, read_summary
 from .runs import attempt, finish, output_of
 
 logger = logging.getLogger("vitfast")
@@ -28,6 +30,9 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     table = Results(output, "sweep", settings, ["sweep.json"]) if sweep else None
     mean = Results(output, "runs", settings, ["runs.json"]) if runs > 1 else None
     if table:
+        _check_rates(config)
+        for one in _of_seeds(config, runs) if mean else [config]:
+            _check_output(one, resume)
         told = _try_rates(config, resume, table)
         logger.info("lr %g is best; training on the whole training set", told["lr"])
         config = dataclasses.replace(config, lr=told["lr"], sweep_lr=())
@@ -37,17 +42,31 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     return summary
 
 
+def _check_rates(config: Config) -> None:
+    """Raises InputError where there is nothing to try, or nothing to try it on."""
+    if len(config.sweep_lr) < 2:
+        advice = "give some with --set sweep_lr=0.003,0.01,0.03"
+        raise InputError(f"recipe {config.name!r} has no learning rates to try; {advice}")
+    if not config.sweep_hold_out:
+        raise InputError("a sweep needs a part of the training set to choose on; set sweep_hold_out, such as 0.1")
+
+
+def _check_output(config: Config, resume: str) -> None:
+    """Raises InputError where the run after the sweep will be refused whichever rate is best: before hours of it."""
+    run = Path(config.output)
+    check_output(run)
+    settings = read_settings(run) if resume == "auto" and (find_checkpoint(run) or read_summary(run)) else None
+    if settings:
+        lr = settings.get("lr") if settings.get("lr") in config.sweep_lr else config.sweep_lr[0]
+        check_settings(dataclasses.replace(config, lr=lr, sweep_lr=()), settings, run)
+
+
 def _try_rates(config: Config, resume: str, results: Results) -> dict:
     """The content of sweep.json: the accuracy of each `sweep_lr`, by runs in OUTPUT/sweep/, and the best.
 
     That is the paper's protocol: a share of the training set (`sweep_hold_out`) decides, the test set has no say. A
     rate that diverges has accuracy 0, and its row says how. Raises TrainingError where every one does.
     """
-    if len(config.sweep_lr) < 2:
-        advice = "give some with --set sweep_lr=0.003,0.01,0.03"
-        raise InputError(f"recipe {config.name!r} has no learning rates to try; {advice}")
-    if not config.sweep_hold_out:
-        raise InputError("a sweep needs a part of the training set to choose on; set sweep_hold_out, such as 0.1")
     told = dict(lr=None, hold_out=config.sweep_hold_out, tried=[], accuracy=None)
     for lr in config.sweep_lr:
         folder = str(Path(config.output) / "sweep" / f"lr-{lr:g}")
@@ -62,6 +81,12 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
     return told | dict(lr=best["lr"])
 
 
+def _of_seeds(config: Config, runs: int) -> list[Config]:
+    """A run for each seed N, from the config's on, in OUTPUT/seed-N."""
+    seeds = range(config.seed, config.seed + runs)
+    return [dataclasses.replace(config, seed=n, output=str(Path(config.output) / f"seed-{n}")) for n in seeds]
+
+
 def repeat(config: Config, resume: str, runs: int, results: Results) -> dict:
     """The accuracies of `runs` runs in OUTPUT/seed-N, N counting from the seed; their mean and deviation.
 
@@ -69,10 +94,7 @@ def repeat(config: Config, resume: str, runs: int, results: Results) -> dict:
     denominator; the paper does not say which one it gives. Writes OUTPUT/runs.json. Raises TrainingError after the last
     run if any run diverged, because there is no mean then.
     """
-    summaries = {}
-    for seed in range(config.seed, config.seed + runs):
-        one = dataclasses.replace(config, seed=seed, output=str(Path(config.output) / f"seed-{seed}"))
-        summaries[seed] = attempt(one, resume, f"seed {seed}")
+    summaries = {one.seed: attempt(one, resume, f"seed {one.seed}") for one in _of_seeds(config, runs)}
     diverged = {seed: summary["diverged"] for seed, summary in summaries.items() if "diverged" in summary}
     accuracies = {seed: summary["accuracy"] for seed, summary in summaries.items() if seed not in diverged}
     if diverged:

@@ -59,10 +59,14 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 
 
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
-    model.image_size = img_size
+    own, model.image_size = model.image_size, img_size
     try:
-        if hasattr(model, "set_input_size"):  # those of any size have none
+        if hasattr(model, "set_input_size"):
             model.set_input_size(img_size)
+        elif img_size != own:  # models of any size have none, and some of one size: an image says which this is
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 3, *img_size, device=next(model.parameters()).device))
+            model.train()
     except (AssertionError, RuntimeError, ValueError) as error:
         size = " x ".join(map(str, img_size))
         raise InputError(f"timm's {type(model).__name__} takes no images of {size} pixels ({error})") from None

@@ -6,6 +6,7 @@ is the same run on eight GPUs, all by torch.distributed. One process goes throug
 nothing.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -102,6 +103,13 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def union(self, texts: list[str]) -> list[str]:
+        """The texts of all ranks, each once."""
+        everyone = [texts] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyone, texts, group=self.control)
+        return list(dict.fromkeys(itertools.chain(*everyone)))
 
     def wait(self) -> None:
         """Returns once every rank has called it."""

@@ -68,9 +68,9 @@ def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
-    record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py), `unreadable` (images
-    of the first rank) and, for images of many sizes, `packing`. Every rank calls this, and the first one writes. The
-    other checkpoints stay as they are until the new one is whole.
+    record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py), `unreadable` (the
+    messages on images that could not be read) and, for images of many sizes, `packing`. Every rank calls this, and the
+    first one writes. The other checkpoints stay as they are until the new one is whole.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
@@ -120,6 +120,9 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             wanted = {f"{name}.{kind}" for name in shapes.keys() - stateless for kind in kinds or {"state"}}
             if missing := sorted(wanted - state.keys()):
                 raise ValueError(f"the optimiser's state is not there for every parameter: no {first_of(missing)}")
+            # How the step is computed is this run's own: FSDP2 shards no fused SGD, and a run may go on without FSDP2.
+            fused = train_step.optimizer.param_groups[0].get("fused")
+            saved |= {key: fused for key in saved if key.startswith("param_groups.") and key.endswith(".fused")}
             # This comes before the models, because torch makes room for the state by a step of rate 0.
             set_optimizer_state_dict(train_step.model, train_step.optimizer, saved, options=WHOLE)
         for name, model in train_step.models.items():

@@ -73,7 +73,7 @@ class Trainer:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
-            self.unreadable = record.get("unreadable", []) if self.ranks.first else []
+            self.unreadable = record.get("unreadable", [])  # an earlier vitfast does not say
             self.packed = read_totals(record, self.data, self.checkpoint)
             self.data.progress = self.packed.progress
             if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():
@@ -176,7 +176,8 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         record = dict(step=self.step, seconds=self.seconds, settings=as_plain(self.config), data=self.index)
-        record |= dict(unreadable=self.unreadable, pillow=INSTALLED)  # pillow: how evaluations resized
+        record |= dict(pillow=INSTALLED)  # the order in which evaluations resized
+        self.unreadable = record["unreadable"] = self.ranks.union(self.unreadable)
         record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
         self._write("checkpoints", save_checkpoint, self.run, self.train_step, record)
         self.saved = self.step
@@ -246,7 +247,7 @@ class Trainer:
         if len(self.unreadable) > limit:
             raise InputError(
                 f"{len(self.unreadable)} images could not be read, more than max_unreadable {limit}; "
-                f"the last: {messages[-1]}"
+                f"the last: {self.unreadable[-1]}"
             )
 
     def _train(self, images: Images, labels: Tensor) -> tuple[Tensor, Tensor]:
