@@ -140,7 +140,7 @@ CHANGES = {
     "a hook, nn.Transformer": (ENCODER, hook("layers.0.self_attn"), (HOOKS,)),
     "weight norm": ("timm", at("blocks.0.mlp.fc1", weight_norm), ("ParametrizedLinear",)),
     "weight norm, torchvision": ("torchvision", at(TV, weight_norm), ("ParametrizedLinear",)),
-    "weight norm of a leaf": ("timm", at("patch_embed.proj", weight_norm), ()),
+    "weight norm of a leaf": ("timm", at("patch_embed.proj", weight_norm), ("parametrised",)),
     "the old weight norm": ("timm", at("blocks.0.mlp.fc1", nn.utils.weight_norm), (HOOKS,)),
     "a forward of its own": ("timm", own_forward("blocks.0.mlp"), ("set on the instance",)),
     "another scale": ("timm", set_to(f"{FIRST}.fused_attn", False, f"{FIRST}.scale", 1.0), ("1 / sqrt",)),
@@ -192,11 +192,27 @@ def test_changed_models_have_the_librarys_numbers(name):
 def test_a_parametrised_leaf_is_restored():
     model = vitfast.restore(vitfast.accelerate(timm_vit()))
     at("patch_embed.proj", weight_norm)(vitfast.accelerate(model))
-    assert running(model) == ALL_PARTS
+    assert running(model) == ALL_PARTS - 1
     vitfast.restore(model)
     assert type(model.patch_embed.proj).__bases__ == (nn.Conv2d,)
     nn.utils.parametrize.remove_parametrizations(model.patch_embed.proj, "weight")
     assert type(model.patch_embed.proj) is nn.Conv2d
+
+
+@pytest.mark.parametrize("name", ["patch_embed.proj", "blocks.0.attn.proj", "blocks.0.mlp.fc1"])
+@pytest.mark.parametrize("accelerated_first", [False, True])
+def test_a_spectral_norm_takes_the_librarys_steps(name, accelerated_first):
+    """In training, each look at its weight takes a step of the power iteration."""
+    theirs, ours = timm_vit().train(), timm_vit().train()
+    ours.load_state_dict(theirs.state_dict())
+    if accelerated_first:
+        vitfast.accelerate(ours)
+    for model in (theirs, ours):
+        torch.manual_seed(5)
+        nn.utils.parametrizations.spectral_norm(model.get_submodule(name))
+    vitfast.accelerate(ours)
+    assert_same(ours, theirs, dict(x=IMAGES))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), atol=1e-6, rtol=1e-6)
 
 
 def test_every_kind_of_hook_is_called():

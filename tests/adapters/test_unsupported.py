@@ -5,9 +5,9 @@ import logging
 import pytest
 import timm
 import torch
-from adapter_models import IMAGES, classes, hf_vit, left, pair, report, running, snapshot, timm_vit, tv_vit
+from adapter_models import IMAGES, assert_same, classes, hf_vit, left, pair, report, running, snapshot, timm_vit, tv_vit
 from checks import assert_close
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Attention, Block
 from torch import nn
 
 import vitfast
@@ -87,6 +87,21 @@ def test_what_is_left_of_the_last_patch_is_dropped_where_the_library_drops_it():
 def test_what_is_no_module_is_refused(function):
     with pytest.raises(InputError, match="must be a torch.nn.Module, got dict"):
         function({})
+
+
+@pytest.mark.parametrize("cls", [Block, Attention])
+def test_a_forward_that_was_set_after_the_check_is_found(monkeypatch, cls):
+    """A script may patch a library's class in a process that has accelerated a model of it before."""
+    vitfast.accelerate(timm_vit())
+    forward = cls.forward
+    try:
+        monkeypatch.setattr(cls, "forward", lambda self, x, **kwargs: 2 * forward(self, x, **kwargs))
+        model, original = pair(timm_vit())
+        assert_same(model, original, dict(x=IMAGES))
+        assert len(left(model)) == 2
+    finally:
+        monkeypatch.undo()
+        registry._checked.pop(Block, None)
 
 
 def test_a_library_that_computes_its_layer_in_another_way_is_left(monkeypatch):

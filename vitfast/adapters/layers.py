@@ -160,4 +160,6 @@ def accelerated_layer(cls: type, description: Layer, blocks: Blocks, entries: in
     user's, so an argument that the description does not name may do anything.
     """
     attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None, vitfast_keep="least")
+    held = {each for half in blocks for block in half for types in block.types.values() for each in types}
+    attributes["vitfast_forwards"] = {each: each.forward for each in (cls, *held) if hasattr(each, "forward")}
     return subclass(cls, _forward(cls, description, entries, of_users), **attributes)

@@ -52,6 +52,8 @@ def is_patch_projection(conv: nn.Conv2d) -> bool:
 
 
 def _weights_unsupported(module: nn.Module) -> str | None:
+    if "parametrizations" in module._modules:  # each look at a weight computes it; a spectral norm changes then
+        return "its weights are parametrised"
     plain = are_plain(module.weight, getattr(module, "bias", None))
     return None if plain else "its weights are of a class of their own"
 
@@ -74,9 +76,11 @@ Projection = leaf_class(nn.Conv2d, PATCHES, _project, _weights_unsupported)
 def _norm_unsupported(norm: nn.Module) -> str | None:
     if getattr(norm, "_fast_norm", False):
         return "timm's fast norm is on"
+    if (reason := _weights_unsupported(norm)) is not None:
+        return reason
     if norm.weight is None or norm.weight.dim() != 1:
         return "it has no weight per channel"
-    return _weights_unsupported(norm) or ("its eps depends on the dtype" if norm_eps(norm) is None else None)
+    return "its eps depends on the dtype" if norm_eps(norm) is None else None
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor | str:

@@ -39,7 +39,7 @@ def _class_for(cls: type) -> type | str | None:
     """Our subclass of a library's class, why it is left, or None for one that vitfast does not know."""
     if "vitfast_class" in vars(cls):
         return None
-    if cls not in _checked:
+    if cls not in _checked or _patched(cls):
         name, known = full_name(cls), _known(cls)
         if known.layers:
             _checked[cls] = checked_class(cls, known.layers)
@@ -50,6 +50,12 @@ def _class_for(cls: type) -> type | str | None:
         else:
             _checked[cls] = tower_class(cls, name) if name in TOWERS else known.left
     return _checked[cls]
+
+
+def _patched(cls: type) -> bool:
+    """Whether a library's layer class was checked before its forward, or one of a class in it, was set to another."""
+    forwards = getattr(_checked[cls], "vitfast_forwards", {})
+    return cls not in _registered and any(each.forward is not forward for each, forward in forwards.items())
 
 
 def _subclass_of(cls: type) -> type | None:
