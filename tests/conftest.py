@@ -2,7 +2,9 @@
 
 import os
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # last: children find a test's function by its module, tests.eval.x
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor believes /proc/cpuinfo: it would try each kind of vector with a compiler and another Python.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
