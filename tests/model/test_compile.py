@@ -75,3 +75,16 @@ def test_traced_in_eval_it_keeps_its_dropout_and_says_nothing(options, capfd):
     if "proj_drop_rate" in options:
         assert_close(torch.export.export(model, (x,)).module()(x), model(x), **TOL)
     assert "fx" not in capfd.readouterr().err
+
+
+def test_training_at_sizes_that_change():
+    """Positions are resampled to a size that the compiled code does not know, forward and backward."""
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3, dynamic_img_size=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for size in ((16, 24), (24, 32), (32, 24)):
+        images, grads = torch.randn(2, 3, *size), []
+        for call in (model, compiled):
+            call(images).square().sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)

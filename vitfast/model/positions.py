@@ -263,7 +263,9 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
         )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
-    if torch.are_deterministic_algorithms_enabled():  # interpolate's derivative adds in any order on a GPU
+    # Compiled, torch 2.14 has no derivative of interpolate to sizes that may change; on a GPU it adds in any order.
+    compiled = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and table.requires_grad
+    if torch.are_deterministic_algorithms_enabled() or compiled:
         places = (torch.arange(n, device=table.device) for n in new)
         down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
         with _without_autocast(table):
