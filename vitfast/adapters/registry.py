@@ -53,7 +53,7 @@ def _class_for(cls: type) -> type | str | None:
 
 
 def _patched(cls: type) -> bool:
-    """Whether a library's layer class was checked before its forward, or one of a class in it, was set to another."""
+    """Whether a library's layer class, or one in it, was given another forward after it was checked."""
     forwards = getattr(_checked[cls], "vitfast_forwards", {})
     return cls not in _registered and any(each.forward is not forward for each, forward in forwards.items())
 

@@ -77,7 +77,7 @@ def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, int, int, bool]]:
-    """(name, offset, bytes, class, whether that lies beside it) of a shard's images that have a .cls of their key."""
+    """(name, offset, bytes, class, whether that lies beside it) of a shard's images that have a .cls."""
     images, labels, last, run = {}, {}, None, 0  # run: of files of one key, side by side
     try:
         with tarfile.open(path, "r:") as tar:  # not compressed: images are read where they lie

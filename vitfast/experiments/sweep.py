@@ -52,7 +52,7 @@ def _check_rates(config: Config) -> None:
 
 
 def _check_output(config: Config, resume: str) -> None:
-    """Raises InputError where the run after the sweep will be refused whichever rate is best: before hours of it."""
+    """Raises InputError, before hours of a sweep, where the run after it will be refused in any case."""
     run = Path(config.output)
     check_output(run)
     settings = read_settings(run) if resume == "auto" and (find_checkpoint(run) or read_summary(run)) else None

@@ -245,10 +245,8 @@ class Trainer:
                 count = len(self.unreadable)
                 logger.warning("replaced by the next image (%d of at most %d): %s", count, limit, message)
         if len(self.unreadable) > limit:
-            raise InputError(
-                f"{len(self.unreadable)} images could not be read, more than max_unreadable {limit}; "
-                f"the last: {self.unreadable[-1]}"
-            )
+            told = f"{len(self.unreadable)} images could not be read, more than max_unreadable {limit}"
+            raise InputError(f"{told}; the last: {self.unreadable[-1]}")
 
     def _train(self, images: Images, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Takes one optimiser step. Raises TrainingError if memory runs out, saying what would fit."""
