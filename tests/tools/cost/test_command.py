@@ -120,7 +120,7 @@ def test_ceilings_of_a_file(capsys, tmp_path):
         (("--model", "R50x1", "--epochs", -3, "--images", 3), "--epochs must be positive, got -3"),
         (("--model", "B/16", "--epochs", "nan", "--images", 1e6), "--epochs must be positive, got nan"),
         (("--model", "B/16", "--epochs", 1, "--images", "inf"), "--images must be positive, got inf"),
-        (("--model", "R50x1", "--img-size", 0), "the model takes no image of 0 x 0 pixels"),
+        (("--model", "R50x1", "--img-size", 0), "takes no images of 0 x 0 pixels"),
         (("--model", "R50x9"), "unknown model 'R50x9'; did you mean R50x"),
         (("--model", "qqqq"), "R50x1, R50x2, R101x1, R152x1, R152x2, R200x3, timm:NAME"),
         (("--model", "timm:nothing"), "timm cannot build 'nothing'"),
