@@ -28,7 +28,7 @@ _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 _WIDE_BLOCK = _product(8, 4, 128, 256, 64, 4, "persistent")
 _PERSISTENT = (Rule(_WIDE_BLOCK, sm=(90,), bits="16"),)
 # One image through B/16 on an H200, as a CUDA graph: 605 us with fc2 by cuBLAS, which splits the sum, 544 with proj as
-# well, 497 with fc1 too (850 with all three by _PRODUCT; bench/results/h200/few_rows.json).
+# well, 497 with fc1 too and PyTorch's GELU (850 with all three by _PRODUCT; bench/results/h200/few_rows.json).
 _FEW_ROWS = (Rule(config(provider="cublas"), sm=(90,), bits="16", shape="*f"),)
 _MANY_ROWS = (Rule(_WIDE_BLOCK, sm=(90,), bits="16", shape="*[0-9]"),)
 _GELU = (Rule(_product(8, 4, 128, 256, 64, 2, "persistent"), sm=(90,), bits="16", shape="*[0-9]"),)

@@ -2,7 +2,8 @@
 
     linear_gelu    pre = x W^T + b, act = gelu(pre)            x (M, K), W (N, K), b (N,); pre is kept for backward only
     dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
-    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise
+    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise, as is
+    gelu           act = gelu(pre)
 
 gelu stands for any activation of activations.py, given by its name there. It acts on `pre` as it is rounded for
 storing, so that training, evaluation and backward agree.
@@ -208,9 +209,9 @@ def dgelu_matmul_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gelu_bwd_kernel(
-    dy_ptr,  # (M, N)
+    dy_ptr,  # (M, N), None for act alone
     pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N)
+    dpre_ptr,  # (M, N), None for act alone
     act_ptr,  # (M, N) or None
     sums_ptr,  # (row blocks, N) or None
     M,
@@ -224,9 +225,13 @@ def gelu_bwd_kernel(
 ):
     index_m, first_n = tl.program_id(0), tl.program_id(1) * BLOCK_N
     offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
-    dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
-    pre, outputs = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), (dpre_ptr, act_ptr, sums_ptr)
-    store_dgelu(dy, pre, *outputs, index_m, index_m * BLOCK_M, first_n, offs_m, M, N, stride_om, ACT, False)
+    if dy_ptr is None:
+        act = activate(load_piece(pre_ptr, offs_m, cols, M, N, stride_pm).to(tl.float32), ACT)
+        store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
+    else:
+        dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
+        pre, outputs = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), (dpre_ptr, act_ptr, sums_ptr)
+        store_dgelu(dy, pre, *outputs, index_m, index_m * BLOCK_M, first_n, offs_m, M, N, stride_om, ACT, False)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
@@ -235,7 +240,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
     config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n, m), unfit(x, weight))
     if config.provider == "cublas":
         pre = F.linear(x, weight, bias)
-        return activated(pre, activation), pre if save else x.new_empty(0)
+        return gelu(pre, activation), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
     grid, shared = row_product(x, weight, config, "nt")
@@ -289,10 +294,33 @@ def gelu_bwd(
         dpre = activation_bwd(dy, pre, activation).contiguous()
         dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
         return dpre, activated(pre, activation) if want_act else None, dbias
-    blocks = cdiv(m, config["BLOCK_M"])
-    dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
-    grid = blocks, cdiv(n, config["BLOCK_N"])
-    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
-    strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
-    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)
+    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
+    _launch_gelu(dy, pre, dpre, act, sums, activation, config)
     return dpre, act, *column_sums(sums, [sums])
+
+
+def gelu(pre: Tensor, activation: str) -> Tensor:
+    """act = gelu(pre), in pre's shape (M, F) and dtype: the same bits as linear_gelu and dgelu_matmul write."""
+    config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
+    if config.provider == "torch":
+        return activated(pre, activation)
+    act = pre.new_empty(pre.shape)
+    _launch_gelu(None, pre, None, act, None, activation, config)
+    return act
+
+
+def _launch_gelu(
+    dy: Tensor | None,
+    pre: Tensor,
+    dpre: Tensor | None,
+    act: Tensor | None,
+    sums: Tensor | None,
+    activation: str,
+    config: tiles.KernelConfig,
+) -> None:
+    """Launches the element-wise kernel, which writes dpre, act and sums where they are given."""
+    m, n = pre.shape
+    grid = cdiv(m, config["BLOCK_M"]), cdiv(n, config["BLOCK_N"])
+    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+    strides = dict(stride_ym=0 if dy is None else dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)

@@ -41,10 +41,9 @@ from .layer_norm import unsupported_reason as width_unsupported
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
-    from ..kernels.matmul.activations import activated
     from ..kernels.matmul.gated import dgated_matmul, gated_bwd, gated_linear
     from ..kernels.matmul.linear import input_grad, linear
-    from ..kernels.matmul.mlp import dgelu_matmul, gelu_bwd
+    from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
     from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
@@ -114,7 +113,7 @@ def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
     """The input of the last layer, once more."""
     if t.inner_norm_weight is not None:
         return layer_norm_fwd(saved.inner_h, t.inner_norm_weight, t.inner_norm_bias, t.inner_eps)[0]
-    act = activated(saved.pre, t.activation)
+    act = gelu(saved.pre, t.activation)
     return act if saved.up is None else act.mul_(saved.up)
 
 

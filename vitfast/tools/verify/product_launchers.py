@@ -93,6 +93,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
             lambda slices, like: slices.sum(0),
         )
     # These run after a product by another provider.
+    found["gelu"] = Launcher(lambda t: (t.values(m, f),), lambda pre: mlp.gelu(pre, "gelu"), F.gelu)
     for name, count, launcher, activation in (
         ("gelu backward", 1, mlp.gelu_bwd, "gelu"),
         ("gated backward", 2, gated.gated_bwd, "silu"),
