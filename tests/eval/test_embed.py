@@ -205,10 +205,14 @@ def test_a_rank_that_did_not_start_again_leaves_no_vectors_of_other_weights(sour
 
 
 def test_a_full_disk_is_one_line_and_no_half_shard(source, capsys):
+    """At the manifest, and then at a shard's second file."""
     run_cli(capsys, *arguments(source, "alone"))
-    child = Child(limited, [600], arguments(source))
+    child = Child(limited, [600, 1000], *[arguments(source)] * 2)
     _, err = child.communicate()
-    assert child.returncode == 0 and "vitfast: error: [Errno 27] File too large" in err and str(source / "out") in err
+    assert (
+        child.returncode == 0 and err.count("vitfast: error: ") == err.lower().count("[errno 27] file too large") == 2
+    )
+    assert err.count(str(source / "out")) == 2
     assert not list((source / "out").glob("*.npy")) and "Traceback" not in err
     assert run_cli(capsys, *arguments(source))[0] == 0
     assert content(source / "out") == content(source / "alone")

@@ -231,6 +231,16 @@ def test_on_a_gpu_images_are_resized_there_and_full_batches_are_a_graph(sizes, t
     torch.testing.assert_close(decoded, Embedder(model, sizes=sizes).embed(pixels), atol=1e-3, rtol=1e-3)
 
 
+def test_no_batch_has_images_of_two_groups(monkeypatch):
+    """So what is computed with an image does not depend on where a job was cut off."""
+    embedder, batches = Embedder(tiny(5), device="cpu"), []
+    computed = embedder._computed
+    monkeypatch.setattr(embedder, "_computed", lambda batch: batches.append(len(batch)) or computed(batch))
+    image = pictures.smooth(0, 20, 20)
+    found = list(embedder.stream_groups((group, image, "x") for group in (0, 0, 1, 1, 1, 2)))
+    assert [group for group, _ in found] == [0, 0, 1, 1, 1, 2] and batches == [2, 3, 1]
+
+
 def test_a_model_whose_output_is_no_number_says_which_image():
     model = tiny(5)
     model.norm.weight.data[0] = torch.inf
