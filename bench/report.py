@@ -153,7 +153,8 @@ def overview(gpus: list[Results]) -> str:
         machines.setdefault(", ".join(words), {})[facts.get("commit")] = True
     lines = [f"{words}, commits {', '.join(commits)}" for words, commits in machines.items()]
     lines += [f"Peers without a time: {', '.join(without)}"] if without else []
-    lines += [f"\\*: ours ran as CUDA graphs ({GRAPHS}), and its peer has no time so"] if GRAPHS in without else []
+    graphs = f"\\*: ours ran as CUDA graphs ({GRAPHS}), and its peer has no time so: never bold"
+    lines += [graphs] if GRAPHS in without else []
     listed = "".join(f"- {cell(line)}\n" for line in lines)
     header = ["target", "figure", "wanted", *(results.name for results in gpus)]
     return f"{OVERVIEW}\n{listed}\n{table(header, rows, texts=2)}"

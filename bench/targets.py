@@ -276,7 +276,7 @@ def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
     """A row for each figure, with its value on each GPU; and the settings of peers without a time.
 
     A row has the target, what the figure is of, what is wanted, and the values. A value that is as wanted is bold. One
-    of ours as CUDA graphs by a peer's that is none has a star.
+    of ours as CUDA graphs by a peer's that is none has a star in place of that.
     """
     rows, without = [], {}
     for what, _, parts in TARGETS:
@@ -285,7 +285,7 @@ def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
             for figure in (f for f in figures(results, parts) if isinstance(f, Figure)):
                 values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
                 star = "\\*" if GRAPHS in figure.without else ""
-                values[i] = (f"**{figure.shown}**" if figure.met else figure.shown) + star
+                values[i] = f"**{figure.shown}**" if figure.met and not star else figure.shown + star
                 without |= dict.fromkeys(figure.without)
         titles = [what, *[""] * len(found)]
         rows += [[title, *key, *values] for title, (key, values) in zip(titles, found.items())]
