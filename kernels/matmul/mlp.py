@@ -300,7 +300,7 @@ def gelu_bwd(
 
 
 def gelu(pre: Tensor, activation: str) -> Tensor:
-    """act = gelu(pre), in pre's shape (M, F) and dtype: the same bits as linear_gelu and dgelu_matmul write."""
+    """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits."""
     config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
     if config.provider == "torch":
         return activated(pre, activation)
