@@ -163,8 +163,8 @@ def memory(results: Results) -> Iterator[Figure]:
             for ours in whole_models(run, "train", MAIN, [VITFAST], "bf16"):
                 if theirs and ours["peak_mib"] and theirs[0]["peak_mib"]:
                     name, ratio = ours["impl"].removesuffix(" again"), ours["peak_mib"] / theirs[0]["peak_mib"]
-                    of, speed = f"{name} by timm {precision} compiled", f"{ours['images_per_second']:,.0f} images/s"
-                    found.setdefault(name, Figure(of, ratio, bound, at_most=True, setting=speed))
+                    of, pace = f"{name} by timm {precision} compiled", f"{ours['images_per_second']:,.0f} images/s"
+                    found.setdefault(name, Figure(of, ratio, bound, at_most=True, setting=pace))
         yield from found.values()
 
 
