@@ -3,8 +3,6 @@
     python bench/report.py              # writes what is marked in bench/results/README.md and README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
     python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
-    python bench/report.py --add FILE   # checks an archive of `vitfast report-gpu`, adds it and writes the tables;
-                                        # with --replace in the place of the GPU's folder, if it has one already
 
 Every folder of bench/results/ that holds results is a GPU, but `local`, which is not committed. What a file must have,
 and which of several counts, stands in result_files.py.
@@ -24,8 +22,8 @@ HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
     "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and\n"
-    "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here. `vitfast report-gpu` takes ten minutes, and\n"
-    "`python bench/report.py --add ARCHIVE` puts that here.\n"
+    "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here. `vitfast report-gpu` takes ten minutes,\n"
+    "and its archive is unpacked in the same way.\n"
 )
 
 
@@ -183,9 +181,7 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     what.add_argument("--folder", type=Path, help="print the tables of this folder")
-    what.add_argument("--add", type=Path, metavar="FILE", help="check and add this archive; exit code 2: refused")
     parser.add_argument("--targets", action="store_true", help="with --folder: print its targets alone")
-    parser.add_argument("--replace", action="store_true", help="with --add: replace the folder of that GPU")
     args = parser.parse_args(argv)
     if args.targets and not args.folder:
         parser.error("--targets needs --folder DIR")
@@ -195,16 +191,6 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
         found = load(args.folder)
         print(targets_table(found).rstrip() if args.targets else sections(found))
         return 0
-    if args.replace and not args.add:
-        parser.error("--replace needs --add FILE")
-    if args.add:
-        import submission  # which needs torch
-
-        try:
-            print(f"added as {submission.add(args.add, folder, readme.parent, args.replace)}")
-        except submission.Refused as reason:
-            print(f"{args.add} is refused: {reason}", file=sys.stderr)
-            return 2
     texts = documents(folder, readme)
     if args.check:
         stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]

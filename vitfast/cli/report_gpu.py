@@ -105,7 +105,7 @@ def source_files() -> dict[str, bytes]:
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """sha256 of the code in kernels/, vitfast/ and bench/, from `source_files` or from a commit."""
+    """sha256 of the code in kernels/, vitfast/ and bench/, as `source_files` gives it."""
     found = {name: hashlib.sha256() for name in ("kernels", "vitfast", "bench")}
     for path, content in sorted(files.items()):
         if path.endswith((".py", ".sh", ".cpp")):
