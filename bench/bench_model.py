@@ -4,7 +4,7 @@ Logits, and in training every gradient, are compared with float64 before anythin
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16 has
 weights and optimiser in bf16; amp has fp32 weights under autocast, where our own ViT keeps its residual stream in bf16
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
-torch's own CUDA graphs, which reduce-overhead has: latency captures one for everybody, eager too; throughput and
+torch's own CUDA graphs, which reduce-overhead has: latency captures one for every other setting; throughput and
 training are timed in whole steps back to back, launches included. Ours is measured first and,
 as "vitfast compile bf16 again", after timm's: the slower of the two counts. "least memory" is ours where backward
 computes again what it can. "batch-invariant" is inference of ours by
@@ -19,6 +19,7 @@ measured fastest. The batch of throughput is each library's best of several.
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import machine
@@ -27,9 +28,10 @@ import torch
 from machine import median_seconds
 from peers import ACCELERATED, BACKEND, BUILDERS, TENSORRT, Peer, Setting, bench_peer, learner
 from shapes import MAIN, model_work, planned
+from torch import Tensor
 
 from vitfast import ops
-from vitfast.tools.cost.work import update
+from vitfast.tools.cost.work import Kernels, update
 
 LEADING = (  # what decides comes first, because a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
@@ -91,16 +93,35 @@ def _fastest_batch(library: str, model: str) -> int:
     return max(speed, key=speed.get)
 
 
+def work_of(peer: Peer) -> tuple[Callable[[Tensor], Tensor], Kernels]:
+    """What is timed, a function of a batch of images, and its work: a training step, or the forward pass."""
+    size = peer.setting.dtype.itemsize
+    if not peer.training:
+        return peer, model_work(peer.shape, size).forward
+    step, _ = learner(peer, lr=1e-5)
+    labels = torch.randint(0, 1000, (peer.shape.batch,), device=machine.DEVICE)
+    step_update = update(sum(p.numel() for p in peer.model.parameters()), size=peer.setting.stored.itemsize)
+    return lambda images: step(images, labels), model_work(peer.shape, size).of("both") + step_update
+
+
+def inference_peer(setting: Setting, model: str, what: str) -> Peer:
+    """A peer for "latency" (one image) or "throughput" (at its library's best batch)."""
+    batch = 1 if what == "latency" else best_batch(setting.library.replace(TENSORRT, "timm"), model)
+    return Peer(setting, replace(MODELS[model], batch=batch), training=False)
+
+
+def as_graph(peer: Peer, what: str) -> bool:
+    """Whether a CUDA graph is captured for it; reduce-overhead has its own, which a capture cannot hold."""
+    return machine.GPU and what == "latency" and peer.setting.how != "reduce-overhead"
+
+
 @pytest.mark.parametrize("setting", CASES)
 @pytest.mark.parametrize("model", [pytest.param(model, id=shape.name) for model, shape in MODELS.items()])
 def test_train(benchmark, model, setting):
     benchmark.group = f"train {model}"
     peer = Peer(CASES[setting], MODELS[model], training=True)
-    step, _ = learner(peer, lr=1e-5)
-    labels = torch.randint(0, 1000, (peer.shape.batch,), device=machine.DEVICE)
-    step_update = update(sum(p.numel() for p in peer.model.parameters()), size=peer.setting.stored.itemsize)
-    kernels = model_work(peer.shape, peer.setting.dtype.itemsize).of("both") + step_update
-    bench_peer(benchmark, "train", peer, lambda images: step(images, labels), kernels)
+    step, kernels = work_of(peer)
+    bench_peer(benchmark, "train", peer, step, kernels)
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
@@ -108,9 +129,7 @@ def test_train(benchmark, model, setting):
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
     benchmark.group = f"{what} {model}"
-    library = ONCE[setting].library.replace(TENSORRT, "timm")
-    batch = 1 if what == "latency" else best_batch(library, model)
-    peer = Peer(ONCE[setting], replace(MODELS[model], batch=batch), training=False)
-    kernels = model_work(peer.shape, peer.setting.dtype.itemsize).forward
+    peer = inference_peer(ONCE[setting], model, what)
+    step, kernels = work_of(peer)
     with torch.inference_mode():
-        bench_peer(benchmark, what, peer, peer, kernels, graph=machine.GPU and what == "latency")
+        bench_peer(benchmark, what, peer, step, kernels, graph=as_graph(peer, what))

@@ -24,7 +24,7 @@ import pytest
 import torch
 from harness import describe, measure
 from machine import wall, warm_up
-from peers import BUILDERS, Peer, Setting, learner
+from peers import BACKEND, BUILDERS, Peer, Setting, learner
 from PIL import Image
 from shapes import Shape, model_work, planned
 from torch import Tensor
@@ -166,14 +166,14 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     return torch.stack(found).double().unflatten(0, (-1, WINDOW)).mean(1).tolist()
 
 
-@pytest.mark.parametrize("library", ["vitfast", "timm"])
+@pytest.mark.parametrize("library", ["vitfast", BACKEND, "timm"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", CURVES)
 def test_loss_curve(benchmark, model, precision, seed, library):
     shape, found = CURVES[model], []
     setting = Setting(library, "eager" if machine.SMALL else "compile", precision)
-    with ops.use_kernels("on" if machine.GPU and library == "vitfast" else "auto"):
+    with ops.use_kernels("on" if machine.GPU and library.startswith("vitfast") else "auto"):
         seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
     kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS

@@ -11,7 +11,7 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
     test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16"
     test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
     test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY-HOW]
-    test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
+    test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-LIBRARY]
     test_embed[SHAPE-STAGE]                           STAGE: forward, memory or files
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
@@ -23,7 +23,6 @@ import functools
 import gc
 import json
 import os
-import signal
 import sys
 import time
 
@@ -34,10 +33,8 @@ import torch
 
 from vitfast.errors import both_ends
 from vitfast.run.files import write_text
-from vitfast.tools.cost import datasheet_flops
 
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
-ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
 _cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
 
@@ -88,18 +85,8 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    limit = item.config.getoption("case_limit")
-
-    def stop(number, frame):
-        raise TimeoutError(f"took longer than {limit} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit, ALARM_AGAIN)  # with a limit of 0 it never rings
-    try:
+    with machine.time_limit(item.config.getoption("case_limit")):
         return (yield)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def pytest_runtest_logreport(report):
@@ -119,9 +106,9 @@ def pytest_runtest_logreport(report):
 def _leave_nothing_behind(request):
     """Compiled code and memory of a case go before the next one; a broken device ends the run."""
     yield
+    torch._dynamo.reset()
     if not machine.GPU:
         return
-    torch._dynamo.reset()
     sys.last_value = sys.last_traceback = sys.last_exc = None  # the frames of a failed case hold its tensors
     gc.collect()
     try:
@@ -132,8 +119,7 @@ def _leave_nothing_behind(request):
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    rates = dict(ceilings=machine.ceilings(), datasheet_bf16_flops=datasheet_flops(machine.name()))
-    machine_info["vitfast"] = machine.facts() | rates
+    machine_info["vitfast"] = machine.description()
     machine_info.pop("node", None)  # the host's name is nobody's business
 
 

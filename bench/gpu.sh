@@ -1,25 +1,22 @@
 #!/usr/bin/env bash
 # One stage of the checks and measurements on this machine's GPU, results in a folder (OUT: bench/results/local):
 #
-#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|embed|tune|all [OUT] [--rehearse] [OPTIONS...]
+#     bench/gpu.sh first|decide|ops|models|tune|all [OUT] [--rehearse] [OPTIONS...]
 #
 # first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early
-# ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled
-# tests     vitfast doctor, pytest tests -m gpu, compute-sanitizer where there is one
+# decide    the questions of questions.py that are open on this kind of GPU, by worth per second, until the time is up:
+#           what is compared runs in turns, and each answer is kept as it comes; `--only NAME` asks that one (again)
 # ops       every operation against its peers; `-k max-autotune` for what there was no time for
 # models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train", -k packed
-# train     end to end from JPEG files
-# curves    losses of 1,000 steps of S/16, ours and timm's, in amp and bf16, three seeds each
-# embed     images to vectors: the forward alone, from memory, from JPEG files, against a script of timm's parts
 # tune      searches faster tiles and adds the user's table to the archive as tiles.json; options: `vitfast tune`'s
-# all       all but first and tune, the models one by one, as long as that takes
+# all       decide until nothing is open, then ops and the models one by one, as long as that takes
 #
 # --rehearse runs the stage without a GPU: every case by its name, in plain PyTorch on the CPU at a toy's sizes; doctor
 # in Triton's interpreter, nothing compiled, no time of any meaning. Tests that need a GPU are skipped in it.
 #
 # OUT (from the repository's root on) holds two files, written anew after each step of a stage, and what earlier stages
-# left in them stays: report.md, and results.tar.gz with NAME.log and NAME.json of each step and steps_STAGE.json. To
-# commit results: tar -xzf OUT/results.tar.gz -C bench/results/<gpu>.
+# left in them stays: report.md, and results.tar.gz with NAME.log and NAME.json of each step, steps_STAGE.json and
+# answers/. To commit results: tar -xzf OUT/results.tar.gz -C bench/results/<gpu> --exclude '*.log'.
 #
 # Every stage but `all` ends within 555 seconds (another number: VITFAST_SECONDS), whatever hangs. A step, a process
 # group of its own, gets its limit or what is left; with less than its least it is skipped (both are of 555 seconds, of
@@ -34,7 +31,7 @@
 # pytest-benchmark; no network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. `vitfast
 # report-gpu` runs the stage `first` of an installed package, from a folder that holds bench/ alone.
 # VITFAST_COMMIT: the commit, where the copy has no git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels
-# from `tests/codegen.py --cache`, for Triton's cache (`vitfast kernels install`).
+# from `bench/archive.py`, for Triton's cache (`vitfast kernels install`).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3} stage=${1:-} folder=${2:-bench/results/local}
@@ -45,7 +42,7 @@ if ((${#rehearse[@]})); then export VITFAST_REHEARSE=1 CUDA_VISIBLE_DEVICES=""; 
 set -- "${options[@]}"
 
 refuse() { echo "bench/gpu.sh: $*" >&2 && exit 2; }
-stages="first|ceilings|tests|ops|models|train|curves|embed|tune|all"
+stages="first|decide|ops|models|tune|all"
 [[ "|$stages|" == *"|$stage|"* && $stage ]] || refuse "no stage '$stage'; usage: bench/gpu.sh $stages [OUT] [--rehearse]"
 seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
 [[ $seconds =~ ^[0-9]{2,}$ ]] || refuse "VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'"
@@ -61,7 +58,13 @@ if [ "$stage" = all ]; then
         if ((code == 2 || code == 130)); then exit "$code"; fi
         if ((code)); then failed=1; fi
     }
-    for part in ceilings tests ops train curves embed; do each $part; done
+    answers() { tar -tzf "$folder/results.tar.gz" 2> /dev/null | grep -c '/answers/.'; }
+    before=-1
+    while ((before < $(answers))); do
+        before=$(answers)
+        each decide
+    done
+    each ops
     for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
         for what in train inference; do each models -k "$model and $what"; done
     done
@@ -146,11 +149,14 @@ record() { # the current step's row; everything so far goes to OUT
     renew
 }
 
+questions() { timeout -k 1 "$grace" "$python" bench/decide.py "$1" "$work" "${@:2}" --machine "$facts"; }
+
 report() { timeout -k 1 "$grace" "$python" bench/report.py --folder "$work" "$@"; }
 
 renew() { # OUT/report.md and OUT/results.tar.gz from what is there, whole or not at all
     local IFS=,
     echo "{\"stage\": \"$stage\", \"steps\": [${rows[*]}], \"checks\": {${checked[*]}}}" > "$work/$steps.json"
+    if [ "$stage" = decide ] && [ "$current" != prepare ]; then questions answer || failed=1; fi
     if report > "$work/.report.md" 2> "$work/.report.log"; then
         cp "$work/.report.md" "$folder/.report.md" && mv "$folder/.report.md" "$folder/report.md"
     else
@@ -166,7 +172,7 @@ renew() { # OUT/report.md and OUT/results.tar.gz from what is there, whole or no
 finish() { # the steps again, and the targets; nothing of this run stays but OUT
     trap '' INT TERM HUP
     printf '\n%s\n' "$(printf '%s\n' "${table[@]}")" ""
-    report --targets || cat "$folder/report.md"
+    report "$([ "$stage" = decide ] && echo --answers || echo --targets)" || cat "$folder/report.md"
     exit "$failed"
 }
 
@@ -221,6 +227,10 @@ cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about p
 [[ $facts =~ ([0-9]+)" GiB free" ]] && room=$((BASH_REMATCH[1] / 5)) # a worker of the gpu tests takes 5 GiB
 workers=$((room < 1 ? 1 : room < 8 ? room : 8))
 workers=$((cpus < workers ? cpus : workers))
+archives=() # of compiled kernels
+for file in ${VITFAST_CACHE:-bench/cache/*.tar.xz}; do
+    if [ "${VITFAST_CACHE:-}" ] || [ -f "$file" ]; then archives+=("$file"); fi
+done
 
 # shellcheck disable=SC2329 # called in a process of its own
 prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
@@ -232,7 +242,7 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
         ! timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
         ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"
     fi
-    for file in ${VITFAST_CACHE:-$(ls bench/cache/*.tar.xz 2> /dev/null)}; do
+    for file in "${archives[@]}"; do
         "$python" -m vitfast kernels install "$file" || return 1
     done
 }
@@ -299,14 +309,31 @@ first() {
     going ops attention 25 80 40 attention -k "$main"
     going ops blocks 30 110 60 "attention_block mlp_block" -k "$few"
     going ops norm_and_patches 25 90 60 "add_layer_norm patch_embed_uint8 patch_embed_float" -k "$few"
-    if [ -z "$ours" ]; then going models accelerate 30 110 90 "test_train and accelerate and compile"; fi
     going models inference 30 110 60 "$inference$ours"
-    ((device_errors < 2)) || { echo "two steps in a row broke the device: stopping here" && return; }
-    if [ -d tests ]; then # an installed package has none
-        check="first gpu tests" gpu_tests gpu_tests 30 200 tests/kernels/test_gpu.py \
-            -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
-    fi
-    ops attention_separate 25 60 40 attention_separate -k "$main"
+    ((device_errors < 2)) || echo "two steps in a row broke the device: stopping here"
+}
+
+decide() {
+    timeout -k 1 60 "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
+    local asked what name kind limit words
+    while :; do
+        asked=$(questions next --left $(($(left) * 555 / seconds)) "$@") || { failed=1 && return; }
+        [ "$asked" ] || return
+        mapfile -t words <<< "$asked"
+        what=${words[0]} name=${words[1]} kind=${words[2]} limit=${words[3]} check=${words[4]}
+        printf '\n== %s\n' "$what"
+        words=("${words[@]:5}")
+        case "$kind" in
+            rivals)
+                step "$name" 1 "$limit" "$python" bench/rivals.py "${words[@]}" --folder "$work" \
+                    --ends $((EPOCHSECONDS + $(left "$limit")))
+                ;;
+            bench) bench "$name" 1 "$limit" "$limit" "${words[@]}" ;;
+            tests) VITFAST_SANITIZER_SECONDS=$(($(left "$limit") - 5)) gpu_tests "$name" 1 "$limit" "${words[@]}" ;;
+            doctor) doctor "$name" "$limit" "${words[@]}" ;;
+        esac
+        ((device_errors < 2)) || { echo "two steps in a row broke the device: stopping here" && return; }
+    done
 }
 
 filter="" # of models, for names of files
@@ -314,22 +341,10 @@ if [ "$stage" = models ]; then
     filter=$(printf '%s' "$*" | sed -E 's/(^| )-k / /g; s/[^A-Za-z0-9]+/_/g; s/^_*/_/; s/_+$//')
 fi
 steps=steps_$stage$filter
-step prepare 0 90 bash -c "$(declare -p facts cpus python); $(declare -f prepare); prepare"
+step prepare 0 90 bash -c "$(declare -p facts cpus python archives); $(declare -f prepare); prepare"
 case "$stage" in
     first) first ;;
-    ceilings)
-        timm="timm and compile and not accelerate and (B/16 or S/16) and 224 and train"
-        ops ceilings 30 555 100 "gemm_qkv gemm_proj gemm_fc1 gemm_fc2 attention" bench/bench_model.py \
-            -k "gemm or (sdpa and not backward) or ($timm)" "$@"
-        ;;
-    tests)
-        check="vitfast doctor" doctor doctor 120
-        # the files with such tests alone: others import packages that a machine for benchmarks need not have
-        mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-        check="gpu tests" gpu_tests gpu_tests 30 330 "${files[@]:-tests}" -k 'not sanitizer' "$@"
-        export VITFAST_SANITIZER_SECONDS=$(($(left) - 50))
-        check="compute-sanitizer" workers=2 gpu_tests sanitizer 150 555 tests/kernels/test_gpu.py -k sanitizer
-        ;;
+    decide) decide "$@" ;;
     ops) # a process for each group: an illegal access in one kernel spoils that group alone
         ops ops_attention 20 80 100 "attention attention_separate" "$@"
         ops ops_attention_options 20 80 100 "attention_rotary attention_bias" "$@"
@@ -337,12 +352,10 @@ case "$stage" in
         ops ops_patch_embed 20 80 100 "patch_embed_uint8 patch_embed_float" "$@"
         ops ops_block 20 80 100 "attention_block mlp_block gated_mlp_block" "$@"
         ops ops_mlp 20 80 100 "linear_gelu mlp gated_mlp" "$@"
+        ops ops_gemm 20 80 100 "gemm_qkv gemm_proj gemm_fc1 gemm_fc2" "$@"
         bench ops_packed 20 555 100 bench/bench_packed.py::test_attention_packed "$@"
         ;;
     models) bench "models$filter" 30 555 150 bench/bench_model.py bench/bench_packed.py::test_train_packed "$@" ;;
-    train) bench train_from_files 30 555 200 bench/bench_train.py::test_train_from_files "$@" ;;
-    curves) bench curves 30 555 200 bench/bench_train.py::test_loss_curve "$@" ;;
-    embed) bench embed 30 555 150 bench/bench_embed.py::test_embed "$@" ;;
     tune) # a search measures a GPU: its rehearsal is its help
         export VITFAST_TILES="${VITFAST_TILES:-${XDG_CACHE_HOME:-$HOME/.cache}/vitfast/tiles.json}"
         step tune 30 555 "$python" -m vitfast tune --seconds $(($(left) - 10)) "$@" "${rehearse[@]/#--rehearse/--help}"

@@ -54,12 +54,11 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile, from a clean start.
+    """torch.compile; what was compiled before is forgotten after each case (conftest.py), not here.
 
     how: "compile", "max-autotune" or "reduce-overhead", which alone has torch's CUDA graphs, as these copy every input
     first; or "eager" for backend="vitfast", whose graph then runs as it is. options: torch.compile's.
     """
-    torch._dynamo.reset()
     if machine.REHEARSED or how == "eager":  # traced, nothing generated
         inner = dict(options={"inner": "eager"}) if options.get("backend") == "vitfast" else dict(backend="eager")
         return torch.compile(function, **options, **inner)
@@ -182,13 +181,18 @@ def rates(kernels: Kernels, seconds: float, flops_per_second: float, bytes_per_s
     return dict(flops=int(flops), bytes=int(moved)) | shares | speeds
 
 
-def describe(
-    benchmark, impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
-) -> None:
-    """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
+def description(
+    impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
+) -> dict:
+    """What every case says, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
     facts = dict(impl=impl, device=machine.name(), dtype=dtype) | rates(kernels, seconds, top[dtype], top["copy"])
-    benchmark.extra_info.update(facts, peak_mib=None if peak is None else peak / 2**20, **more)
+    return facts | dict(peak_mib=None if peak is None else peak / 2**20) | more
+
+
+def describe(benchmark, *what, **more) -> None:
+    """Puts the `description` into the extra_info of a case."""
+    benchmark.extra_info.update(description(*what, **more))
 
 
 def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:

@@ -30,6 +30,7 @@ import torch
 
 from vitfast.cli.report_gpu import gpu_addresses
 from vitfast.run.files import write_text
+from vitfast.tools.cost import datasheet_flops
 from vitfast.tools.machine_code.cubin import ptxas_version
 from vitfast.tools.verify import clock as between_calls
 
@@ -45,6 +46,7 @@ CASE_WARM_SECONDS = 0.2
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these and the next need not be installed
 PACKAGES += ("quack-kernels", "tensorrt", "nvidia-modelopt")
+ALARM_AGAIN = 5  # seconds
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
 _alone = False  # whether this process is inside `alone`
 
@@ -112,6 +114,25 @@ def _turns() -> tuple[int, ...]:
     """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, who is next; or ()."""
     path = os.environ.get("VITFAST_TURNS")
     return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside after so many seconds; 0 is no limit.
+
+    It rings again, as the first TimeoutError may end in somebody's `except Exception`.
+    """
+
+    def stop(number, frame):
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, ALARM_AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager
@@ -239,6 +260,11 @@ def facts() -> dict[str, str]:
         query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu_addresses()[0])
         found.update(zip(fields, _output(*query).split(", ")))
     return found
+
+
+def description() -> dict:
+    """The facts, the ceilings of this run, and the peak by the data sheet, as result files have them."""
+    return facts() | dict(ceilings=ceilings(), datasheet_bf16_flops=datasheet_flops(name()))
 
 
 @functools.cache

@@ -329,13 +329,28 @@ def model_rates(s: Shape | Mix, training: bool, seconds: float, ceiling: float, 
     return dict(images_per_second=s.batch / seconds, model_flops=int(flops)) | shares
 
 
+def peer_facts(peer: Peer, op: str, seconds: float, **more) -> dict:
+    """What the tables say of a whole model that takes so many seconds a batch; more: the errors, for one."""
+    setting, shape = peer.setting, peer.shape
+    ceiling = machine.ceilings()[str(setting.dtype).removeprefix("torch.")]
+    facts = dict(
+        op=op,
+        direction="both" if peer.training else "forward",
+        shape=shape.name,
+        batch=shape.batch,
+        precision=setting.precision,
+        attention=peer.backend or "its own",
+    )
+    return facts | model_rates(shape, peer.training, seconds, ceiling, datasheet_flops(machine.name())) | more
+
+
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
     """Checks, times and checks again `step`, a function of a batch, and describes it.
 
     graph: whether it is captured as a CUDA graph and run from a cold cache; others run back to back. more: for
     extra_info.
     """
-    setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
+    setting = peer.setting
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
@@ -349,14 +364,12 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
                 steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
                 seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
         errors |= peer.check_again()
-    ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())
-    facts = dict(
-        op=op,
-        direction="both" if peer.training else "forward",
-        shape=shape.name,
-        batch=shape.batch,
-        precision=setting.precision,
-        attention=peer.backend or "its own",
+    describe(
+        benchmark,
+        setting.name,
+        kernels,
+        seconds,
+        setting.dtype,
+        peak,
+        **peer_facts(peer, op, seconds, **errors, **more),
     )
-    facts |= model_rates(shape, peer.training, seconds, ceiling, promised)
-    describe(benchmark, setting.name, kernels, seconds, dtype, peak, **facts, **errors, **more)

@@ -2,7 +2,7 @@
 
     python bench/report.py              # writes what is marked in bench/results/README.md and README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
-    python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
+    python bench/report.py --folder DIR # prints the tables of one folder; with --targets or --answers these alone
 
 Every folder of bench/results/ that holds results is a GPU, but `local`, which is not committed. What a file must have,
 and which of several counts, stands in result_files.py.
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import decide
 from result_files import WHOLE_MODELS, Results, load
 from targets import GRAPHS, VITFAST, figure_rows, target_rows
 
@@ -113,6 +114,22 @@ def model_table(cases: list[dict], title: str) -> str:
     return f"#### {cell(title)}\n\n" + table([*shown], [[text(case) for text in shown.values()] for case in cases])
 
 
+def answers_table(results: Results) -> str:
+    """The questions of questions.py that have an answer: what was predicted, what was measured, what follows."""
+    rows = [[a["asks"], a["predicted"], a["measured"], a["follows"]] for a in results.answers]
+    return table(["question", "predicted", "measured", "what follows"], rows, texts=4) if rows else "no answer yet\n"
+
+
+def stale_answers(gpus: list[Results]) -> str:
+    """A line for each answer that is older than files that its question speaks of."""
+    lines = ""
+    for results, answer in ((gpu, answer) for gpu in gpus for answer in gpu.answers):
+        if files := decide.older(answer):
+            more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+            lines += f"{results.name}: the answer to {answer['question']} is older than {', '.join(files[:3])}{more}\n"
+    return lines
+
+
 def targets_table(results: Results) -> str:
     """The targets alone, or one line that there is no result; then the files that do not count."""
     damaged = "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
@@ -124,6 +141,7 @@ def targets_table(results: Results) -> str:
 def sections(results: Results) -> str:
     """Everything about one GPU; loss curves are in the targets alone."""
     found = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
+    found += ["#### Questions (`bench/questions.py`)\n\n" + answers_table(results)] if results.answers else []
     models = results.grouped(model, *WHOLE_MODELS)
     found += [model_table(cases, title) for title, cases in models.items()]
     operations = results.grouped(lambda case: case["op"])
@@ -137,8 +155,9 @@ def sections(results: Results) -> str:
 FACTS = {"driver_version": "driver", "torch": "torch", "triton": "triton", "timm": "timm"}
 OVERVIEW = """\
 A ratio ("A by B") is our speed divided by the best peer's, in equal precision and in one run. Of latency and memory,
-less is better. **Bold** figures are as wanted, and "-" is not measured yet. [bench/results](bench/results/README.md)
-has every time, setting and failed case, and [what was predicted](bench/results/NOTES.md).
+less is better. **Bold** figures are as wanted, and "-" is not measured yet. "Predicted" is what an open question
+([bench/questions.py](bench/questions.py)) expects of the next run. [bench/results](bench/results/README.md) has every
+time, setting and failed case, and [what was learned](bench/results/NOTES.md).
 """
 
 
@@ -154,13 +173,13 @@ def overview(gpus: list[Results]) -> str:
     graphs = f"\\*: ours ran as CUDA graphs ({GRAPHS}), and its peer has no time so: never bold"
     lines += [graphs] if GRAPHS in without else []
     listed = "".join(f"- {cell(line)}\n" for line in lines)
-    header = ["target", "figure", "wanted", *(results.name for results in gpus)]
+    header = ["target", "figure", "wanted", "predicted", *(results.name for results in gpus)]
     return f"{OVERVIEW}\n{listed}\n{table(header, rows, texts=2)}"
 
 
 def gpus(folder: Path) -> list[Results]:
     found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"]
-    return [r for r in found if r.measured or r.missing or r.checks or r.damaged]
+    return [r for r in found if r.measured or r.missing or r.checks or r.damaged or r.answers]
 
 
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
@@ -182,18 +201,21 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     what.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     what.add_argument("--folder", type=Path, help="print the tables of this folder")
     parser.add_argument("--targets", action="store_true", help="with --folder: print its targets alone")
+    parser.add_argument("--answers", action="store_true", help="with --folder: print its answers alone")
     args = parser.parse_args(argv)
-    if args.targets and not args.folder:
-        parser.error("--targets needs --folder DIR")
+    if (args.targets or args.answers) and not args.folder:
+        parser.error("--targets and --answers need --folder DIR")
     if args.folder:
         if not args.folder.is_dir():
             parser.error(f"there is no folder {args.folder}")
         found = load(args.folder)
-        print(targets_table(found).rstrip() if args.targets else sections(found))
+        alone = answers_table if args.answers else targets_table if args.targets else sections
+        print(alone(found).rstrip())
         return 0
     texts = documents(folder, readme)
     if args.check:
         stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+        print(end=stale_answers(gpus(folder)))
         print("\n".join(f"{path} is stale: run python bench/report.py" for path in stale) or "the report is up to date")
         return 1 if stale else 0
     for path, text in texts.items():

@@ -1,7 +1,8 @@
 """The results of a GPU, read from the JSON files of a folder.
 
 Two kinds of files: pytest-benchmark's, with what conftest.py adds; and steps_STAGE.json of gpu.sh, {"steps": [{name,
-state, code, seconds}], "checks": {name: exit code, or null where no test ran}}. A file that is damaged or half written,
+state, code, seconds}], "checks": {name: exit code, or null where no test ran}}. answers/ holds those to the questions
+of questions.py (decide.py). A file that is damaged or half written,
 or lacks what a table needs, is named with the reason, and the others count.
 
 Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
@@ -20,6 +21,7 @@ WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JP
 
 # The keys that every case must have, with a time or without, and those that cases of some operations must have besides.
 MISSED = ("name", "fullname", "reason")
+ANSWER = "question asks gpu answered commit files predicted measured follows"
 INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
 MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
@@ -42,6 +44,7 @@ class Results:
     missing: dict[str, dict] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)  # exit codes
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
+    answers: list[dict] = field(default_factory=list)  # to questions of questions.py, oldest first
 
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["op"] in ops]
@@ -121,6 +124,15 @@ def _add_benchmarks(results: Results, content: dict) -> None:
 def load(folder: Path) -> Results:
     """All result files of a folder, oldest first, those without a date (and a case) before the others."""
     results, files = Results(folder.name), []
+    for path in sorted(folder.glob("answers/*.json")):
+        try:
+            answer = json.loads(path.read_text())
+            if lacking := [key for key in ANSWER.split() if key not in answer]:
+                raise ValueError(f"it lacks {', '.join(lacking)}")
+            results.answers.append(answer)
+        except (OSError, ValueError, TypeError) as error:
+            results.damaged[f"answers/{path.name}"] = f"{type(error).__name__}: {error}"
+    results.answers.sort(key=lambda answer: str(answer["answered"]))
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())

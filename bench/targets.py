@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from decide import predictions
 from result_files import LIBRARIES, Results, counted, library
 
-VITFAST, ACCELERATED, _, *PEERS = LIBRARIES
+VITFAST, ACCELERATED, BACKEND, *PEERS = LIBRARIES
 TENSORRT = PEERS[-1]
 MAIN = "B/16 224"
 GRAPHS = "reduce-overhead"  # torch's CUDA graphs
@@ -58,11 +59,12 @@ def goals(results: Results) -> Goals:
 class Figure:
     """One measured number: what it is of, and whether it keeps its bound from below (or above).
 
-    setting: the cases that it relates. without: settings of peers that have no time.
+    value: None where it has no time yet. setting: the cases that it relates. without: settings of peers that have no
+    time.
     """
 
     of: str
-    value: float
+    value: float | None
     bound: float
     at_most: bool = False
     setting: str = ""
@@ -70,10 +72,14 @@ class Figure:
 
     @property
     def met(self) -> bool:
+        if self.value is None:
+            return False
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
     @property
     def shown(self) -> str:
+        if self.value is None:
+            return "-"
         return str(self.value) if isinstance(self.value, int) else f"{self.value:.2f}"
 
     @property
@@ -104,10 +110,12 @@ def speed(
     """
     pairs = ([whole_models(run, op, model, names, precision) for names in ([ours], theirs)] for run in results.by_run())
     own, others = next(filter(all, pairs), ([], []))
-    if own:
+    bound = goals(results).model if bound is None else bound
+    if not own:
+        yield Figure(of, None, bound, op == "latency")
+    else:
         first, second = (cases[0]["images_per_second"] for cases in (own, others))
         setting = f"{first:,.0f} images/s of {own[0]['impl']} by {second:,.0f} of {others[0]['impl']}"
-        bound = goals(results).model if bound is None else bound
         strongest = [] if theirs in ([VITFAST], [TENSORRT]) else ["max-autotune"]
         strongest += [GRAPHS] if f" {GRAPHS} " in own[0]["impl"] and theirs != [TENSORRT] else []
         without = [how for how in strongest if not any(f" {how} {precision}" in i["impl"] for i in others)]
@@ -145,6 +153,8 @@ def against(
                 ratio, without = min(times.values()) / ours["median"], [i for i in strongest if i not in times]
                 yield Figure(f"{op} {shape} {direction}", ratio, bound, without=without)
                 break
+        else:
+            yield Figure(f"{op} {shape} {direction}", None, bound)
 
 
 def layer_norm(results: Results) -> Iterator[Figure]:
@@ -173,20 +183,33 @@ def checks(results: Results) -> Iterator[Figure]:
         yield Figure(f"{name}: exit code", code, 0, at_most=True)
 
 
-def loss_curves(results: Results) -> Iterator[Figure]:
-    """The largest difference, over windows of steps, between the two libraries' means over seeds.
+def loss_curves(results: Results, ours: str) -> Iterator[Figure]:
+    """The largest difference, over windows of steps, between two libraries' means over seeds: ours and timm's.
 
     It is in standard deviations of a run between seeds, which count as 0.001 at least.
     """
-    groups = results.grouped(lambda case: f"{case['shape']} {case['precision']}", "loss curve")
+    groups, measured = results.grouped(lambda case: f"{case['shape']} {case['precision']}", "loss curve"), False
+    name_of = "" if ours == VITFAST else f", {ours}"
     for name, cases in groups.items():
         runs = {(library(case), case["seed"]): case["losses"] for case in cases}
-        seeds = [seed for of, seed in runs if of == VITFAST and ("timm", seed) in runs]
-        if seeds:
-            curves = np.array([[runs[of, seed] for seed in seeds] for of in (VITFAST, "timm")])
-            spread = np.sqrt(curves.var(1, ddof=1).mean(0)) if len(seeds) > 1 else 0.0
+        seeds = [seed for of, seed in runs if of == ours and ("timm", seed) in runs]
+        if len(seeds) > 1:
+            curves, measured = np.array([[runs[of, seed] for seed in seeds] for of in (ours, "timm")]), True
+            spread = np.sqrt(curves.var(1, ddof=1).mean(0))
             value = (np.abs(np.subtract(*curves.mean(1))) / np.maximum(spread, 1e-3)).max()
-            yield Figure(f"{name}, {len(seeds)} seeds, in deviations", value, 2.0, at_most=True)
+            yield Figure(f"{name}{name_of}, in deviations", value, 2.0, at_most=True, setting=f"{len(seeds)} seeds")
+    if not measured:
+        yield Figure(f"S/16 224 B128 bf16{name_of}, in deviations", None, 2.0, at_most=True)
+
+
+STAGES = ("forward", "memory", "files")
+
+
+def embeddings(results: Results) -> Iterator[Figure]:
+    """Our images per second by those of a script of timm's parts, at each stage."""
+    found = {f"{case['shape']}, {case['stage']}": case["ratio"] for case in results.of("embed")}
+    for of in found | dict.fromkeys(f"{MAIN} B256, {stage}" for stage in STAGES):
+        yield Figure(f"{of}, by a script of timm's parts", found.get(of), 1.0)
 
 
 BOTH = ["forward", "backward"]
@@ -252,7 +275,21 @@ TARGETS = (
             (speed, "amp by our own ViT", 0.0, "train", MAIN, "amp", ACCELERATED, [VITFAST]),
         ],
     ),
-    ("loss curves, ours against timm", "same within seed noise over 3 seeds", [(loss_curves,)]),
+    (
+        'timm\'s B/16 by `torch.compile(backend="vitfast")`',
+        "within 3 % of our own ViT in bf16; amp {0.model}x timm amp",
+        [
+            (speed, "bf16 by our own ViT", 0.97, "train", MAIN, "bf16", BACKEND, [VITFAST]),
+            (speed, "amp by timm amp", None, "train", MAIN, "amp", BACKEND, ["timm"]),
+            (speed, "throughput by our own ViT", 0.97, "throughput", MAIN, "bf16", BACKEND, [VITFAST]),
+        ],
+    ),
+    ("`vitfast.Embedder`", "not slower than a script of timm's parts", [(embeddings,)]),
+    (
+        "loss curves, ours against timm",
+        "same within seed noise over 3 seeds",
+        [(loss_curves, VITFAST), (loss_curves, BACKEND)],
+    ),
 )
 
 
@@ -267,26 +304,36 @@ def figures(results: Results, parts: list[tuple]) -> list[Figure | str]:
 def target_rows(results: Results) -> list[list[str]]:
     """A row for each target: what, wanted, measured."""
     return [
-        [what, wanted.format(goals(results)), "; ".join(map(str, figures(results, parts))) or "not measured yet"]
+        [what, wanted.format(goals(results)), "; ".join(map(str, known(figures(results, parts)))) or "not measured yet"]
         for what, wanted, parts in TARGETS
     ]
+
+
+def known(found: list[Figure | str]) -> list[Figure | str]:
+    """Those that have a value, and reasons."""
+    return [figure for figure in found if isinstance(figure, str) or figure.value is not None]
 
 
 def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
     """A row for each figure, with its value on each GPU; and the settings of peers without a time.
 
-    A row has the target, what the figure is of, what is wanted, and the values. A value that is as wanted is bold. One
-    of ours as CUDA graphs by a peer's that is none has a star in place of that.
+    A row has the target, what the figure is of, what is wanted, what a question predicts (questions.py), and the
+    values. A value that is as wanted is bold. One of ours as CUDA graphs by a peer's that is none has a star in place
+    of that. A figure without a value has a row where it is predicted.
     """
-    rows, without = [], {}
+    rows, without, predicted = [], {}, predictions()
     for what, _, parts in TARGETS:
         found = {}
         for i, results in enumerate(gpus):
             for figure in (f for f in figures(results, parts) if isinstance(f, Figure)):
+                if figure.value is None and (what, figure.of) not in predicted:
+                    continue
                 values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
                 star = "\\*" if GRAPHS in figure.without else ""
                 values[i] = f"**{figure.shown}**" if figure.met and not star else figure.shown + star
                 without |= dict.fromkeys(figure.without)
         titles = [what, *[""] * len(found)]
-        rows += [[title, *key, *values] for title, (key, values) in zip(titles, found.items())]
+        for title, ((of, wanted), values) in zip(titles, found.items()):
+            expected = predicted.get((what, of))
+            rows.append([title, of, wanted, "-" if expected is None else f"{expected:.2f}", *values])
     return rows, [*without]

@@ -4,9 +4,6 @@
         writes tests/codegen.csv: registers, stack, shared memory, tensor-core instructions, programs per SM
     python tests/codegen.py --quick
         the widths and head sizes that `make test` looks at, printed as JSON
-    python tests/codegen.py --cache FILE.tar.xz --sm 90
-        an archive of Triton's cache for one generation and the Triton and Python that run this: all that doctor, the
-        gpu tests and the benchmarks launch; `bench/gpu.sh` adds it to the cache there, and compiles nothing in it
 
 Launchers run on meta tensors with their launches recorded, and Triton's own front end decides what a launch is compiled
 for (vitfast/tools/machine_code/compiler.py), so what is compiled is exactly what a GPU would get. TRITON_INTERPRET must
@@ -31,15 +28,15 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests/he
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from meta_launches import META, everything, resize  # noqa: E402
 
 from vitfast.kernels import archives  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.tools.machine_code import compiler, cubin, packing  # noqa: E402
+from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
 from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
+from vitfast.tools.machine_code.model_launches import META, resize  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
 from vitfast.tools.verify.launcher import candidates  # noqa: E402
 from vitfast.tools.verify.launchers import launchers  # noqa: E402
@@ -279,17 +276,9 @@ PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dw
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
-    parser.add_argument("--cache", type=Path, metavar="FILE", help="write an archive of Triton's cache for one --sm")
     parser.add_argument("--sm", type=int, nargs="+", default=list(tiles.GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    if args.cache:
-        if len(args.sm) != 1:
-            parser.error("--cache is for one GPU generation: give --sm 90, say")
-        found, sizes = everything(args.sm[0], ALL_SIZES.values()), [*ALL_SIZES]
-        count = packing.write_archive(args.cache, args.sm[0], found, sizes, args.processes)
-        print(f"{count} kernels for sm_{args.sm[0]}: {args.cache}, {args.cache.stat().st_size / 2**20:.1f} MiB")
-        return 0
     work = jobs(QUICK_SIZES if args.quick else TABLE_SIZES, [torch.bfloat16], args.sm, not args.quick)
     if not args.quick:
         # A kernel that knows no dtype (the table of tiles) is the models' in bf16.

@@ -54,7 +54,7 @@ def test_no_case_starts_shortly_before_the_end(hooks, monkeypatch):
 
 def test_the_alarm_of_a_case_rings_again(hooks, monkeypatch):
     """A compiler's `except Exception` swallows the first one. After the case it is silent, and 0 is no limit."""
-    monkeypatch.setattr(hooks, "ALARM_AGAIN", 0.05)
+    monkeypatch.setattr(machine, "ALARM_AGAIN", 0.05)
     before = signal.getsignal(signal.SIGALRM)
     running = hooks.pytest_runtest_call(item(case_limit=0.05))
     next(running)

@@ -84,9 +84,11 @@ def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stal
     assert short.startswith("before\n") and short.endswith("after\n") and "\nold\n" not in short
     lost = "bf16 by timm bf16 (4,000 images/s of vitfast compile bf16 by 5,000 of timm compile bf16) 0.80 "
     lost += "(without max-autotune) **missed**"
-    assert lost in text and "| B/16 224 training step, batch 256 | bf16 by timm bf16 | ≥ 1.3 | 0.80 |" in short
+    assert lost in text and "| B/16 224 training step, batch 256 | bf16 by timm bf16 | ≥ 1.3 | 1.23 | 0.80 |" in short
     assert "- Peers without a time: max-autotune, " in short and "- GPU, torch 2.11, commits a\n" in short
-    assert "|  | gpu tests: exit code | 0 | 3 |" in short and "| vitfast doctor: exit code | 0 | **0** |" in short
+    assert (
+        "|  | gpu tests: exit code | 0 | - | 3 |" in short and "| vitfast doctor: exit code | 0 | - | **0** |" in short
+    )
     assert report.main(["--check"], results, readme) == 0
     case = results / "h200" / "a.json"
     for path, old, new in ((case, "0.00015", "0.00016"), (readme, "0.80", "1.80")):
@@ -239,7 +241,7 @@ TARGETS = {  # by target: cases, and what the target says
             entry("loss curve", f"{of} compile amp", 9, shape="S/16", precision="amp", seed=seed, losses=losses)
             for of, seed, losses in (*CURVES, ("vitfast", 2, [9.0, 9.0]))
         ],
-        "S/16 amp, 2 seeds, in deviations 1.67",
+        "S/16 amp, in deviations (2 seeds) 1.67",
     ),
 }
 
@@ -253,17 +255,23 @@ def test_targets_by_hand(what, tmp_path):
     assert found == wanted and rows["gpu tests, `vitfast doctor`, compute-sanitizer"] == "not measured yet"
 
 
-def test_the_overview_has_a_row_for_each_figure_and_a_column_for_each_gpu(tmp_path):
-    """What one of them lacks is "-"; what cannot be computed is left to the tables of each GPU."""
+def test_the_overview_has_a_row_for_each_figure_and_a_column_for_each_gpu(tmp_path, monkeypatch):
+    """What one of them lacks is "-"; what cannot be computed is left to the tables of each GPU.
+
+    What is only predicted has a row too.
+    """
+    inference = "B/16 inference"
+    monkeypatch.setattr(targets, "predictions", lambda: {(inference, "throughput by the best peer's"): 1.2})
     pair = {"vitfast compile bf16": 1400.0, "timm max-autotune bf16": 1000.0}
     odd = entry("loss curve", "neither x", 1, precision="amp", seed=0, losses=[])
     write(tmp_path / "one", "a", "2026-01-01", benchmarks=[*models(pair), odd])
     write(tmp_path / "two", "a", "2026-01-01", benchmarks=entries("attention", {"vitfast": 100, "sdpa cudnn": 120}))
     rows, without = targets.figure_rows([report.load(tmp_path / "one"), report.load(tmp_path / "two")])
     assert rows == [
-        ["B/16 224 training step, batch 256", "bf16 by timm bf16", "≥ 1.3", "**1.40**", "-"],
-        ["", "share of the peak by the data sheet", "≥ 0.29", "**0.40**", "-"],
-        ["attention N = 197, 257, 577, forward and backward", "attention B/16 224 forward", "≥ 1.3", "-", "1.20"],
+        ["B/16 224 training step, batch 256", "bf16 by timm bf16", "≥ 1.3", "-", "**1.40**", "-"],
+        ["", "share of the peak by the data sheet", "≥ 0.29", "-", "**0.40**", "-"],
+        [inference, "throughput by the best peer's", "≥ 1.3", "1.20", "-", "-"],
+        ["attention N = 197, 257, 577, forward and backward", "attention B/16 224 forward", "≥ 1.3", "-", "-", "1.20"],
     ]
     assert without == ["sdpa flash", "flash-attn 3", "flash-attn 4"]
     graphs = {"vitfast reduce-overhead bf16": 1400.0, "timm max-autotune bf16": 1000.0}

@@ -128,6 +128,17 @@ def test_aoti_package(model, tmp_path, device, monkeypatch):
         torch.testing.assert_close(compiled(x), model(x), **TOL)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_package_of_one_linear_layer_loads(tmp_path, device):
+    """With nothing of ours in it: where this crashes, AOTInductor does so by itself, and not on account of a ViT."""
+    layer, x = torch.nn.Linear(64, 32).to(device).eval(), torch.randn(4, 64, device=device)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "linear.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), layer(x), **TOL)
+
+
 def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):
     def wrong(program, path):
         run = exporting._torch(program, path)

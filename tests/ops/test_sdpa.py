@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from attention_cases import interpreted, path, providers
 from checks import assert_close
-from meta_launches import launching_on_meta
 from torch.library import Library
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +18,7 @@ from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import launches_made, record
 from vitfast.ops import sdpa
+from vitfast.tools.machine_code.model_launches import launching_on_meta
 
 HEADS, TOKENS, SIZE = 3, 19, 16
 FORWARD = {

@@ -109,15 +109,17 @@ from pathlib import Path
 
 import codegen
 import torch
-from meta_launches import doctor, launching_on_meta, operations
+from archive import operations
 from vitfast.kernels import archives
+from vitfast.tools import doctor
 from vitfast.tools.machine_code import compiler, packing
+from vitfast.tools.machine_code.model_launches import launching_on_meta
 from vitfast.tools.tune import tuner as tune
 
 
 def main(folder):
     with codegen.tiles.using(sm=90), launching_on_meta():
-        found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], others=True)
+        found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"])
     once = {launch.kernel: compiler.key_of(launch, 90) for launch in found}  # each kernel takes a second to compile
     found = [launch for launch in found if compiler.key_of(launch, 90) == once[launch.kernel]]
     archive, elsewhere = folder / "sm90.tar.xz", folder / "elsewhere"

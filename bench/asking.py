@@ -1,0 +1,145 @@
+"""The form of a question to a GPU (questions.py), and how a result file answers it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ROW = 0.3  # ms: what a row of README's table is worth
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """What rivals.py times in turns.
+
+    what: "train", "throughput" or "latency" of whole models, whose names are settings of bench_model; or a row of
+    bench_ops and a direction, as in "attention forward", whose names are its implementations. shape: "B/16 224 B256";
+    inference takes its own batch. "NAME | OPERATION=PROVIDER" is a variant, which no table shows.
+    """
+
+    what: str
+    shape: str
+    names: tuple[str, ...]
+
+    @property
+    def operation(self) -> tuple[str, str] | None:
+        """The row of bench_ops and the direction; None for whole models."""
+        op, _, direction = self.what.rpartition(" ")
+        return (op, direction) if op else None
+
+    def case(self, name: str) -> tuple[str, str]:
+        """The test that times the same, and its parameters, as pytest names them."""
+        if self.operation:
+            op, direction = self.operation
+            return f"bench_ops.py::test_{op.replace(' ', '_')}", f"{self.shape}-{direction}-{name}"
+        if self.what == "train":
+            return "bench_model.py::test_train", f"{self.shape}-{name}"
+        return "bench_model.py::test_inference", f"{self.shape.rpartition(' ')[0]}-{name}-{self.what}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What gpu.sh runs: for "bench" and "tests" pytest with these arguments, for "doctor" `vitfast doctor`."""
+
+    kind: str
+    arguments: tuple[str, ...] = ()
+
+
+# From the content of a result file to the number that decides. Of a command without one it is {"code": its exit code}.
+Reading = Callable[[dict], float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected, in words; the number that decides, and the least or the most that it should be."""
+
+    text: str
+    reads: Reading
+    least: float = -math.inf
+    most: float = math.inf
+
+    def holds(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    run: what is run. follows: what changes where the prediction holds, and where it does not. seconds: what the whole
+    takes, 120 at most; `measured` says that it was measured, else it is an estimate. files: patterns of the files whose
+    code it speaks of. worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table ->
+    what is predicted of it. needs: a package without which it is not asked. check: the name of its exit code in
+    README's first row.
+    """
+
+    name: str
+    asks: str
+    run: Rivals | Command
+    prediction: Prediction
+    follows: tuple[str, str]
+    seconds: int
+    files: tuple[str, ...]
+    worth: float = 0.0
+    rows: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    measured: bool = False
+    needs: str = ""
+    check: str = ""
+
+    @property
+    def has_results(self) -> bool:
+        """Whether what runs writes a result file."""
+        return isinstance(self.run, Rivals) or self.run.kind == "bench"
+
+    @property
+    def compiled_ahead(self) -> bool:
+        """Whether archive.py has its kernels: GPU tests need too many."""
+        return self.has_results or self.run.kind == "doctor"
+
+    @property
+    def total_worth(self) -> float:
+        """In ms of a step of B/16, rows of README's table included."""
+        return self.worth + ROW * (len(self.rows) + bool(self.check))
+
+
+# ---- readings
+
+
+def faster(ours: str, theirs: str = "") -> Reading:
+    """How many times as fast as another rival, or as the best of all others, one is."""
+
+    def reads(content: dict) -> float:
+        times = {name: rival["ms"] for name, rival in content["rivals"].items() if name != ours}
+        return (times[theirs] if theirs else min(times.values())) / content["rivals"][ours]["ms"]
+
+    return reads
+
+
+def peaks(ours: str, theirs: str) -> Reading:
+    """The peak memory of a rival by that of another."""
+    return lambda content: content["rivals"][ours]["peak_mib"] / content["rivals"][theirs]["peak_mib"]
+
+
+def info(key: str, factor: float = 1.0) -> Reading:
+    """A number in the extra_info of the first case."""
+    return lambda content: factor * content["benchmarks"][0]["extra_info"][key]
+
+
+def pair(key: str) -> Reading:
+    """A number in the extra_info of vitfast's case by timm's."""
+
+    def reads(content: dict) -> float:
+        found = {case["extra_info"]["impl"].split()[0]: case["extra_info"][key] for case in content["benchmarks"]}
+        return found["vitfast"] / found["timm"]
+
+    return reads
+
+
+def curves(content: dict) -> float:
+    """The largest difference of two libraries' losses in a window of steps."""
+    ours, theirs = (case["extra_info"]["losses"] for case in content["benchmarks"])
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def exit_code(content: dict) -> float:
+    return content["code"]

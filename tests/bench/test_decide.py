@@ -1,0 +1,231 @@
+"""The questions to a GPU: each runs something that exists, and its answer counts as long as its files stay the same."""
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import asking
+import decide
+import pytest
+import report
+import targets
+from asking import Prediction, Question, Rivals, faster
+from questions import QUESTIONS, QUEUE
+
+from vitfast.kernels import archives
+
+ROOT = Path(__file__).parents[2]
+REHEARSED = os.environ | dict(VITFAST_REHEARSE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT / "bench"))
+PAIR = Question(
+    "pair",
+    "Is a faster?",
+    Rivals("train", "B/16 224 B256", ("a", "b")),
+    Prediction("1.2 times", faster("a"), least=1.1),
+    ("a ships", "a leaves"),
+    50,
+    ("kernels/*.py", "vitfast/ops.py"),
+    worth=1.0,
+)
+
+
+def bash_answer(folder: Path, step: str, content: dict | None, state: str = "ok", code: int = 0, **checks) -> dict:
+    """What decide.py makes of a step, as gpu.sh has it write the answer."""
+    row = dict(name=step, state=state, code=code, seconds=31.4)
+    (folder / "steps_decide.json").write_text(json.dumps(dict(steps=[row], checks=checks)))
+    if content is not None:
+        (folder / f"{step}.json").write_text(json.dumps(content))
+    decide.answer(folder, "NVIDIA X, torch 2.11.0, triton 3.6.0")
+    return json.loads((folder / "answers" / f"{step}.json").read_text())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository with two files of PAIR and one of another, and the only question PAIR."""
+    for name in ("kernels/a.py", "vitfast/ops.py", "vitfast/other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(decide, "ROOT", tmp_path)
+    monkeypatch.setattr(decide, "QUEUE", (PAIR,))
+    monkeypatch.setattr(decide, "QUESTIONS", {"pair": PAIR})
+    yield tmp_path
+    decide._hash.cache_clear()
+
+
+def rivals(**milliseconds: float) -> dict:
+    found = {name: dict(ms=ms, ready_s=20.5, watts=690.0, mhz=1590.0) for name, ms in milliseconds.items()}
+    return dict(rivals=found, missing={}, compiled=0)
+
+
+def test_an_answer_counts_on_its_gpu_while_its_files_stay_the_same(place):
+    found = bash_answer(place, "pair", rivals(a=10.0, b=13.0))
+    assert found["measured"] == "a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3"
+    assert (found["holds"], found["follows"], found["seconds"], found["ready"]) == (True, "a ships", 31, 41.0)
+    assert set(found["files"]) == {"what is run", "kernels/a.py", "vitfast/ops.py"}
+
+    def ask(gpu: str = "NVIDIA X") -> bool:
+        decide._hash.cache_clear()
+        return decide.following(decide.answers(gpu, place / "answers"), [], 100, []) is not None
+
+    assert not ask() and ask("NVIDIA Y")
+    (place / "vitfast" / "other.py").write_text("changed")
+    assert not ask() and decide.older(found) == []
+    (place / "kernels" / "new.py").write_text("new")
+    assert ask() and decide.older(found) == ["kernels/new.py"]
+    (place / "steps_decide.json").unlink()
+    said = decide.plan(place, "NVIDIA X", 100, ["pair"])
+    assert (
+        said[1:4] == ["pair", "rivals", "85"]
+        and "Predicted: 1.2 times (31 s, of which until all could run 41)" in said[0]
+    )
+    (place / "answers" / "half.json").write_text("{")
+    assert ask()
+
+
+def test_outcomes_by_hand(place):
+    """One that loses, a rival that failed, what was cut off, what wrote no file."""
+    assert bash_answer(place, "pair", rivals(a=13.0, b=13.0))["follows"] == "a leaves"
+    alone = rivals(a=13.0) | dict(missing={"b": "WrongResult: b is wrong"}, compiled=3)
+    found = bash_answer(place, "pair", alone, "failed", 1)
+    assert found["follows"].startswith("no answer: ValueError") and "value" not in found
+    assert found["measured"].endswith("b: WrongResult: b is wrong; 3 kernels of ours were compiled first")
+    assert decide.following(decide.answers("NVIDIA X", place / "answers"), [], 100, []) is None  # until a file changes
+    found = bash_answer(place, "pair", rivals(a=10.0, b=13.0), "timed out", 124)
+    assert found["follows"] == "no answer: timed out" and decide.is_open(PAIR, {"pair": found})
+    (place / "pair.json").unlink()
+    assert bash_answer(place, "pair", None)["follows"] == "no answer: KeyError: 'rivals'"
+
+
+def test_what_fits_and_is_worth_most_comes_first():
+    """What was measured replaces the estimate, and a package that is absent is not waited for."""
+    first = decide.following({}, [], 600, [])
+    assert first.name == "backend_bf16" and decide.following({}, [first.name], 600, []).name == "backend_amp"
+    worth = [q.total_worth / q.seconds for q in QUEUE]
+    assert decide.following({}, [], 29, []).seconds <= 29 and decide.following({}, [], 5, []) is None
+    slow = dict(question="backend_bf16", state="timed out", seconds=150, files={})
+    assert decide.following({"backend_bf16": slow}, [], 600, []).name == "backend_amp"
+    assert min(worth) > 0 and not decide.following({}, [], 600, ["flash_attn_forward"])
+
+
+def test_the_short_check_is_of_what_has_changed():
+    assert decide.families(["kernels/layer_norm/forward.py"]) == ["layer_norm", "rms_norm"]
+    assert decide.families(["kernels/libraries/cublaslt.cpp"]) == ["linear", "mlp"] and decide.families(["x.py"]) == []
+    assert set(decide.families(["kernels/rows.py"])) >= {"layer_norm", "attention", "linear", "patch_embed"}
+
+
+def test_every_question_says_what_follows_and_of_which_files():
+    titles = {what for what, _, _ in targets.TARGETS}
+    assert len(QUESTIONS) == len(QUEUE) > 30
+    for q in QUEUE:
+        assert q.seconds <= 120 and q.total_worth > 0 and all(q.follows) and q.prediction.text, q.name
+        assert {target for target, _ in q.rows} <= titles, q.name
+        for pattern in q.files:
+            assert any(path.is_file() for path in ROOT.glob(pattern)), (q.name, pattern)
+
+
+def test_every_gpu_test_is_in_a_question():
+    named = {word for q in QUEUE if q.name.startswith("gpu_tests") for word in q.run.arguments}
+    having = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text()}
+    assert {str(path.relative_to(ROOT)) for path in having} - {"tests/bench/test_decide.py"} <= named
+
+
+NAMED = """
+import asking, bench_ops, pytest, questions, rivals, sys
+for q in questions.QUEUE:
+    if isinstance(q.run, asking.Rivals):
+        rivals.shape_of(q.run.shape)
+        known = bench_ops.OPS[q.run.operation[0]].impls if q.run.operation else rivals.SETTINGS
+        unknown = [name for name in q.run.names if name.split(" | ")[0] not in known]
+    elif q.run.kind != "doctor":
+        marked = ["-m", "gpu"] if q.run.kind == "tests" else []
+        unknown = pytest.main(["-q", "--collect-only", *q.run.arguments, *marked])  # 5: there is no such test
+    if unknown:
+        sys.exit(f"{q.name}: {unknown}")
+"""
+
+
+@pytest.mark.slow
+def test_every_question_names_something_that_runs():
+    """Settings and implementations that exist, and tests that pytest finds, by a GPU's names."""
+    run = subprocess.run([sys.executable, "-c", NAMED], env=REHEARSED, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-1000:]
+
+
+PARTS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_rivals_take_turns_in_a_rehearsal(part, tmp_path):
+    """Every question that has rivals, at a toy's size: all are right, have times of two turns, and tables read them."""
+    having = [q for q in QUEUE if isinstance(q.run, Rivals) and not q.needs][part::PARTS]
+    command = [sys.executable, str(ROOT / "bench" / "rivals.py"), *(q.name for q in having), "--folder", str(tmp_path)]
+    run = subprocess.run(command, env=REHEARSED, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    for q in having:
+        content = json.loads((tmp_path / f"{q.name}.json").read_text())
+        assert list(content["rivals"]) == list(q.run.names) and content["missing"] == {}
+        for rival in content["rivals"].values():
+            assert len(rival["turns"]) == 2 and min(rival["turns"]) > 0 and rival["error_after"] <= rival["error_limit"]
+        if "kept" != q.name:  # memory is a GPU's
+            assert q.prediction.reads(content) > 0
+    found = report.load(tmp_path)
+    shown = [name for q in having for name in q.run.names if " | " not in name]
+    assert not found.damaged and {case["impl"] for case in found.measured.values()} == set(shown)
+
+
+def test_readings_of_result_files_by_hand():
+    cases = [dict(impl="vitfast", images_per_second=30.0, losses=[1.0, 2.0]), dict(impl="timm", images_per_second=20.0)]
+    cases[1]["losses"] = [1.1, 2.3]
+    content = dict(benchmarks=[dict(extra_info=case) for case in cases], code=3)
+    assert asking.pair("images_per_second")(content) == 1.5 and asking.exit_code(content) == 3
+    assert asking.curves(content) == pytest.approx(0.3) and asking.info("images_per_second", 0.1)(content) == 3.0
+    times = dict(rivals={name: dict(ms=ms, peak_mib=10 * ms) for name, ms in (("a", 2.0), ("b", 3.0), ("c", 8.0))})
+    assert (asking.faster("a")(times), asking.faster("a", "c")(times), asking.peaks("b", "a")(times)) == (1.5, 4.0, 1.5)
+    between = Prediction("", asking.exit_code, least=1, most=2)
+    assert [between.holds(value) for value in (0, 1, 2, 3)] == [False, True, True, False]
+
+
+def test_an_archive_that_is_missing_cold_or_too_small_is_said_at_once(place, monkeypatch, capsys):
+    def said(*files: str) -> str:
+        assert decide.main(["archive", str(place), *files, "--machine", "NVIDIA X, torch 2"]) == 0
+        return capsys.readouterr().out
+
+    assert "there is no archive of compiled kernels" in said()
+    made = dict(models=["pair"])
+    monkeypatch.setattr(archives, "manifest", lambda path: made)
+    monkeypatch.setattr(archives, "refusal", lambda manifest, gpus: "")
+    assert said("a.tar.xz") == "the kernels of every open question are compiled, but for GPU tests\n"
+    made["models"] = ["another"]
+    assert said("a.tar.xz") == "no archive has the kernels of pair\n"
+    monkeypatch.setattr(archives, "refusal", lambda manifest, gpus: "it was made from other kernels")
+    assert said("a.tar.xz").startswith("a.tar.xz is cold: it was made from other kernels; no archive")
+
+
+def test_the_report_shows_answers_and_says_which_are_older_than_their_files(place, tmp_path, capsys, monkeypatch):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    (results / "x").mkdir(parents=True)
+    for path in (readme, results / "README.md"):
+        path.write_text(f"{report.START}\n{report.END}\n")
+    bash_answer(results / "x", "pair", None, "failed", 1)
+    bash_answer(results / "x", "pair", rivals(a=10.0, b=13.0))
+    (results / "x" / "pair.json").unlink()
+    assert report.main([], results, readme) == 0
+    row = "| Is a faster? | 1.2 times | a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3 | a ships |"
+    assert row in (results / "README.md").read_text()
+    assert report.main(["--check"], results, readme) == 0 and "older" not in capsys.readouterr().out
+    (place / "kernels" / "a.py").write_text("changed")
+    decide._hash.cache_clear()
+    assert report.main(["--check"], results, readme) == 0
+    assert "x: the answer to pair is older than kernels/a.py\n" in capsys.readouterr().out
+    assert report.main(["--folder", str(results / "x"), "--answers"]) == 0 and "a ships" in capsys.readouterr().out
+
+
+def test_what_is_predicted_stands_in_the_table_of_figures():
+    rows, _ = targets.figure_rows([report.load(ROOT / "bench" / "results" / "h200")])
+    found = {(row[1], row[2]): row[3:] for row in rows}
+    assert found["amp by timm amp", "≥ 1.3"] == ["1.15", "-"]
+    assert found["latency of one image by the best peer's", "≤ 0.8"] == ["0.91", "1.55"]
+    assert not any(fnmatch.fnmatch(figure, "*TensorRT*") for figure, _ in found)  # neither measured nor predicted
