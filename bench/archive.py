@@ -4,26 +4,31 @@
 
 The archive is good for the Triton and the Python that make it, and for these kernels (vitfast/kernels/archives.py): run
 it by Python 3.12 and Triton 3.6 for a machine that has these. It has the kernels of the questions with rivals, of the
-benchmarks that questions run, and of the short check. GPU tests and doctor in three dtypes need many more, and compile
-them within their own seconds.
+benchmarks that questions run, and of doctor. The GPU tests need a thousand more, and compile them within their own
+seconds.
 """
 
-# Little is imported here: each process that compiles imports this file anew.
 import argparse
 import sys
 from pathlib import Path
 
-
-def operations(s, dtypes: list, names: list[str] | None = None) -> list:
-    """What doctor's cases launch at these Sizes: forward without gradients, and forward and backward with them."""
+if __name__ != "__mp_main__":  # the processes that compile, which import this file too, need none of it
     import torch
+    from asking import Rivals
+    from questions import QUEUE
 
     from vitfast import ops
-    from vitfast.kernels.launch import record
-    from vitfast.tools.machine_code.model_launches import META
+    from vitfast.kernels.configs import tiles
+    from vitfast.kernels.launch import Launch, record
+    from vitfast.tools import doctor
+    from vitfast.tools.machine_code import packing
+    from vitfast.tools.machine_code.model_launches import META, launching_on_meta, model, resize, step
     from vitfast.tools.verify import cases, run
-    from vitfast.tools.verify.draw import Draw
+    from vitfast.tools.verify.draw import Draw, Sizes
 
+
+def operations(s: "Sizes", dtypes: "list[torch.dtype]", names: list[str] | None = None) -> "list[Launch]":
+    """What doctor's cases launch at these sizes: forward without gradients, and forward and backward with them."""
     found = []
     for name, (function, inputs) in cases(s, ops).items():
         for dtype in dtypes if names is None or name in names else ():
@@ -38,70 +43,46 @@ def operations(s, dtypes: list, names: list[str] | None = None) -> list:
     return found
 
 
-def fp32_stream(s) -> list:
+def fp32_stream(s: "Sizes") -> "list[Launch]":
     """What the two blocks launch where timm's fp32 residual stream is kept under autocast."""
-    import torch
-
-    from vitfast import ops
-    from vitfast.kernels.launch import record
-    from vitfast.tools.machine_code.model_launches import META
-    from vitfast.tools.verify import cases
-    from vitfast.tools.verify.draw import Draw
-
     found = []
-    for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
+    for name, options in (("attention_block", dict(num_heads=s.heads)), ("mlp_block", {})):
         x, w, b, *matrices = Draw(torch.bfloat16, META).leaves(cases(s, ops)[name][1])[:7]
         stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
         for keep in ("least", "all"):
-            options = dict(num_heads=s.heads) if name == "attention_block" else {}
 
-            def run(function=function, tensors=(*stream, *matrices), options=options | dict(keep=keep)):
-                out = function(*tensors, residual_in_fp32=True, **options)
+            def both(name=name, tensors=(*stream, *matrices), options=options | dict(keep=keep)):
+                out = getattr(ops, name)(*tensors, residual_in_fp32=True, **options)
                 out.backward(torch.empty_like(out))
 
-            found += record(run)
+            found += record(both)
     return found
 
 
-def queue(sm: int) -> list:
+def queue(sm: int) -> "list[Launch]":
     """The launches of the questions on a GPU of this generation."""
-    import torch
-    from asking import Rivals
-    from questions import QUEUE
-
-    from vitfast import ops
-    from vitfast.kernels.configs import tiles
-    from vitfast.tools import doctor
-    from vitfast.tools.machine_code.model_launches import launching_on_meta, model, resize, step
-    from vitfast.tools.verify import cases
-    from vitfast.tools.verify.draw import Sizes
-
-    found, bf16 = [*resize().values()], [torch.bfloat16]
+    found, bf16, fp32 = [*resize().values()], torch.bfloat16, torch.float32
     with tiles.using(sm=sm), launching_on_meta():
-        found += operations(doctor.GPU_SIZES, [torch.float32, torch.float16, *bf16])
+        found += operations(doctor.GPU_SIZES, [fp32, torch.float16, bf16])
         for rivals in (question.run for question in QUEUE if isinstance(question.run, Rivals)):
             preset, image, batch = rivals.shape.split(" ")
             s = Sizes.of_preset(preset, int(batch[1:]), int(image))
             if rivals.operation:
                 op, _ = rivals.operation
-                found += operations(s, bf16, [op]) if op in cases(s, ops) else []  # others launch nothing of ours
+                found += operations(s, [bf16], [op]) if op in cases(s, ops) else []  # others launch nothing of ours
                 continue
             amp, train = any(name.endswith(" amp") for name in rivals.names), rivals.what == "train"
             for count in (s.batch,) if train else (1, 64, 128, 256, 512):
-                found += step(model(preset, int(image), train, amp), count, torch.float32 if amp else torch.bfloat16)
+                found += step(model(preset, int(image), train, amp), count, fp32 if amp else bf16)
             found += fp32_stream(s) if amp else []
         found += step(model("S/16", 224, True, False), 128)  # the losses
-        for train, dtype in ((False, torch.uint8), (False, torch.bfloat16), (True, torch.uint8)):  # embed, from files
+        for train, dtype in ((False, torch.uint8), (False, bf16), (True, torch.uint8)):  # embed, from files
             for amp in (False, True):
                 found += step(model("B/16", 224, train, amp), 256, dtype)
     return found
 
 
 def main() -> None:
-    from questions import QUEUE
-
-    from vitfast.tools.machine_code import packing
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path)
     parser.add_argument("--sm", type=int, default=90, help="compute capability of the GPU: 90 is an H100's or H200's")

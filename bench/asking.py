@@ -27,14 +27,16 @@ class Rivals:
         op, _, direction = self.what.rpartition(" ")
         return (op, direction) if op else None
 
-    def case(self, name: str) -> tuple[str, str]:
-        """The test that times the same, and its parameters, as pytest names them."""
+    def case(self, name: str) -> dict[str, str]:
+        """The names that pytest gives to the case that times the same."""
+        module, test, where = "bench_model", self.what, f"{self.shape}-{name}"
         if self.operation:
-            op, direction = self.operation
-            return f"bench_ops.py::test_{op.replace(' ', '_')}", f"{self.shape}-{direction}-{name}"
-        if self.what == "train":
-            return "bench_model.py::test_train", f"{self.shape}-{name}"
-        return "bench_model.py::test_inference", f"{self.shape.rpartition(' ')[0]}-{name}-{self.what}"
+            module, (test, direction) = "bench_ops", self.operation
+            where = f"{self.shape}-{direction}-{name}"
+        elif test != "train":
+            test, where = "inference", f"{self.shape.rpartition(' ')[0]}-{name}-{self.what}"
+        name = f"test_{test.replace(' ', '_')}[{where}]"
+        return dict(name=name, fullname=f"bench/{module}.py::{name}")
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,10 @@ class Prediction:
 class Question:
     """One question.
 
-    run: what is run. follows: what changes where the prediction holds, and where it does not. seconds: what the whole
-    takes, 120 at most; `measured` says that it was measured, else it is an estimate. files: patterns of the files whose
-    code it speaks of. worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table ->
-    what is predicted of it. needs: a package without which it is not asked. check: the name of its exit code in
-    README's first row.
+    follows: what changes where the prediction holds, and where it does not. seconds: what the whole takes, 120 at most;
+    `measured` says that it was measured, else it is an estimate. files: patterns of the files whose code it speaks of.
+    worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table -> what is predicted of
+    it. needs: a package without which it is not asked.
     """
 
     name: str
@@ -84,25 +85,14 @@ class Question:
     rows: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     measured: bool = False
     needs: str = ""
-    check: str = ""
 
-    @property
-    def has_results(self) -> bool:
-        """Whether what runs writes a result file."""
-        return isinstance(self.run, Rivals) or self.run.kind == "bench"
-
-    @property
-    def compiled_ahead(self) -> bool:
-        """Whether archive.py has its kernels: GPU tests need too many."""
-        return self.has_results or self.run.kind == "doctor"
-
-    @property
-    def total_worth(self) -> float:
-        """In ms of a step of B/16, rows of README's table included."""
-        return self.worth + ROW * (len(self.rows) + bool(self.check))
-
-
-# ---- readings
+    # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
+    has_results = property(lambda self: isinstance(self.run, Rivals) or self.run.kind == "bench")
+    check = property(lambda self: "" if self.has_results else self.name.replace("_", " "))
+    # archive.py has its kernels; GPU tests need too many
+    compiled_ahead = property(lambda self: self.has_results or self.run.kind == "doctor")
+    # in ms of a step of B/16, rows of README's table included
+    total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
 
 
 def faster(ours: str, theirs: str = "") -> Reading:
@@ -125,14 +115,11 @@ def info(key: str, factor: float = 1.0) -> Reading:
     return lambda content: factor * content["benchmarks"][0]["extra_info"][key]
 
 
-def pair(key: str) -> Reading:
-    """A number in the extra_info of vitfast's case by timm's."""
-
-    def reads(content: dict) -> float:
-        found = {case["extra_info"]["impl"].split()[0]: case["extra_info"][key] for case in content["benchmarks"]}
-        return found["vitfast"] / found["timm"]
-
-    return reads
+def pair(content: dict) -> float:
+    """The images per second of vitfast's case by timm's."""
+    cases = [case["extra_info"] for case in content["benchmarks"]]
+    speed = {case["impl"].split()[0]: case["images_per_second"] for case in cases}
+    return speed["vitfast"] / speed["timm"]
 
 
 def curves(content: dict) -> float:

@@ -157,9 +157,7 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
     generator, found = torch.Generator(machine.DEVICE).manual_seed(seed), []
-    for number in range(CURVE_STEPS):
-        if number % WINDOW == 0:
-            machine.together()  # lets others be alone between two windows
+    for _ in range(CURVE_STEPS):
         images, labels = gratings(generator, shape.batch, shape.image)
         found.append(step(images.to(setting.stored), labels))
         warmup.step()

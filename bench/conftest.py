@@ -77,7 +77,6 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
-    machine.together()
     ends = item.config.getoption("ends")
     if ends is not None and time.time() > ends - LEAST_SECONDS:
         pytest.skip(f"out of time: fewer than {LEAST_SECONDS} s were left for this case")

@@ -18,7 +18,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,18 +26,17 @@ from asking import Question, Rivals
 from questions import QUESTIONS, QUEUE
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECK = "check"  # the name of the short check of right and wrong
-CHECK_SECONDS = 20  # estimated: 10 predicted for four operations in bf16
 ANSWERED = ("ok", "failed")  # states of a step that has ended by itself
 # The short check of right and wrong that comes first: names for `vitfast doctor --only`, and the files whose change
-# asks for them.
+# asks for them; SHARED asks for all.
+CHECK, CHECK_SECONDS = "check", 80
 FAMILIES = {
     "layer_norm rms_norm": ("kernels/layer_norm/*.py", "kernels/configs/layer_norm.py"),
     "attention rope bias packed": ("kernels/attention/*.py", "kernels/configs/attention.py"),
     "linear mlp": ("kernels/matmul/*.py", "kernels/configs/matmul.py", "kernels/libraries/cublaslt*"),
     "patch_embed": ("kernels/patch_embed/*.py", "kernels/configs/patch_embed.py"),
 }
-SHARED = ("kernels/rows.py", "kernels/launch.py", "kernels/configs/tiles.py", "vitfast/ops/*.py")  # of all families
+SHARED = ("kernels/rows.py", "kernels/launch.py", "kernels/configs/tiles.py", "vitfast/ops/*.py")
 
 
 @functools.cache
@@ -52,33 +50,25 @@ def contents(patterns: Iterable[str]) -> dict[str, str]:
     return {str(path.relative_to(ROOT)): _hash(path) for path in sorted(found)}
 
 
-def asked(question: Question) -> dict[str, str]:
+def asked(name: str) -> dict[str, str]:
     """What an answer is good for: the contents of the question's files, and what is run."""
-    what = hashlib.sha256(repr(question.run).encode()).hexdigest()[:12]
-    return {"what is run": what} | contents(question.files)
+    if name == CHECK:
+        return contents(pattern for patterns in (*FAMILIES.values(), SHARED) for pattern in patterns)
+    what = hashlib.sha256(repr(QUESTIONS[name].run).encode()).hexdigest()[:12]
+    return {"what is run": what} | contents(QUESTIONS[name].files)
 
 
-def checked() -> dict[str, str]:
-    """The same for the short check."""
-    return contents([pattern for patterns in (*FAMILIES.values(), SHARED) for pattern in patterns])
-
-
-def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The files that are not what they were."""
+def changed(answer: dict) -> list[str]:
+    """The files that are not what they were when the answer was given; of a question that has left, none."""
+    name, before = answer["question"], answer["files"]
+    now = asked(name) if name == CHECK or name in QUESTIONS else before
     return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
 
 
 def families(files: list[str]) -> list[str]:
-    """Names for `vitfast doctor --only` of the operations whose files these are; all where SHARED files are."""
+    """Names for `vitfast doctor --only` of the operations whose files these are."""
     match = lambda patterns: any(fnmatch.fnmatchcase(file, each) for file in files for each in patterns)  # noqa: E731
-    everything = match(SHARED)
-    return [name for names, patterns in FAMILIES.items() if everything or match(patterns) for name in names.split()]
-
-
-def older(answer: dict) -> list[str]:
-    """The files that have changed since an answer was given; of a question that has left, none."""
-    question = QUESTIONS.get(answer["question"])
-    return changed(answer["files"], asked(question)) if question else []
+    return [name for names, of in FAMILIES.items() if match((*of, *SHARED)) for name in names.split()]
 
 
 def predictions() -> dict[tuple[str, str], float]:
@@ -86,37 +76,32 @@ def predictions() -> dict[tuple[str, str], float]:
     return {row: value for question in reversed(QUEUE) for row, value in question.rows.items()}
 
 
-def answers(gpu: str, *folders: Path) -> dict[str, dict]:
-    """The newest answer of each question on this GPU, from folders of answers."""
+def answers(gpu: str, folder: Path) -> dict[str, dict]:
+    """The newest answer of each question on this GPU: of those in the folder of the stage, and those committed."""
     found = []
-    for path in (path for folder in folders for path in folder.glob("*.json")):
+    for path in (*folder.glob("answers/*.json"), *ROOT.glob("bench/results/*/answers/*.json")):
         try:
             answer = json.loads(path.read_text())
-            found.append((answer["answered"], answer["question"], answer["gpu"], answer))
+            found += [(answer["answered"], answer["question"], answer)] if answer["gpu"] == gpu else []
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"{path} is left out: {type(error).__name__}: {error}", file=sys.stderr)
-    return {name: answer for _, name, of, answer in sorted(found, key=lambda f: f[:2]) if of == gpu}
+    return {name: answer for _, name, answer in sorted(found, key=lambda each: each[:2])}
 
 
-def places(folder: Path) -> list[Path]:
-    """Where answers are: in the folder of the stage, and those that are committed."""
-    return [folder / "answers", *sorted((ROOT / "bench" / "results").glob("*/answers"))]
-
-
-def is_open(question: Question, known: dict[str, dict]) -> bool:
+def is_open(name: str, known: dict[str, dict]) -> bool:
     """Whether there is no answer for the current contents of the question's files."""
-    answer = known.get(question.name)
-    return answer is None or answer["state"] not in ANSWERED or answer["files"] != asked(question)
+    return name not in known or known[name]["state"] not in ANSWERED or bool(changed(known[name]))
 
 
 def seconds(question: Question, known: dict[str, dict]) -> int:
-    """What the question took here last time, or what is expected."""
-    return max(1, known[question.name]["seconds"]) if question.name in known else question.seconds
+    """What the question took here last time, unless it broke off, or what is expected."""
+    last = known.get(question.name, dict(state="none"))
+    return max(1, last["seconds"]) if last["state"] in ("ok", "timed out") else question.seconds
 
 
 def following(known: dict[str, dict], tried: Iterable[str], left: float, only: list[str]) -> Question | None:
     """The question that is asked next: of the open ones that fit, the one of the most worth per second."""
-    found = [q for q in QUEUE if q.name not in tried and (q.name in only or (not only and is_open(q, known)))]
+    found = [q for q in QUEUE if q.name not in tried and (q.name in only or (not only and is_open(q.name, known)))]
     found = [q for q in found if seconds(q, known) <= left and not (q.needs and not importlib.util.find_spec(q.needs))]
     return max(found, key=lambda q: q.total_worth / seconds(q, known), default=None)
 
@@ -129,13 +114,12 @@ def steps(folder: Path) -> dict:
 
 def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
     """Lines for gpu.sh: what to say, name, kind, seconds at most, name of the check, arguments; nothing at the end."""
-    known, tried = answers(gpu, *places(folder)), [step["name"] for step in steps(folder)["steps"]]
+    known, tried = answers(gpu, folder), [step["name"] for step in steps(folder)["steps"]]
     if CHECK not in tried and not only:
-        before = known.get(CHECK, dict(files={}))["files"]
-        if names := families(changed(before, checked())):
+        if names := families(changed(known.get(CHECK, dict(question=CHECK, files={})))):
             arguments = ["--dtype", "bfloat16", *(word for name in names for word in ("--only", name))]
             what = "right or wrong: the operations whose kernels have changed since they were last checked here"
-            return [what, CHECK, "doctor", str(4 * CHECK_SECONDS), "", *arguments]
+            return [what, CHECK, "doctor", str(CHECK_SECONDS), "", *arguments]
     question = following(known, tried, left, only)
     if question is None:
         return []
@@ -144,55 +128,47 @@ def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
         kind, arguments = question.run.kind, question.run.arguments
     last = known.get(question.name, {})
     expected = f"{seconds(question, known)} s" + ("" if last or question.measured else " by estimate")
-    expected += f", of which until all could run {last['ready']:.0f}" if last.get("ready") else ""
+    expected += f", of which {last['ready']:.0f} until all could run" if last.get("ready") else ""
     what = f"{question.asks} Predicted: {question.prediction.text} ({expected})"
     return [what, question.name, kind, str(min(150, 10 + 3 * question.seconds // 2)), question.check, *arguments]
 
 
-def measured(question: Question, content: dict) -> str:
+def measured(content: dict) -> str:
     """The times of the rivals, with power and clock, or how a command ended."""
-    if "rivals" not in content:
-        return content.get("said", "")
-    words = []
-    for name, r in content["rivals"].items():
-        power = f" at {r['watts']:.0f} W and {r['mhz']:.0f} MHz" if r.get("watts") and r.get("mhz") else ""
-        words.append(f"{name} {r['ms']:.4g} ms{power}")
-    words += [f"{name}: {reason[:160]}" for name, reason in content["missing"].items()]
+    words = [content["said"]] if "rivals" not in content else []
+    for name, rival in content.get("rivals", {}).items():
+        power = " at {watts:.0f} W and {mhz:.0f} MHz".format(**rival) if rival.get("watts") and rival.get("mhz") else ""
+        words.append(f"{name} {rival['ms']:.4g} ms{power}")
+    words += [f"{name}: {reason[:160]}" for name, reason in content.get("missing", {}).items()]
     if content.get("compiled"):
         words.append(f"{content['compiled']} kernels of ours were compiled first")
     return "; ".join(words)
 
 
-def gpu_of(machine: str) -> str:
-    """The kind of GPU, by its name."""
-    return machine.partition(", torch ")[0]
-
-
 def answer(folder: Path, machine: str) -> dict:
     """The answer that the last step gives, written whole or not at all."""
     run = steps(folder)
-    step = run["steps"][-1]
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    commit = os.environ.get("VITFAST_COMMIT") or _commit()
-    found = dict(question=step["name"], gpu=gpu_of(machine), machine=machine, answered=now, commit=commit)
-    found |= dict(state=step["state"])
-    found["seconds"] = round(step["seconds"])
-    if step["name"] == CHECK:
+    step, question = run["steps"][-1], QUESTIONS.get(run["steps"][-1]["name"])
+    found = dict(question=step["name"], gpu=gpu_of(machine), machine=machine, state=step["state"])
+    found |= dict(answered=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+    found |= dict(seconds=round(step["seconds"]), commit=os.environ.get("VITFAST_COMMIT", "unknown"))
+    content = dict(code=step["code"], said=_said(folder, step))
+    if question is None:  # the short check
         right = step["state"] == "ok"
-        found |= dict(asks="right or wrong", predicted="all right", measured=f"exit code {step['code']}")
-        found |= dict(follows="nothing" if right else "the operation that is wrong is mended first")
-        return _write(folder, found | dict(files=checked() if right else {}))
-    question = QUESTIONS[step["name"]]
-    content, path = dict(code=step["code"], said=_said(folder, step)), folder / f"{step['name']}.json"
+        found |= dict(asks="right or wrong", predicted="all right", measured=content["said"])
+        found |= dict(files=asked(CHECK) if right else {}, follows="nothing" if right else "it is mended first")
+        return _write(folder, found)
+    path = folder / f"{step['name']}.json"
     try:
         content |= json.loads(path.read_text()) if path.is_file() and question.has_results else {}
     except ValueError as error:
         content["said"] = f"{path.name} is damaged: {error}"
     if question.check and run["checks"].get(question.check) is None:
         found["state"] = "skipped"  # no test ran
-    found |= dict(asks=question.asks, predicted=question.prediction.text, measured=measured(question, content))
-    found |= dict(files=asked(question), ready=sum(r["ready_s"] for r in content.get("rivals", {}).values()) or None)
-    found |= dict(follows=f"no answer: {found['state']}", rivals=content.get("rivals"))
+    ready = sum(rival["ready_s"] for rival in content.get("rivals", {}).values()) or None
+    found |= dict(asks=question.asks, predicted=question.prediction.text, measured=measured(content))
+    found |= dict(files=asked(step["name"]), ready=ready, rivals=content.get("rivals"))
+    found |= dict(follows=f"no answer: {found['state']}")
     if found["state"] in ANSWERED:
         try:
             value = question.prediction.reads(content)
@@ -207,54 +183,45 @@ def answer(folder: Path, machine: str) -> dict:
 def _write(folder: Path, found: dict) -> dict:
     path = folder / "answers" / f"{found['question']}.json"
     path.parent.mkdir(exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(path)
+    path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
     return found
 
 
 def _said(folder: Path, step: dict) -> str:
     """How a command ended: its exit code and the last line of its log."""
     log = folder / f"{step['name']}.log"
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    last = next((line.strip(" =") for line in reversed(lines) if line.strip()), "")
-    return f"exit code {step['code']}: {last[:160]}"
+    lines = [line.strip(" =") for line in log.read_text(errors="replace").split("\n")] if log.is_file() else []
+    return f"exit code {step['code']}: {next(filter(None, reversed(lines)), '')[:160]}"
 
 
-def _commit() -> str:
-    try:
-        options = dict(capture_output=True, text=True, timeout=20, cwd=ROOT)
-        return subprocess.run(["git", "describe", "--always", "--dirty"], **options).stdout.strip() or "unknown"
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
+def gpu_of(machine: str) -> str:
+    """The kind of GPU, by its name."""
+    return machine.partition(", torch ")[0]
 
 
-def uncovered(archives: list[Path], gpu: str, folder: Path) -> str:
-    """Why kernels will be compiled for open questions, or ""; archives: what `codegen.py --queue` has made."""
-    from vitfast.kernels import archives as packed
-
-    if not archives:
-        return "there is no archive of compiled kernels (bench/cache/*.tar.xz)"
-    known = answers(gpu, *places(folder))
-    open_ones = {q.name for q in QUEUE if q.compiled_ahead and is_open(q, known)}
-    reasons = []
-    for path in archives:
-        try:
-            made = packed.manifest(path)
-            reason = packed.refusal(made, _capabilities())
-            open_ones -= set(made["models"]) if not reason else set()
-        except (OSError, ValueError) as error:
-            reason = str(error)
-        reasons += [f"{path} is cold: {reason}"] if reason else []
-    missing = f"no archive has the kernels of {', '.join(sorted(open_ones))}" if open_ones else ""
-    return "; ".join([*reasons, missing] if missing else reasons)
-
-
-def _capabilities() -> set[int]:
+def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
+    """Why kernels will be compiled for open questions, or ""; files: archives of archive.py."""
     import torch
 
-    found = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    return {10 * major + minor for major, minor in found}
+    from vitfast.kernels import archives
+
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    gpus, known, reasons = {10 * major + minor for major, minor in capabilities}, answers(gpu, folder), []
+    missing = {q.name for q in QUEUE if q.compiled_ahead and is_open(q.name, known)}
+    for path in files:
+        try:
+            made = archives.manifest(path)
+            reason = archives.refusal(made, gpus)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        if reason:
+            reasons.append(f"{path} is cold: {reason}")
+        else:
+            missing -= set(made["models"])
+    if not files:
+        return "there is no archive of compiled kernels: Triton compiles all (bench/archive.py makes one)"
+    return "; ".join([*reasons, f"no archive has the kernels of {', '.join(sorted(missing))}"] if missing else reasons)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,16 +234,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", choices=[*QUESTIONS])
     args = parser.parse_args(argv)
     machine = args.machine.partition("\n")[0]
-    gpu = gpu_of(machine)
     if args.what == "next":
-        print("\n".join(plan(args.folder, gpu, args.left, args.only)))
+        print("\n".join(plan(args.folder, gpu_of(machine), args.left, args.only)))
     elif args.what == "answer":
         print(f"   -> {answer(args.folder, machine)['follows']}")
     else:
-        print(
-            uncovered(args.files, gpu, args.folder)
-            or "the kernels of every open question are compiled, but for GPU tests"
-        )
+        compiled = "the kernels of every open question are compiled, but for GPU tests"
+        print(uncovered(args.files, gpu_of(machine), args.folder) or compiled)
     return 0
 
 

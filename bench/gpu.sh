@@ -48,6 +48,7 @@ seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
 [[ $seconds =~ ^[0-9]{2,}$ ]] || refuse "VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'"
 grace=$((seconds > 100 ? 5 : 1)) # between SIGINT and SIGKILL; and how long the report may take
 failed=0 device_errors=0 running="" rows=() table=() checked=()
+export VITFAST_COMMIT=${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is linked, scripts find it too
 
@@ -227,9 +228,9 @@ cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about p
 [[ $facts =~ ([0-9]+)" GiB free" ]] && room=$((BASH_REMATCH[1] / 5)) # a worker of the gpu tests takes 5 GiB
 workers=$((room < 1 ? 1 : room < 8 ? room : 8))
 workers=$((cpus < workers ? cpus : workers))
-archives=() # of compiled kernels
+archives=() # of compiled kernels; a rehearsal needs none
 for file in ${VITFAST_CACHE:-bench/cache/*.tar.xz}; do
-    if [ "${VITFAST_CACHE:-}" ] || [ -f "$file" ]; then archives+=("$file"); fi
+    if ((!${#rehearse[@]})) && { [ "${VITFAST_CACHE:-}" ] || [ -f "$file" ]; }; then archives+=("$file"); fi
 done
 
 # shellcheck disable=SC2329 # called in a process of its own
@@ -237,7 +238,7 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
     local file query=name,driver_version,memory.total,clocks.max.sm,power.limit,compute_mode
     echo "$facts"
     timeout 10 nvidia-smi --query-gpu=$query --format=csv
-    echo "$cpus CPUs, commit ${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
+    echo "$cpus CPUs, commit $VITFAST_COMMIT"
     if [ -d kernels ] && [[ $facts != *"vitfast is installed"* ]] &&
         ! timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
         ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"
@@ -314,7 +315,7 @@ first() {
 }
 
 decide() {
-    timeout -k 1 60 "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
+    ((${#rehearse[@]})) || timeout -k 1 60 "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
     local asked what name kind limit words
     while :; do
         asked=$(questions next --left $(($(left) * 555 / seconds)) "$@") || { failed=1 && return; }

@@ -208,19 +208,18 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
         before = allocated()
         first = Call(case, function, direction)
         first.whole()
-        with machine.alone():
-            warm_up(first.whole)
-            peak = peak_bytes(first.whole, before)
-            calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
-            lead = lead_of(functools.partial(first.timed, first.prepare()))
+        warm_up(first.whole)
+        peak = peak_bytes(first.whole, before)
+        calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
+        lead = lead_of(functools.partial(first.timed, first.prepare()))
 
-            def setup():
-                call = next(calls)
-                arguments = call, call.prepare()
-                cold(lead)
-                return arguments, {}
+        def setup():
+            call = next(calls)
+            arguments = call, call.prepare()
+            cold(lead)
+            return arguments, {}
 
-            seconds = measure(benchmark, Call.timed, setup)
+        seconds = measure(benchmark, Call.timed, setup)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
     facts = dict(op=case.op, shape=case.shape, direction=direction, **errors)
     describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **facts, **more)

@@ -4,15 +4,11 @@ On a GPU the clock is device events around a call, on a CPU the process's own ti
 runs for a while, so that the chip's clocks are up: for WARM_SECONDS in the first case of a process and for every whole
 model, for CASE_WARM_SECONDS for every other operation, and for WARMUP calls at least. A CPU makes these calls alone.
 
-Processes that share a file, named by the environment variable VITFAST_TURNS, compile and check side by side and are
-timed one at a time, while the others wait (`alone`).
-
 Other files read `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the
 plan of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -48,7 +44,6 @@ PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these and the next
 PACKAGES += ("quack-kernels", "tensorrt", "nvidia-modelopt")
 ALARM_AGAIN = 5  # seconds
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
-_alone = False  # whether this process is inside `alone`
 
 
 # ---- the clock and the memory
@@ -109,13 +104,6 @@ def lead_of(run: Callable[[], object]) -> float:
     return between_calls.head_start(run, margin=1e-4) if GPU else 0.0
 
 
-@functools.cache
-def _turns() -> tuple[int, ...]:
-    """The files $VITFAST_TURNS and $VITFAST_TURNS.gate: whose turn it is, who is next; or ()."""
-    path = os.environ.get("VITFAST_TURNS")
-    return tuple(os.open(f"{path}{end}", os.O_RDWR | os.O_CREAT) for end in ("", ".gate")) if path else ()
-
-
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError inside after so many seconds; 0 is no limit.
@@ -133,56 +121,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-@contextlib.contextmanager
-def _alarm_stopped() -> Iterator[None]:
-    """Inside, the alarm of a case's limit stands still: others may compile for minutes."""
-    left = signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *left)
-
-
-def together() -> None:
-    """From here on other processes may use the device too; waits for those that are alone, or wait to be."""
-    if turns := _turns():
-        file, gate = turns
-        wall()
-        fcntl.flock(file, fcntl.LOCK_UN)
-        with _alarm_stopped():
-            fcntl.flock(gate, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Inside, no other process that shares $VITFAST_TURNS uses the device.
-
-    It begins once each of them is here, or waits. Inside of another `alone` it does nothing.
-    """
-    global _alone
-    if _alone or not (turns := _turns()):
-        yield
-        return
-    file, gate = turns
-    wall()
-    if GPU:
-        torch.cuda.empty_cache()  # the others may need the memory
-    fcntl.flock(file, fcntl.LOCK_UN)
-    try:
-        with _alarm_stopped():
-            fcntl.flock(gate, fcntl.LOCK_EX)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        _alone = True
-        yield
-    finally:
-        _alone = False
-        wall()
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        together()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:
@@ -291,17 +229,14 @@ def once(what: str, measure: Callable[[], object]) -> object:
     """Returns what `measure()` does, and keeps it under the name `what`.
 
     It is kept in the JSON file that $VITFAST_CEILINGS names, if any. A stage of bench/gpu.sh has such a file, and its
-    end removes it: the first process measures, alone, and what later ones read is of the same stage on the same
+    end removes it: the first process measures, and what later ones read is of the same stage on the same
     machine, not of the same process. `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
     known = lambda: json.loads(path.read_text()) if path.is_file() else {}  # noqa: E731
     if what in (before := known()):
         return before[what]
-    with alone():
-        if what in (before := known()):  # another process has measured it while this one waited
-            return before[what]
-        found = measure()
-        if path != Path(os.devnull):
-            write_text(path, json.dumps(known() | {what: found}) + "\n")
+    found = measure()
+    if path != Path(os.devnull):
+        write_text(path, json.dumps(known() | {what: found}) + "\n")
     return found

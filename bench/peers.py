@@ -355,7 +355,7 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
         errors = peer.check()
         run = functools.partial(step, peer.images)
         run()  # compiled before anybody waits
-        with peer.mode(), machine.alone():
+        with peer.mode():
             warm_up(run, seconds=machine.WARM_SECONDS)
             peak = peak_bytes(run, peer.before) if setting.peak_known else None
             if graph:

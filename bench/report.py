@@ -124,7 +124,7 @@ def stale_answers(gpus: list[Results]) -> str:
     """A line for each answer that is older than files that its question speaks of."""
     lines = ""
     for results, answer in ((gpu, answer) for gpu in gpus for answer in gpu.answers):
-        if files := decide.older(answer):
+        if files := decide.changed(answer):
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
             lines += f"{results.name}: the answer to {answer['question']} is older than {', '.join(files[:3])}{more}\n"
     return lines

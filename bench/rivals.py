@@ -9,8 +9,9 @@ at its power limit. The first call of a turn does not count.
 
 DIR/NAME.json has what pytest-benchmark's files have (result_files.py reads both): a case for each rival under the name
 that bench_model.py or bench_ops.py gives it, and besides "rivals", by name: milliseconds a call, those of each turn,
-watts, MHz, seconds until it was ready (compiling included) and how many kernels of ours Triton compiled. A rival that
-fails, or is wrong, is under "failed" with the reason, and the others go on. The file is written anew after every round.
+watts, MHz, seconds until it was ready (compiling included), errors; "missing", why a rival has no time; and "compiled",
+how many kernels of ours Triton compiled. What fails or is wrong is out, and the others go on. The file is written anew
+after every round.
 """
 
 import argparse
@@ -31,11 +32,12 @@ import harness
 import machine
 import peers
 import pytest
-import questions
 import torch
 import triton
+from asking import Rivals
 from harness import Call, Check, description
-from machine import allocated, captured, clock, cold, peak_bytes, wall, warm_up
+from machine import allocated, captured, cold, peak_bytes, wall, warm_up
+from questions import QUESTIONS
 from shapes import WHERE, Shape, planned
 
 from vitfast import ops
@@ -46,6 +48,7 @@ from vitfast.run.files import write_text
 
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
 AHEAD = 8  # calls that Python may be ahead of the device
+SAMPLED = dict(watts="power.draw", mhz="clocks.sm")
 SETTINGS = bench_model.CASES | bench_model.ONCE
 compiled_here = []  # names of the kernels of ours that Triton compiled in this process
 
@@ -56,150 +59,149 @@ def shape_of(name: str) -> Shape:
     return next(iter(planned(Shape(model, int(image), int(batch[1:]))).values()))
 
 
-@contextlib.contextmanager
-def _overrides(given: list[str]) -> Iterator[None]:
-    """Inside, operations take other providers than the tables say: "linear_residual_fwd=cublaslt"."""
-    with contextlib.ExitStack() as stack:
-        for op, provider in (each.split("=") for each in given):
-            stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
-        yield
-
-
-def _sample(found: list[dict], stop: threading.Event) -> None:
+def sample(found: list[dict], stop: threading.Event) -> None:
     """Reads clock and power until it is stopped."""
     while machine.GPU and not stop.wait(0.25):
-        if sample := sample_clocks():
-            found.append(sample)
+        found.append(sample_clocks() or dict.fromkeys(SAMPLED.values()))
 
 
 class Rival:
-    """One of those that are compared. `turn` times it; `entry` is its case in the result file.
+    """One of those that are compared, in the state in which it is timed.
 
-    A subclass has `check` and `check_again` (dictionaries of errors), `prepare` (before each call, not timed), `call`,
-    `context` (around all of them) and `facts`.
+    A subclass has `build`, `judge` (compares with float64, before timing and after), `ready` (after the first
+    comparison), `prepare` (before each call, not timed), `call`, and `facts` for the tables.
     """
 
-    def __init__(self, of: questions.Rivals, name: str):
-        self.of, self.name, self.seconds, self.turns, self.samples = of, name, [], [], []
-        self.base, *self.given = name.split(" | ")
-        began, self.peak = time.monotonic(), None
-        self.before = allocated()
+    def __init__(self, of: Rivals, name: str):
+        self.of, self.name, self.turns, self.samples, self.lead = of, name, [], [], 0.0
+        self.setting, *overrides = name.split(" | ")
+        self.overrides = [override.split("=") for override in overrides]
+        began, self.before, self.peak = time.monotonic(), allocated(), None
         self.build()
         with self.context():
-            self.errors = self.check()
+            self.errors = self.judge()
             self.ready()
-        self.ready_s = time.monotonic() - began
+        self.ready_s = round(time.monotonic() - began, 1)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Around everything: kernels of ours must run, and operations take the providers that the name says."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ops.use_kernels(self.kernels))
+            for op, provider in self.overrides:
+                stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
+            yield
 
     def turn(self, seconds: float) -> None:
         """Calls without a pause for so many seconds; keeps the time of each."""
-        stamps, samples, stop, read = [], [], threading.Event(), clock()
-        reader = threading.Thread(target=_sample, args=(samples, stop), daemon=True)
-        with self.context():
-            reader.start()
-            end = wall() + seconds
-            while len(stamps) < 3 or time.perf_counter() < end:
-                prepared = self.prepare()
-                start = read()
-                self.call(prepared)
-                stamps.append((start, read()))
-                if machine.GPU and len(stamps) > AHEAD:
-                    stamps[-AHEAD - 1][1].event.synchronize()
-            found = [last - first for first, last in stamps[1:]]
+        stamps, samples, stop, read = [], [], threading.Event(), machine.clock()
+        reader = threading.Thread(target=sample, args=(samples, stop), daemon=True)
+        reader.start()
+        try:
+            with self.context():
+                end = wall() + seconds
+                while len(stamps) < 3 or time.perf_counter() < end:
+                    prepared = self.prepare()
+                    start = read()
+                    self.call(prepared)
+                    stamps.append((start, read()))
+                    if machine.GPU and len(stamps) > AHEAD:
+                        stamps[-AHEAD - 1][1].event.synchronize()
+                self.turns.append([last - first for first, last in stamps[1:]])
+        finally:
             stop.set()
             reader.join()
-        self.seconds += found
-        self.turns.append(1e3 * statistics.median(found))
         self.samples += samples[len(samples) // 2 :]  # power is an average over the second before
 
     def summary(self) -> dict:
-        middle = lambda key: [s[key] for s in self.samples if s[key] is not None]  # noqa: E731
-        read = {name: statistics.median(middle(key) or [0]) or None for name, key in SAMPLED.items()}
-        found = dict(ms=1e3 * statistics.median(self.seconds), turns=self.turns, ready_s=round(self.ready_s, 1)) | read
-        return found | dict(peak_mib=self.peak and self.peak / 2**20, calls=len(self.seconds)) | self.errors
+        calls = sum(self.turns, [])
+        found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
+        for name, key in SAMPLED.items():
+            read = [sampled[key] for sampled in self.samples if sampled[key] is not None]
+            found[name] = statistics.median(read) if read else None
+        peak = self.peak and self.peak / 2**20
+        return (
+            found | dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak) | self.errors
+        )
 
     def entry(self) -> dict:
-        median, (low, _, high) = statistics.median(self.seconds), statistics.quantiles(self.seconds, n=4)
-        stats = dict(median=median, iqr=high - low, rounds=len(self.seconds))
-        test, parameters = self.of.case(self.base)
-        names = dict(name=f"{test.partition('::')[2]}[{parameters}]", fullname=f"bench/{test}[{parameters}]")
-        return names | dict(stats=stats, extra_info=self.facts(median))
-
-
-SAMPLED = dict(watts="power.draw", mhz="clocks.sm")
+        """Its case for the tables."""
+        calls = sum(self.turns, [])
+        median, (low, _, high) = statistics.median(calls), statistics.quantiles(calls, n=4)
+        stats = dict(median=median, iqr=high - low, rounds=len(calls))
+        return self.of.case(self.name) | dict(stats=stats, extra_info=self.facts(median))
 
 
 class ModelRival(Rival):
     """A whole model in a setting of bench_model: a training step, or inference."""
 
+    kernels = property(lambda self: self.peer.kernels)
+
     def build(self) -> None:
-        what, setting = self.of.what, SETTINGS[self.base]
-        if what == "train":
+        setting, model = SETTINGS[self.setting], WHERE + self.of.shape.rpartition(" ")[0]
+        if self.of.what == "train":
             self.peer = peers.Peer(setting, shape_of(self.of.shape), training=True)
         else:
-            model = WHERE + self.of.shape.rpartition(" ")[0]
-            self.peer = bench_model.inference_peer(setting, model, what)
-        self.step, self.kernels = bench_model.work_of(self.peer)
-        self.run = lambda: self.step(self.peer.images)
+            self.peer = bench_model.inference_peer(setting, model, self.of.what)
+        step, self.work = bench_model.work_of(self.peer)
+        self.run = lambda: step(self.peer.images)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        inference = contextlib.nullcontext() if self.peer.training else torch.inference_mode()
-        with ops.use_kernels(self.peer.kernels), self.peer.mode(), inference, _overrides(self.given):
+        with super().context(), self.peer.mode(), torch.inference_mode(not self.peer.training):
             yield
 
-    def check(self) -> dict:
-        return self.peer.check()
-
-    def check_again(self) -> dict:
-        return self.peer.check_again()
+    def judge(self, after: bool = False) -> dict:
+        return self.peer.check_again() if after else self.peer.check()
 
     def ready(self) -> None:
         warm_up(self.run, seconds=0.0)
         self.peak = peak_bytes(self.run, self.before) if self.peer.setting.peak_known else None
-        self.replayed = captured(self.run) if bench_model.as_graph(self.peer, self.of.what) else self.run
+        self.timed = captured(self.run) if bench_model.as_graph(self.peer, self.of.what) else self.run
 
     def prepare(self) -> None:
         if self.of.what == "latency":
             cold()
 
     def call(self, prepared: None) -> None:
-        self.replayed()
+        self.timed()
 
     def facts(self, seconds: float) -> dict:
         facts = peers.peer_facts(self.peer, self.of.what, seconds, **self.errors)
-        return description(self.base, self.kernels, seconds, self.peer.setting.dtype, self.peak, **facts)
+        return description(self.setting, self.work, seconds, self.peer.setting.dtype, self.peak, **facts)
 
 
 class OperationRival(Rival):
     """An implementation of a row of bench_ops, forward or backward alone."""
 
+    kernels = property(lambda self: "on" if machine.GPU and self.setting == "vitfast" else "auto")
+
     def build(self) -> None:
-        op, self.direction = self.of.operation
-        self.shape = shape_of(self.of.shape)
-        self.case = bench_ops.case_of(op, self.shape)
-        self.function = bench_ops.function_of(op, self.shape, self.base)
-        self.judge = Check(self.case, self.direction)
+        (op, self.direction), shape = self.of.operation, shape_of(self.of.shape)
+        self.case, self.function = bench_ops.case_of(op, shape), bench_ops.function_of(op, shape, self.setting)
+        self.check = Check(self.case, self.direction)
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        with ops.use_kernels("on" if machine.GPU and self.base == "vitfast" else "auto"), _overrides(self.given):
-            yield
-
-    def check(self) -> dict:
-        return self.judge.judge(self.base, self.function)
-
-    def check_again(self) -> dict:
-        return dict(error_after=self.judge.judge(self.base, self.function, " after timing")["error"])
+    def judge(self, after: bool = False) -> dict:
+        errors = self.check.judge(self.setting, self.function, " after timing" * after)
+        return dict(error_after=errors["error"]) if after else errors
 
     def ready(self) -> None:
         sets = [Call(self.case, self.function, self.direction) for _ in range(harness.SETS)]
         self.next = itertools.cycle(sets).__next__
         warm_up(sets[0].whole, seconds=0.0)
-        self.peak = peak_bytes(sets[0].whole, self.before)
+        self.peak, begun = peak_bytes(sets[0].whole, self.before), wall()
+        for _ in range(AHEAD):
+            self.call(self.prepare())
+        host = time.perf_counter() - begun
+        if wall() - begun < 1.2 * host:  # the device would wait for Python, which is not what is asked
+            self.lead = 1.5 * host / AHEAD
 
     def prepare(self) -> tuple:
         call = self.next()
-        return call, call.prepare()
+        prepared = call.prepare()
+        if machine.GPU and self.lead:
+            torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
+        return call, prepared
 
     def call(self, prepared: tuple) -> None:
         Call.timed(*prepared)
@@ -207,78 +209,76 @@ class OperationRival(Rival):
     def facts(self, seconds: float) -> dict:
         facts = dict(op=self.case.op, shape=self.case.shape, direction=self.direction, **self.errors)
         work = self.case.work.of(self.direction)
-        return description(self.base, work, seconds, harness.DTYPE, self.peak, **facts)
+        return description(self.setting, work, seconds, harness.DTYPE, self.peak, **facts)
 
 
 class Run:
     """All rivals of one question, and its result file."""
 
-    def __init__(self, question: questions.Question, path: Path):
-        self.of, self.path, self.rivals, self.missing = question.run, path, {}, {}
+    def __init__(self, of: Rivals, path: Path):
+        self.of, self.path, self.rivals, self.failed, self.skipped = of, path, {}, {}, {}
 
-    def each(self, names: Iterable[str], do: Callable[[str], None], limit: float = 0.0) -> None:
+    def each(self, names: Iterable[str], do: Callable[[str], object], limit: float = 0.0) -> None:
         """Does something for each rival; one that fails is out, with the reason."""
         for name in list(names):
             try:
                 with machine.time_limit(limit):
                     do(name)
             except (Exception, pytest.skip.Exception) as error:
-                state = "skipped" if isinstance(error, pytest.skip.Exception) else "failed"
-                reason = both_ends(f"{type(error).__name__}: {error}" if state == "failed" else str(error))
-                test, parameters = self.of.case(name)
-                names = dict(name=f"{test.partition('::')[2]}[{parameters}]", fullname=f"bench/{test}[{parameters}]")
-                self.missing[name] = names | dict(params={}, reason=reason, state=state)
+                skipped = isinstance(error, pytest.skip.Exception)
+                reason = both_ends(str(error) if skipped else f"{type(error).__name__}: {error}")
+                (self.skipped if skipped else self.failed)[name] = reason
                 self.rivals.pop(name, None)
                 print(f"{name}: {reason}", flush=True)
 
     def build(self, name: str) -> None:
-        kind = ModelRival if self.of.operation is None else OperationRival
-        self.rivals[name] = kind(self.of, name)
+        self.rivals[name] = (OperationRival if self.of.operation else ModelRival)(self.of, name)
         print(f"{name}: right (error {self.rivals[name].errors['error']:.1e}), ready", flush=True)
 
     def too_late(self, name: str) -> None:
         raise TimeoutError("too little time was left to begin")
 
     def again(self, name: str) -> None:
-        rival = self.rivals[name]
-        with rival.context():
-            rival.errors |= rival.check_again()
+        with self.rivals[name].context():
+            self.rivals[name].errors |= self.rivals[name].judge(after=True)
 
     def write(self) -> None:
-        timed = {name: rival for name, rival in self.rivals.items() if rival.seconds}
-        # what is no setting of a table, but a variant that a question asks about, is no case of the tables
-        cases = [rival.entry() for name, rival in timed.items() if " | " not in name]
+        timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
         content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
-        content |= dict(machine_info=dict(vitfast=machine.description()), benchmarks=cases)
-        for state in ("failed", "skipped"):
-            found = {name: case for name, case in self.missing.items() if case["state"] == state}
-            content[state] = [{k: v for k, v in case.items() if k != "state"} for case in found.values()]
-        content["rivals"] = {name: rival.summary() for name, rival in timed.items()}
-        content["missing"] = {name: case["reason"] for name, case in self.missing.items()}
-        content["compiled"] = len(compiled_here)
+        content |= dict(machine_info=dict(vitfast=machine.description()))
+        # a variant, which only a question asks about, is no case of the tables
+        content["benchmarks"] = [rival.entry() for rival in timed.values() if not rival.overrides]
+        for state, reasons in (("failed", self.failed), ("skipped", self.skipped)):
+            content[state] = [self.of.case(name) | dict(params={}, reason=why) for name, why in reasons.items()]
+        content |= dict(rivals={name: rival.summary() for name, rival in timed.items()})
+        content |= dict(missing=self.failed | self.skipped, compiled=len(compiled_here))
         write_text(self.path, json.dumps(content, indent=1, default=str) + "\n")
 
     def all(self, ends: float) -> bool:
         """Whether every rival that could be tried has a time, and was right before and after."""
-        timing = (ROUNDS + 1) * SECONDS * len(self.of.names) + 5  # seconds, checks included
+        timing = (ROUNDS + 1) * SECONDS * len(self.of.names) + 5  # seconds, the second comparison included
         # `accelerate` makes torch.compile forget what it has compiled
         for name in sorted(self.of.names, key=lambda name: not name.startswith(peers.ACCELERATED)):
             left = ends - time.time() - timing if ends else 0.0
             self.each([name], self.build if left >= 0 else self.too_late, max(left, 0.0))
         self.rivals = {name: self.rivals[name] for name in self.of.names if name in self.rivals}
-        machine.ceilings()
-        with machine.alone():
-            self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4))  # until the chip is warm
-            for rival in self.rivals.values():
-                rival.seconds, rival.turns, rival.samples = [], [], []
-            for _ in range(ROUNDS):
-                self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS))
-                self.write()
+        self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4))  # until the chip is warm
+        for rival in self.rivals.values():
+            rival.turns, rival.samples = [], []
+        for _ in range(ROUNDS):
+            self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS))
+            self.write()
         self.each(self.rivals, self.again)
         self.write()
         for name, rival in self.rivals.items():
             print(f"{name}: {rival.summary()}", flush=True)
-        return not any(case["state"] == "failed" for case in self.missing.values())
+        return not self.failed
+
+
+def count(*, src, cache_hit: bool, **_) -> None:
+    """Triton's listener: notes a kernel of ours that was compiled."""
+    if not cache_hit and getattr(getattr(src, "fn", None), "__module__", "").startswith("vitfast"):
+        compiled_here.append(src.name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,18 +287,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where NAME.json is written")
     parser.add_argument("--ends", type=float, default=0.0, metavar="EPOCH_SECONDS", help="the moment of the end")
     args = parser.parse_args(argv)
-    torch.backends.cudnn.benchmark = machine.GPU
-    triton.knobs.compilation.listener = _count
+    torch.backends.cudnn.benchmark, triton.knobs.compilation.listener = machine.GPU, count
     good = True
     for name in args.names:
-        good &= Run(questions.QUESTIONS[name], args.folder / f"{name}.json").all(args.ends)
+        good &= Run(QUESTIONS[name].run, args.folder / f"{name}.json").all(args.ends)
         torch._dynamo.reset()
     return 0 if good else 1
-
-
-def _count(*, src, cache_hit: bool, **_) -> None:
-    if not cache_hit and getattr(getattr(src, "fn", None), "__module__", "").startswith("vitfast"):
-        compiled_here.append(src.name)
 
 
 if __name__ == "__main__":
