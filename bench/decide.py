@@ -219,8 +219,8 @@ def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
             reasons.append(f"{path} is cold: {reason}")
         else:
             missing -= set(made["models"])
-    if not files:
-        return "there is no archive of compiled kernels: Triton compiles all (bench/archive.py makes one)"
+    if len(reasons) == len(files):
+        return "; ".join(reasons or ["there is no archive of compiled kernels"]) + ": Triton compiles all that is asked"
     return "; ".join([*reasons, f"no archive has the kernels of {', '.join(sorted(missing))}"] if missing else reasons)
 
 
