@@ -1,4 +1,4 @@
-"""Compiles ahead, without a GPU, what the rivals of questions.py launch: `bench/gpu.sh` compiles none of it again.
+"""Compiles ahead, without a GPU, the kernels that the questions of questions.py launch.
 
     python bench/archive.py bench/cache/sm90.tar.xz [--sm 90] [--jobs 2]
 
@@ -28,7 +28,7 @@ if __name__ != "__mp_main__":  # the processes that compile, which import this f
 
 
 def operations(s: "Sizes", dtypes: "list[torch.dtype]", names: list[str] | None = None) -> "list[Launch]":
-    """What doctor's cases launch at these sizes: forward without gradients, and forward and backward with them."""
+    """The launches of doctor's cases: forward without gradients, then forward and backward."""
     found = []
     for name, (function, inputs) in cases(s, ops).items():
         for dtype in dtypes if names is None or name in names else ():
@@ -44,7 +44,7 @@ def operations(s: "Sizes", dtypes: "list[torch.dtype]", names: list[str] | None 
 
 
 def fp32_stream(s: "Sizes") -> "list[Launch]":
-    """What the two blocks launch where timm's fp32 residual stream is kept under autocast."""
+    """The launches of the two blocks where timm's fp32 residual stream is kept under autocast."""
     found = []
     for name, options in (("attention_block", dict(num_heads=s.heads)), ("mlp_block", {})):
         x, w, b, *matrices = Draw(torch.bfloat16, META).leaves(cases(s, ops)[name][1])[:7]

@@ -10,7 +10,7 @@ ROW = 0.3  # ms: what a row of README's table is worth
 
 @dataclass(frozen=True)
 class Rivals:
-    """What rivals.py times in turns.
+    """Settings or implementations that rivals.py times in turns.
 
     what: "train", "throughput" or "latency" of whole models, whose names are settings of bench_model; or a row of
     bench_ops and a direction, as in "attention forward", whose names are its implementations. shape: "B/16 224 B256";
@@ -41,7 +41,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Command:
-    """What gpu.sh runs: for "bench" and "tests" pytest with these arguments, for "doctor" `vitfast doctor`."""
+    """A step of gpu.sh: "bench" and "tests" run pytest with these arguments, "doctor" `vitfast doctor`."""
 
     kind: str
     arguments: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ Reading = Callable[[dict], float]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected, in words; the number that decides, and the least or the most that it should be."""
+    """An expectation in words, the number that decides, and the least or the most that it should be."""
 
     text: str
     reads: Reading

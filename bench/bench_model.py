@@ -94,7 +94,7 @@ def _fastest_batch(library: str, model: str) -> int:
 
 
 def work_of(peer: Peer) -> tuple[Callable[[Tensor], Tensor], Kernels]:
-    """What is timed, a function of a batch of images, and its work: a training step, or the forward pass."""
+    """The function of a batch that is timed, and its work: a training step, or the forward pass."""
     size = peer.setting.dtype.itemsize
     if not peer.training:
         return peer, model_work(peer.shape, size).forward

@@ -1,4 +1,4 @@
-"""Which question of questions.py comes next on this GPU, and the answers, for the stage `decide` of gpu.sh.
+"""The next question of questions.py on this GPU, and the answers, for gpu.sh's stage `decide`.
 
     python bench/decide.py next FOLDER --machine TEXT --left SECONDS [--only NAME...]
     python bench/decide.py answer FOLDER --machine TEXT
@@ -51,7 +51,7 @@ def contents(patterns: Iterable[str]) -> dict[str, str]:
 
 
 def asked(name: str) -> dict[str, str]:
-    """What an answer is good for: the contents of the question's files, and what is run."""
+    """The contents of the question's files, and what is run: an answer is good for these."""
     if name == CHECK:
         return contents(pattern for patterns in (*FAMILIES.values(), SHARED) for pattern in patterns)
     what = hashlib.sha256(repr(QUESTIONS[name].run).encode()).hexdigest()[:12]
@@ -77,7 +77,7 @@ def predictions() -> dict[tuple[str, str], float]:
 
 
 def answers(gpu: str, folder: Path) -> dict[str, dict]:
-    """The newest answer of each question on this GPU: of those in the folder of the stage, and those committed."""
+    """The newest answer of each question on this GPU, from the stage's folder and the committed ones."""
     found = []
     for path in (*folder.glob("answers/*.json"), *ROOT.glob("bench/results/*/answers/*.json")):
         try:
@@ -94,7 +94,7 @@ def is_open(name: str, known: dict[str, dict]) -> bool:
 
 
 def seconds(question: Question, known: dict[str, dict]) -> int:
-    """What the question took here last time, unless it broke off, or what is expected."""
+    """Seconds that the question took here last time, unless it broke off, or else its estimate."""
     last = known.get(question.name, dict(state="none"))
     return max(1, last["seconds"]) if last["state"] in ("ok", "timed out") else question.seconds
 
@@ -107,13 +107,16 @@ def following(known: dict[str, dict], tried: Iterable[str], left: float, only: l
 
 
 def steps(folder: Path) -> dict:
-    """What gpu.sh has written of this run so far."""
+    """The steps of this run so far, as gpu.sh has written them."""
     path = folder / "steps_decide.json"
     return json.loads(path.read_text()) if path.is_file() else dict(steps=[], checks={})
 
 
 def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
-    """Lines for gpu.sh: what to say, name, kind, seconds at most, name of the check, arguments; nothing at the end."""
+    """The lines that tell gpu.sh what to run next; none at the end.
+
+    They are a sentence to print, the name, the kind, the most seconds, the name of the check, and the arguments.
+    """
     known, tried = answers(gpu, folder), [step["name"] for step in steps(folder)["steps"]]
     if CHECK not in tried and not only:
         if names := families(changed(known.get(CHECK, dict(question=CHECK, files={})))):

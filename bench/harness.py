@@ -184,7 +184,7 @@ def rates(kernels: Kernels, seconds: float, flops_per_second: float, bytes_per_s
 def description(
     impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
 ) -> dict:
-    """What every case says, whatever it measures. dtype: whose ceiling counts."""
+    """The facts that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
     facts = dict(impl=impl, device=machine.name(), dtype=dtype) | rates(kernels, seconds, top[dtype], top["copy"])
     return facts | dict(peak_mib=None if peak is None else peak / 2**20) | more

@@ -330,7 +330,7 @@ def model_rates(s: Shape | Mix, training: bool, seconds: float, ceiling: float, 
 
 
 def peer_facts(peer: Peer, op: str, seconds: float, **more) -> dict:
-    """What the tables say of a whole model that takes so many seconds a batch; more: the errors, for one."""
+    """The facts that tables show of a whole model, by its seconds a batch. more: the errors, for one."""
     setting, shape = peer.setting, peer.shape
     ceiling = machine.ceilings()[str(setting.dtype).removeprefix("torch.")]
     facts = dict(

@@ -1,4 +1,4 @@
-"""What a GPU has still to answer, as data: `bench/gpu.sh decide OUT` works through it (decide.py).
+"""The queue of what a GPU has still to answer, as data, for `bench/gpu.sh decide` (decide.py).
 
 A question is open on a kind of GPU until there is an answer for the current contents of its files. The open ones are
 asked by worth per second, those first that decide a whole step. To ask one, add an entry: to QUEUE, or to a table of

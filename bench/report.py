@@ -115,7 +115,7 @@ def model_table(cases: list[dict], title: str) -> str:
 
 
 def answers_table(results: Results) -> str:
-    """The questions of questions.py that have an answer: what was predicted, what was measured, what follows."""
+    """The answered questions: what was predicted, what was measured, and what follows."""
     rows = [[a["asks"], a["predicted"], a["measured"], a["follows"]] for a in results.answers]
     return table(["question", "predicted", "measured", "what follows"], rows, texts=4) if rows else "no answer yet\n"
 

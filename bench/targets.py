@@ -184,7 +184,7 @@ def checks(results: Results) -> Iterator[Figure]:
 
 
 def loss_curves(results: Results, ours: str) -> Iterator[Figure]:
-    """The largest difference, over windows of steps, between two libraries' means over seeds: ours and timm's.
+    """The largest difference, over windows of steps, between our mean over seeds and timm's.
 
     It is in standard deviations of a run between seeds, which count as 0.001 at least.
     """
