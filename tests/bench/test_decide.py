@@ -5,17 +5,21 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import asking
+import bench_ops
 import decide
 import pytest
 import report
+import rivals
 import targets
 from asking import Prediction, Question, Rivals, faster
 from questions import QUESTIONS, QUEUE
 
 from vitfast.kernels import archives
+from vitfast.ops import reference as ref
 
 ROOT = Path(__file__).parents[2]
 REHEARSED = os.environ | dict(VITFAST_REHEARSE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT / "bench"))
@@ -54,13 +58,13 @@ def place(tmp_path, monkeypatch):
     decide._hash.cache_clear()
 
 
-def rivals(**milliseconds: float) -> dict:
+def times(**milliseconds: float) -> dict:
     found = {name: dict(ms=ms, ready_s=20.5, watts=690.0, mhz=1590.0) for name, ms in milliseconds.items()}
     return dict(rivals=found, missing={}, compiled=0)
 
 
 def test_an_answer_counts_on_its_gpu_while_its_files_stay_the_same(place):
-    found = bash_answer(place, "pair", rivals(a=10.0, b=13.0))
+    found = bash_answer(place, "pair", times(a=10.0, b=13.0))
     assert found["measured"] == "a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3"
     assert (found["holds"], found["follows"], found["seconds"], found["ready"]) == (True, "a ships", 31, 41.0)
     assert set(found["files"]) == {"what is run", "kernels/a.py", "vitfast/ops.py"}
@@ -86,13 +90,13 @@ def test_an_answer_counts_on_its_gpu_while_its_files_stay_the_same(place):
 
 def test_outcomes_by_hand(place):
     """One that loses, a rival that failed, what was cut off, what wrote no file."""
-    assert bash_answer(place, "pair", rivals(a=13.0, b=13.0))["follows"] == "a leaves"
-    alone = rivals(a=13.0) | dict(missing={"b": "WrongResult: b is wrong"}, compiled=3)
+    assert bash_answer(place, "pair", times(a=13.0, b=13.0))["follows"] == "a leaves"
+    alone = times(a=13.0) | dict(missing={"b": "WrongResult: b is wrong"}, compiled=3)
     found = bash_answer(place, "pair", alone, "failed", 1)
     assert found["follows"].startswith("no answer: ValueError") and "value" not in found
     assert found["measured"].endswith("b: WrongResult: b is wrong; 3 kernels of ours were compiled first")
     assert decide.following(decide.answers("NVIDIA X", place), [], 100, []) is None  # until a file changes
-    found = bash_answer(place, "pair", rivals(a=10.0, b=13.0), "timed out", 124)
+    found = bash_answer(place, "pair", times(a=10.0, b=13.0), "timed out", 124)
     assert found["follows"] == "no answer: timed out" and decide.is_open("pair", {"pair": found})
     (place / "pair.json").unlink()
     assert bash_answer(place, "pair", None)["follows"] == "no answer: KeyError: 'rivals'"
@@ -195,14 +199,50 @@ def test_rivals_take_turns_in_a_rehearsal(part, tmp_path):
     assert not found.damaged and {case["impl"] for case in found.measured.values()} == set(shown)
 
 
+class Tires:
+    """The right LayerNorm until it has been called often."""
+
+    calls = 0
+
+    def __call__(self, x, weight, bias):
+        self.calls += 1
+        return ref.layer_norm(x, weight, bias) * (1.01 if self.calls > 40 else 1)
+
+
+def slow(x, weight, bias):
+    end = time.process_time() + 0.004
+    while time.process_time() < end:
+        pass
+    return ref.layer_norm(x, weight, bias)
+
+
+def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch):
+    wrong = lambda x, weight, bias: 1.01 * ref.layer_norm(x, weight, bias)  # noqa: E731
+    functions = dict(quick=ref.layer_norm, slow=slow, wrong=wrong, tires=Tires(), raises=lambda x: x)
+    monkeypatch.setattr(bench_ops, "function_of", lambda op, shape, name: functions[name])
+    run = rivals.Run(Rivals("layer_norm forward", "B/16 224 B256", tuple(functions)), tmp_path / "x.json")
+    assert not run.all(0)
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert set(content["rivals"]) == {"quick", "slow"} and 3 < content["rivals"]["slow"]["ms"] < 100
+    assert faster("quick", "slow")(content) > 2 and len(content["benchmarks"]) == 2
+    assert content["missing"]["wrong"].startswith("WrongResult: wrong is wrong on layer_norm")
+    assert "after timing" in content["missing"]["tires"] and content["missing"]["raises"].startswith("TypeError")
+    assert [case["name"] for case in content["failed"]] == [
+        f"test_layer_norm[B/16 224 B256-forward-{name}]" for name in ("wrong", "raises", "tires")
+    ]
+    late = rivals.Run(run.of, tmp_path / "late.json")
+    assert not late.all(time.time() + 1)
+    assert set(late.failed) == set(functions) and "too little time" in late.failed["quick"]
+
+
 def test_readings_of_result_files_by_hand():
     cases = [dict(impl="vitfast", images_per_second=30.0, losses=[1.0, 2.0]), dict(impl="timm", images_per_second=20.0)]
     cases[1]["losses"] = [1.1, 2.3]
     content = dict(benchmarks=[dict(extra_info=case) for case in cases], code=3)
     assert asking.pair(content) == 1.5 and asking.exit_code(content) == 3
     assert asking.curves(content) == pytest.approx(0.3) and asking.info("images_per_second", 0.1)(content) == 3.0
-    times = dict(rivals={name: dict(ms=ms, peak_mib=10 * ms) for name, ms in (("a", 2.0), ("b", 3.0), ("c", 8.0))})
-    assert (asking.faster("a")(times), asking.faster("a", "c")(times), asking.peaks("b", "a")(times)) == (1.5, 4.0, 1.5)
+    three = dict(rivals={name: dict(ms=ms, peak_mib=10 * ms) for name, ms in (("a", 2.0), ("b", 3.0), ("c", 8.0))})
+    assert (asking.faster("a")(three), asking.faster("a", "c")(three), asking.peaks("b", "a")(three)) == (1.5, 4.0, 1.5)
     between = Prediction("", asking.exit_code, least=1, most=2)
     assert [between.holds(value) for value in (0, 1, 2, 3)] == [False, True, True, False]
 
@@ -229,7 +269,7 @@ def test_the_report_shows_answers_and_says_which_are_older_than_their_files(plac
     for path in (readme, results / "README.md"):
         path.write_text(f"{report.START}\n{report.END}\n")
     bash_answer(results / "x", "pair", None, "failed", 1)
-    bash_answer(results / "x", "pair", rivals(a=10.0, b=13.0))
+    bash_answer(results / "x", "pair", times(a=10.0, b=13.0))
     (results / "x" / "pair.json").unlink()
     assert report.main([], results, readme) == 0
     row = "| Is a faster? | 1.2 times | a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3 | a ships |"
