@@ -172,21 +172,15 @@ def measure(
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
-def rates(kernels: Kernels, seconds: float, flops_per_second: float, bytes_per_second: float) -> dict[str, float]:
-    """The numbers that follow from a time, at the ceilings of the run."""
-    floor = floor_seconds(kernels, flops_per_second, bytes_per_second)
-    flops, moved = total_flops(kernels), total_bytes(kernels)
-    shares = dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)
-    speeds = dict(tflops=flops / seconds / 1e12, gigabytes_per_second=moved / seconds / 1e9)
-    return dict(flops=int(flops), bytes=int(moved)) | shares | speeds
-
-
 def description(
     impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
 ) -> dict:
     """The facts that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
-    facts = dict(impl=impl, device=machine.name(), dtype=dtype) | rates(kernels, seconds, top[dtype], top["copy"])
+    floor, flops, moved = floor_seconds(kernels, top[dtype], top["copy"]), total_flops(kernels), total_bytes(kernels)
+    facts = dict(impl=impl, device=machine.name(), dtype=dtype, flops=int(flops), bytes=int(moved))
+    facts |= dict(floor_us=1e6 * floor, percent_of_floor=100 * floor / seconds)
+    facts |= dict(tflops=flops / seconds / 1e12, gigabytes_per_second=moved / seconds / 1e9)
     return facts | dict(peak_mib=None if peak is None else peak / 2**20) | more
 
 

@@ -319,29 +319,19 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
     return step, optimizer
 
 
-def model_rates(s: Shape | Mix, training: bool, seconds: float, ceiling: float, promised: float | None) -> dict:
-    """Rates of a whole model by its time; FLOPs are the forward pass's, three times in training.
-
-    That is the convention of MFU (Chowdhery et al., 2022). ceiling, promised: FLOP/s, measured and by the data sheet.
-    """
-    flops = (3 if training else 1) * total_flops(model_work(s, 2).forward)
-    shares = dict(mfu_ceiling=flops / seconds / ceiling, mfu_datasheet=promised and flops / seconds / promised)
-    return dict(images_per_second=s.batch / seconds, model_flops=int(flops)) | shares
-
-
 def peer_facts(peer: Peer, op: str, seconds: float, **more) -> dict:
-    """The facts that tables show of a whole model, by its seconds a batch. more: the errors, for one."""
-    setting, shape = peer.setting, peer.shape
+    """The facts that tables show of a whole model, by its seconds a batch. more: the errors, for one.
+
+    FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022), whose shares
+    are of the product measured in this run and of the data sheet's.
+    """
+    setting, shape, promised = peer.setting, peer.shape, datasheet_flops(machine.name())
+    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
     ceiling = machine.ceilings()[str(setting.dtype).removeprefix("torch.")]
-    facts = dict(
-        op=op,
-        direction="both" if peer.training else "forward",
-        shape=shape.name,
-        batch=shape.batch,
-        precision=setting.precision,
-        attention=peer.backend or "its own",
-    )
-    return facts | model_rates(shape, peer.training, seconds, ceiling, datasheet_flops(machine.name())) | more
+    facts = dict(op=op, direction="both" if peer.training else "forward", shape=shape.name, batch=shape.batch)
+    facts |= dict(precision=setting.precision, attention=peer.backend or "its own", model_flops=int(flops))
+    facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
+    return facts | dict(mfu_datasheet=promised and flops / seconds / promised) | more
 
 
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
