@@ -150,7 +150,7 @@ record() { # the current step's row; everything so far goes to OUT
     renew
 }
 
-questions() { timeout -k 1 "$grace" "$python" bench/decide.py "$1" "$work" "${@:2}" --machine "$facts"; }
+questions() { timeout -k 1 $((3 * grace)) "$python" bench/decide.py "$1" "$work" "${@:2}" --machine "$facts"; }
 
 report() { timeout -k 1 "$grace" "$python" bench/report.py --folder "$work" "$@"; }
 
@@ -317,8 +317,10 @@ first() {
 decide() {
     ((${#rehearse[@]})) || timeout -k 1 60 "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
     local asked what name kind limit words
-    while :; do
-        asked=$(questions next --left $(($(left) * 555 / seconds)) "$@") || { failed=1 && return; }
+    while (($(left) > 3 * grace)); do # what `questions` may take
+        asked=$(questions next --left $(($(left) * 555 / seconds)) "$@") || {
+            failed=1 && echo "the next question cannot be found" && return
+        }
         [ "$asked" ] || return
         mapfile -t words <<< "$asked"
         what=${words[0]} name=${words[1]} kind=${words[2]} limit=${words[3]} check=${words[4]}
