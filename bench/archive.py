@@ -15,6 +15,7 @@ from pathlib import Path
 if __name__ != "__mp_main__":  # the processes that compile, which import this file too, need none of it
     import torch
     from asking import Rivals
+    from decide import covered
     from questions import QUEUE
 
     from vitfast import ops
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--sm", type=int, default=90, help="compute capability of the GPU: 90 is an H100's or H200's")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
     args = parser.parse_args()
-    names = [question.name for question in QUEUE if question.compiled_ahead]
+    names = [covered(question.name) for question in QUEUE if question.compiled_ahead]
     count = packing.write_archive(args.archive, args.sm, queue(args.sm), names, args.jobs)
     print(f"{count} kernels for sm_{args.sm}: {args.archive}, {args.archive.stat().st_size / 2**20:.1f} MiB")
 

@@ -1,9 +1,11 @@
 """The form of a question to a GPU (questions.py), and how a result file answers it."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 ROW = 0.3  # ms: what a row of README's table is worth
 
@@ -111,7 +113,7 @@ def peaks(ours: str, theirs: str) -> Reading:
 
 
 def info(key: str, factor: float = 1.0) -> Reading:
-    """A number in the extra_info of the first case."""
+    """A number in the extra_info of the first case, which is ours where others are beside it."""
     return lambda content: factor * content["benchmarks"][0]["extra_info"][key]
 
 
@@ -129,4 +131,23 @@ def curves(content: dict) -> float:
 
 
 def exit_code(content: dict) -> float:
+    """pytest's or doctor's: 0 or 1; another one tells nothing of what was asked."""
+    if content["code"] not in (0, 1):
+        raise ValueError(f"exit code {content['code']}")
     return content["code"]
+
+
+# ---- answers
+
+FORM = dict(question=str, asks=str, gpu=str, answered=str, commit=str, state=str, seconds=int, files=dict)
+FORM |= dict(settled=bool, predicted=str, measured=str, follows=str)
+
+
+def read_answer(path: Path) -> dict:
+    """An answer that decide.py has written. Raises ValueError where it is damaged."""
+    answer = json.loads(path.read_text())
+    if not isinstance(answer, dict):
+        raise ValueError("it is no answer")
+    if wrong := [key for key, kind in FORM.items() if not isinstance(answer.get(key), kind)]:
+        raise ValueError(f"it lacks {', '.join(wrong)}")
+    return answer

@@ -182,17 +182,24 @@ def function_of(name: str, s: Shape, impl: str) -> Callable:
     return compiled(function, how, fullgraph=True) if how in ("compile", "max-autotune") else function
 
 
+def timed_function(name: str, s: Shape, impl: str, direction: str) -> tuple[Callable, dict]:
+    """The function of an implementation as it is timed, and facts about it; skips what it does not have."""
+    if impl not in OPS[name].impls:
+        raise ValueError(f"{name} has no implementation {impl!r}, only {', '.join(OPS[name].impls)}")
+    if direction != "forward" and impl in OPS[name].forward_only:
+        pytest.skip(f"{impl} has no backward of {name}")
+    function = function_of(name, s, impl)
+    if name != "attention_block" or impl == "vitfast":
+        return function, {}
+    backend = best_backend(s, direction != "forward")
+    return forced(function, backend), dict(attention=backend)
+
+
 def _test(name: str):
     @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls))
     def test(benchmark, shape, direction, impl):
-        if direction != "forward" and impl in OPS[name].forward_only:
-            pytest.skip(f"{impl} has no backward of {name}")
-        s, facts = SHAPES[shape], {}
-        function = function_of(name, s, impl)
-        if name == "attention_block" and impl != "vitfast":
-            facts["attention"] = best_backend(s, direction != "forward")
-            function = forced(function, facts["attention"])
-        bench(benchmark, case_of(name, s), impl, function, direction, **facts)
+        function, facts = timed_function(name, SHAPES[shape], impl, direction)
+        bench(benchmark, case_of(name, SHAPES[shape]), impl, function, direction, **facts)
 
     return test
 

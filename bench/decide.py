@@ -19,14 +19,13 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from asking import Question, Rivals
+from asking import Question, Rivals, read_answer
 from questions import QUESTIONS, QUEUE
 
 ROOT = Path(__file__).resolve().parents[1]
-ANSWERED = ("ok", "failed")  # states of a step that has ended by itself
 # The short check of right and wrong that comes first: names for `vitfast doctor --only`, and the files whose change
 # asks for them; SHARED asks for all.
 CHECK, CHECK_SECONDS = "check", 80
@@ -76,21 +75,31 @@ def predictions() -> dict[tuple[str, str], float]:
     return {row: value for question in reversed(QUEUE) for row, value in question.rows.items()}
 
 
-def answers(gpu: str, folder: Path) -> dict[str, dict]:
-    """The newest answer of each question on this GPU, from the stage's folder and the committed ones."""
-    found = []
-    for path in (*folder.glob("answers/*.json"), *ROOT.glob("bench/results/*/answers/*.json")):
+def read_all(paths: Iterable[Path]) -> Iterator[dict]:
+    """The answers in these files; one that is damaged is named and left out."""
+    for path in paths:
         try:
-            answer = json.loads(path.read_text())
-            found += [(answer["answered"], answer["question"], answer)] if answer["gpu"] == gpu else []
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path} is left out: {type(error).__name__}: {error}", file=sys.stderr)
-    return {name: answer for _, name, answer in sorted(found, key=lambda each: each[:2])}
+            yield read_answer(path)
+        except (OSError, ValueError) as error:
+            print(f"{path} is left out: {error}", file=sys.stderr)
+
+
+def answers(gpu: str, folder: Path) -> dict[str, dict]:
+    """The answer of each question on this GPU, from the stage's folder and the committed ones.
+
+    It is the newest that settles the question for the current contents of its files, else the newest.
+    """
+    found = {}
+    for answer in read_all((*folder.glob("answers/*.json"), *ROOT.glob("bench/results/*/answers/*.json"))):
+        if answer["gpu"] == gpu:
+            found.setdefault(answer["question"], []).append(answer)
+    rank = lambda answer: (answer["settled"] and not changed(answer), answer["answered"])  # noqa: E731
+    return {name: max(each, key=rank) for name, each in found.items()}
 
 
 def is_open(name: str, known: dict[str, dict]) -> bool:
-    """Whether there is no answer for the current contents of the question's files."""
-    return name not in known or known[name]["state"] not in ANSWERED or bool(changed(known[name]))
+    """Whether no answer settles it for the current contents of the question's files."""
+    return name not in known or not known[name]["settled"] or bool(changed(known[name]))
 
 
 def seconds(question: Question, known: dict[str, dict]) -> int:
@@ -101,8 +110,16 @@ def seconds(question: Question, known: dict[str, dict]) -> int:
 
 def following(known: dict[str, dict], tried: Iterable[str], left: float, only: list[str]) -> Question | None:
     """The question that is asked next: of the open ones that fit, the one of the most worth per second."""
-    found = [q for q in QUEUE if q.name not in tried and (q.name in only or (not only and is_open(q.name, known)))]
-    found = [q for q in found if seconds(q, known) <= left and not (q.needs and not importlib.util.find_spec(q.needs))]
+    found = []
+    for question in (q for q in QUEUE if q.name not in tried):
+        why = f"{question.needs} is not installed" * (
+            bool(question.needs) and not importlib.util.find_spec(question.needs)
+        )
+        why = why or f"it takes {seconds(question, known)} s" * (seconds(question, known) > left)
+        if why and question.name in only:
+            print(f"{question.name} is not asked: {why}", file=sys.stderr)
+        if not why and (question.name in only or (not only and is_open(question.name, known))):
+            found.append(question)
     return max(found, key=lambda q: q.total_worth / seconds(q, known), default=None)
 
 
@@ -118,6 +135,8 @@ def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
     They are a sentence to print, the name, the kind, the most seconds, the name of the check, and the arguments.
     """
     known, tried = answers(gpu, folder), [step["name"] for step in steps(folder)["steps"]]
+    if others := {answer["gpu"] for answer in read_all(folder.glob("answers/*.json"))} - {gpu}:
+        sys.exit(f"OUT holds answers of {', '.join(others)}: give another folder for {gpu}")
     if CHECK not in tried and not only:
         if names := families(changed(known.get(CHECK, dict(question=CHECK, files={})))):
             arguments = ["--dtype", "bfloat16", *(word for name in names for word in ("--only", name))]
@@ -132,8 +151,9 @@ def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
     last = known.get(question.name, {})
     expected = f"{seconds(question, known)} s" + ("" if last or question.measured else " by estimate")
     expected += f", of which {last['ready']:.0f} until all could run" if last.get("ready") else ""
+    limit = min(150, 10 + 3 * max(question.seconds, seconds(question, known)) // 2)
     what = f"{question.asks} Predicted: {question.prediction.text} ({expected})"
-    return [what, question.name, kind, str(min(150, 10 + 3 * question.seconds // 2)), question.check, *arguments]
+    return [what, question.name, kind, str(limit), question.check, *arguments]
 
 
 def measured(content: dict) -> str:
@@ -158,7 +178,7 @@ def answer(folder: Path, machine: str) -> dict:
     content = dict(code=step["code"], said=_said(folder, step))
     if question is None:  # the short check
         right = step["state"] == "ok"
-        found |= dict(asks="right or wrong", predicted="all right", measured=content["said"])
+        found |= dict(asks="right or wrong", predicted="all right", measured=content["said"], settled=right)
         found |= dict(files=asked(CHECK) if right else {}, follows="nothing" if right else "it is mended first")
         return _write(folder, found)
     path = folder / f"{step['name']}.json"
@@ -170,21 +190,30 @@ def answer(folder: Path, machine: str) -> dict:
         found["state"] = "skipped"  # no test ran
     ready = sum(rival["ready_s"] for rival in content.get("rivals", {}).values()) or None
     found |= dict(asks=question.asks, predicted=question.prediction.text, measured=measured(content))
-    found |= dict(files=asked(step["name"]), ready=ready, rivals=content.get("rivals"))
+    found |= dict(files=asked(step["name"]), ready=ready, rivals=content.get("rivals"), settled=False)
     found |= dict(follows=f"no answer: {found['state']}")
-    if found["state"] in ANSWERED:
+    missing = content.get("missing") or {case["name"]: case["reason"] for case in content.get("failed", [])}
+    if found["state"] in ("ok", "failed"):
         try:
+            if missing:
+                raise ValueError(f"{next(iter(missing))} has no time")
             value = question.prediction.reads(content)
             holds = question.prediction.holds(value)
-            found |= dict(value=value, holds=holds, follows=question.follows[0 if holds else 1])
+            found |= dict(value=value, holds=holds, follows=question.follows[0 if holds else 1], settled=True)
             found["measured"] += f": {value:.3g}" if question.has_results else ""
+            found |= dict(check=question.check, code=step["code"]) if question.check else {}
         except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
-            found["follows"] = f"no answer: {type(error).__name__}: {error}"
+            # what is wrong or breaks stays so until its files change; what had too little time is asked again
+            lasting = any(not reason.startswith("TimeoutError") for reason in missing.values())
+            found |= dict(follows=f"no answer: {error if missing else repr(error)}", settled=lasting)
     return _write(folder, found)
 
 
 def _write(folder: Path, found: dict) -> dict:
+    """Keeps an answer, unless it settles nothing and the one that is there does."""
     path = folder / "answers" / f"{found['question']}.json"
+    if not found["settled"] and any(answer["settled"] for answer in read_all([path] * path.is_file())):
+        return found
     path.parent.mkdir(exist_ok=True)
     path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".part").replace(path)
@@ -203,6 +232,11 @@ def gpu_of(machine: str) -> str:
     return machine.partition(", torch ")[0]
 
 
+def covered(name: str) -> str:
+    """The name of a question in an archive's manifest: with what is run, which may change."""
+    return f"{name}@{asked(name)['what is run']}"
+
+
 def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
     """Why kernels will be compiled for open questions, or ""; files: archives of archive.py."""
     import torch
@@ -211,7 +245,7 @@ def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
 
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     gpus, known, reasons = {10 * major + minor for major, minor in capabilities}, answers(gpu, folder), []
-    missing = {q.name for q in QUEUE if q.compiled_ahead and is_open(q.name, known)}
+    missing = {covered(q.name) for q in QUEUE if q.compiled_ahead and is_open(q.name, known)}
     for path in files:
         try:
             made = archives.manifest(path)
@@ -224,7 +258,11 @@ def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
             missing -= set(made["models"])
     if len(reasons) == len(files):
         return "; ".join(reasons or ["there is no archive of compiled kernels"]) + ": Triton compiles all that is asked"
-    return "; ".join([*reasons, f"no archive has the kernels of {', '.join(sorted(missing))}"] if missing else reasons)
+    return "; ".join(
+        [*reasons, f"no archive has the kernels of {', '.join(sorted(name.partition('@')[0] for name in missing))}"]
+        if missing
+        else reasons
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -234,9 +272,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="archives of compiled kernels")
     parser.add_argument("--machine", required=True, metavar="TEXT")
     parser.add_argument("--left", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", choices=[*QUESTIONS])
+    parser.add_argument("--only", action="append", default=[], metavar="NAME")
     args = parser.parse_args(argv)
-    machine = args.machine.partition("\n")[0]
+    if unknown := [name for name in args.only if name not in QUESTIONS]:
+        sys.exit(f"bench/questions.py has no question {', '.join(unknown)}")
+    machine = next((line for line in args.machine.split("\n") if ", torch " in line), args.machine)  # not a warning
     if args.what == "next":
         print("\n".join(plan(args.folder, gpu_of(machine), args.left, args.only)))
     elif args.what == "answer":

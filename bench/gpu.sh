@@ -59,11 +59,9 @@ if [ "$stage" = all ]; then
         if ((code == 2 || code == 130)); then exit "$code"; fi
         if ((code)); then failed=1; fi
     }
-    answers() { tar -tzf "$folder/results.tar.gz" 2> /dev/null | grep -c '/answers/.'; }
-    before=-1
-    while ((before < $(answers))); do
-        before=$(answers)
+    for _ in {1..9}; do # until nothing is asked any more, `prepare` alone runs
         each decide
+        (($(tar -xzOf "$folder/results.tar.gz" ./steps_decide.json | grep -o '"name"' | wc -l) > 1)) || break
     done
     each ops
     for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
@@ -76,7 +74,7 @@ fi
 # ---- steps
 
 left() { # left [LIMIT]: whole seconds that a step can still take; the report and the targets come after it
-    local rest=$((seconds - 3 * grace - 3 - SECONDS)) most=$((${1:-555} * seconds / 555))
+    local rest=$((seconds - 5 * grace - 3 - SECONDS)) most=$((${1:-555} * seconds / 555))
     echo $((rest < most ? rest : most))
 }
 
@@ -150,7 +148,7 @@ record() { # the current step's row; everything so far goes to OUT
     renew
 }
 
-questions() { timeout -k 1 $((3 * grace)) "$python" bench/decide.py "$1" "$work" "${@:2}" --machine "$facts"; }
+questions() { timeout -k 1 $((2 * grace)) "$python" bench/decide.py "$1" "$work" "${@:2}" --machine "$facts"; }
 
 report() { timeout -k 1 "$grace" "$python" bench/report.py --folder "$work" "$@"; }
 
@@ -315,9 +313,9 @@ first() {
 }
 
 decide() {
-    ((${#rehearse[@]})) || timeout -k 1 60 "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
+    ((${#rehearse[@]})) || timeout -k 1 "$(left 60)" "$python" bench/decide.py archive "$work" "${archives[@]}" --machine "$facts"
     local asked what name kind limit words
-    while (($(left) > 3 * grace)); do # what `questions` may take
+    while (($(left) > 2 * grace)); do # what `questions` may take
         asked=$(questions next --left $(($(left) * 555 / seconds)) "$@") || {
             failed=1 && echo "the next question cannot be found" && return
         }

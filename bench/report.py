@@ -155,7 +155,7 @@ def sections(results: Results) -> str:
 FACTS = {"driver_version": "driver", "torch": "torch", "triton": "triton", "timm": "timm"}
 OVERVIEW = """\
 A ratio ("A by B") is our speed divided by the best peer's, in equal precision and in one run. Of latency and memory,
-less is better. **Bold** figures are as wanted, and "-" is not measured yet. "Predicted" is what an open question
+less is better. **Bold** figures are as wanted, and "-" is not measured yet. "Predicted" is what a question
 ([bench/questions.py](bench/questions.py)) expects of the next run. [bench/results](bench/results/README.md) has every
 time, setting and failed case, and [what was learned](bench/results/NOTES.md).
 """

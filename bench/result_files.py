@@ -7,7 +7,7 @@ or lacks what a table needs, is named with the reason, and the others count.
 
 Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
 time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
-A ratio is of two cases of one run: of one machine, commit and versions.
+A ratio is of two cases of one run: of one machine, commit and versions, and both timed in turns (rivals.py) or neither.
 """
 
 import json
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from asking import read_answer
+
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
 LIBRARIES += ("tensorrt",)
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, with a time or without, and those that cases of some operations must have besides.
 MISSED = ("name", "fullname", "reason")
-ANSWER = "question asks gpu answered commit files predicted measured follows"
 INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
 MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
@@ -106,7 +107,8 @@ def _add_benchmarks(results: Results, content: dict) -> None:
         if lacking := [key for key in needed if key not in found]:
             raise ValueError(f"{case['fullname']} lacks {', '.join(lacking)}")
         cases[case["fullname"]] = found
-    run = results.runs.setdefault(str({key: fact for key, fact in machine.items() if key != "ceilings"}), {})
+    facts = {key: fact for key, fact in machine.items() if key != "ceilings"}
+    run = results.runs.setdefault(str(facts | {"in turns": "rivals" in content}), {})
     for name, case in cases.items():
         results.missing.pop(name, None)
         results.measured[name] = run[name] = case
@@ -126,13 +128,10 @@ def load(folder: Path) -> Results:
     results, files = Results(folder.name), []
     for path in sorted(folder.glob("answers/*.json")):
         try:
-            answer = json.loads(path.read_text())
-            if lacking := [key for key in ANSWER.split() if key not in answer]:
-                raise ValueError(f"it lacks {', '.join(lacking)}")
-            results.answers.append(answer)
-        except (OSError, ValueError, TypeError) as error:
+            results.answers.append(read_answer(path))
+        except (OSError, ValueError) as error:
             results.damaged[f"answers/{path.name}"] = f"{type(error).__name__}: {error}"
-    results.answers.sort(key=lambda answer: str(answer["answered"]))
+    results.answers.sort(key=lambda answer: answer["answered"])
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
@@ -148,4 +147,5 @@ def load(folder: Path) -> Results:
                 _add_steps(results, content, name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             results.damaged[name] = f"{type(error).__name__}: {error}"
+    results.checks |= {answer["check"]: answer["code"] for answer in results.answers if "check" in answer}
     return results

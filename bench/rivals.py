@@ -17,6 +17,7 @@ after every round.
 import argparse
 import contextlib
 import datetime
+import gc
 import itertools
 import json
 import statistics
@@ -60,9 +61,18 @@ def shape_of(name: str) -> Shape:
 
 
 def sample(found: list[dict], stop: threading.Event) -> None:
-    """Reads clock and power until it is stopped."""
-    while machine.GPU and not stop.wait(0.25):
+    """Reads clock and power until it is stopped, or a reading takes too long."""
+    took = 0.0
+    while machine.GPU and took < 1 and not stop.wait(0.25):
+        begun = time.monotonic()
         found.append(sample_clocks() or dict.fromkeys(SAMPLED.values()))
+        took = time.monotonic() - begun
+
+
+def free_memory() -> None:
+    gc.collect()
+    if machine.GPU:
+        torch.cuda.empty_cache()
 
 
 class Rival:
@@ -76,6 +86,7 @@ class Rival:
         self.of, self.name, self.turns, self.samples, self.lead = of, name, [], [], 0.0
         self.setting, *overrides = name.split(" | ")
         self.overrides = [override.split("=") for override in overrides]
+        free_memory()  # of rivals that failed
         began, self.before, self.peak = time.monotonic(), allocated(), None
         self.build()
         with self.context():
@@ -110,7 +121,7 @@ class Rival:
                 self.turns.append([last - first for first, last in stamps[1:]])
         finally:
             stop.set()
-            reader.join()
+            reader.join(1)
         self.samples += samples[len(samples) // 2 :]  # power is an average over the second before
 
     def summary(self) -> dict:
@@ -178,7 +189,8 @@ class OperationRival(Rival):
 
     def build(self) -> None:
         (op, self.direction), shape = self.of.operation, shape_of(self.of.shape)
-        self.case, self.function = bench_ops.case_of(op, shape), bench_ops.function_of(op, shape, self.setting)
+        self.case = bench_ops.case_of(op, shape)
+        self.function, self.more = bench_ops.timed_function(op, shape, self.setting, self.direction)
         self.check = Check(self.case, self.direction)
 
     def judge(self, after: bool = False) -> dict:
@@ -207,7 +219,7 @@ class OperationRival(Rival):
         Call.timed(*prepared)
 
     def facts(self, seconds: float) -> dict:
-        facts = dict(op=self.case.op, shape=self.case.shape, direction=self.direction, **self.errors)
+        facts = dict(op=self.case.op, shape=self.case.shape, direction=self.direction, **self.errors, **self.more)
         work = self.case.work.of(self.direction)
         return description(self.setting, work, seconds, harness.DTYPE, self.peak, **facts)
 
@@ -246,8 +258,9 @@ class Run:
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
         content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
         content |= dict(machine_info=dict(vitfast=machine.description()))
-        # a variant, which only a question asks about, is no case of the tables
-        content["benchmarks"] = [rival.entry() for rival in timed.values() if not rival.overrides]
+        # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
+        right = [rival for rival in timed.values() if "error_after" in rival.errors and not rival.overrides]
+        content["benchmarks"] = [rival.entry() for rival in right]
         for state, reasons in (("failed", self.failed), ("skipped", self.skipped)):
             content[state] = [self.of.case(name) | dict(params={}, reason=why) for name, why in reasons.items()]
         content |= dict(rivals={name: rival.summary() for name, rival in timed.items()})
@@ -262,11 +275,11 @@ class Run:
             left = ends - time.time() - timing if ends else 0.0
             self.each([name], self.build if left >= 0 else self.too_late, max(left, 0.0))
         self.rivals = {name: self.rivals[name] for name in self.of.names if name in self.rivals}
-        self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4))  # until the chip is warm
+        self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4), 60)  # until the chip is warm
         for rival in self.rivals.values():
             rival.turns, rival.samples = [], []
         for _ in range(ROUNDS):
-            self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS))
+            self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS), 60)
             self.write()
         self.each(self.rivals, self.again)
         self.write()
@@ -288,6 +301,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ends", type=float, default=0.0, metavar="EPOCH_SECONDS", help="the moment of the end")
     args = parser.parse_args(argv)
     torch.backends.cudnn.benchmark, triton.knobs.compilation.listener = machine.GPU, count
+    # Rivals share code, and each has its own best batch: none is compiled for any batch because another has one.
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    machine.ceilings()  # before anybody's memory is counted: what flushes the L2 cache stays
     good = True
     for name in args.names:
         good &= Run(QUESTIONS[name].run, args.folder / f"{name}.json").all(args.ends)

@@ -10,7 +10,7 @@ case "$asked" in
     -c*is_available*)
         [ ! -f "$SCRIPTED/no_gpu" ] || exit 3
         [ ! -f "$SCRIPTED/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
-        echo "NVIDIA Scripted" && echo "7 GiB free" && cat "$SCRIPTED/installed"
+        echo "NVIDIA Scripted, torch 2.11.0" && echo "7 GiB free" && cat "$SCRIPTED/installed"
         exit
         ;;
     *bench/decide.py\ archive*) echo "ARCHIVES ${*:4}" && exit ;;
@@ -25,14 +25,20 @@ case "$asked" in
     *"-m vitfast tune"*) name=tune ;;
     *bench/rivals.py*)
         name=$2 json=$4/$2.json
-        echo '{"rivals": {"a": {"ms": 2.0, "ready_s": 1}}, "missing": {}}' > "$json"
+        PYTHONPATH=bench "$REAL" -c '
+import json, sys, questions
+rivals = {name: dict(ms=2.0, ready_s=1, peak_mib=1) for name in questions.QUESTIONS[sys.argv[1]].run.names}
+cases = [dict(extra_info=dict(percent_of_floor=90, tflops=700))]
+print(json.dumps(dict(rivals=rivals, benchmarks=cases, missing={})))' "$name" > "$json"
         ;;
     *"-m pytest tests"*) name=$(basename "$(readlink /proc/$$/fd/1)" .log) ;;
     *--benchmark-json=*)
         json=${asked##*--benchmark-json=}
         json=${json%% --*}
         name=$(basename "$json" .json)
-        echo "{\"benchmarks\": [], \"case\": \"$name\"}" > "$json"
+        more='"images_per_second": 2, "ratio": 2, "losses": [1, 2]}}'
+        cases="{\"extra_info\": {\"impl\": \"vitfast\", $more, {\"extra_info\": {\"impl\": \"timm\", $more"
+        echo "{\"benchmarks\": [$cases], \"case\": \"$name\"}" > "$json"
         ;;
     *) name=unexpected ;;
 esac
