@@ -174,7 +174,7 @@ def answer(folder: Path, machine: str) -> dict:
     step, question = run["steps"][-1], QUESTIONS.get(run["steps"][-1]["name"])
     found = dict(question=step["name"], gpu=gpu_of(machine), machine=machine, state=step["state"])
     found |= dict(answered=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
-    found |= dict(seconds=round(step["seconds"]), commit=os.environ.get("VITFAST_COMMIT", "unknown"))
+    found |= dict(seconds=round(step["seconds"]), commit=os.environ.get("VITFAST_COMMIT") or "unknown")
     content = dict(code=step["code"], said=_said(folder, step))
     if question is None:  # the short check
         right = step["state"] == "ok"

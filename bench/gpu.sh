@@ -48,7 +48,7 @@ seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
 [[ $seconds =~ ^[0-9]{2,}$ ]] || refuse "VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'"
 grace=$((seconds > 100 ? 5 : 1)) # between SIGINT and SIGKILL; and how long the report may take
 failed=0 device_errors=0 running="" rows=() table=() checked=()
-export VITFAST_COMMIT=${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}
+export VITFAST_COMMIT=${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null)} # or nothing
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is linked, scripts find it too
 
@@ -236,7 +236,7 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
     local file query=name,driver_version,memory.total,clocks.max.sm,power.limit,compute_mode
     echo "$facts"
     timeout 10 nvidia-smi --query-gpu=$query --format=csv
-    echo "$cpus CPUs, commit $VITFAST_COMMIT"
+    echo "$cpus CPUs, commit ${VITFAST_COMMIT:-unknown}"
     if [ -d kernels ] && [[ $facts != *"vitfast is installed"* ]] &&
         ! timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
         ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"

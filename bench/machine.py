@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from vitfast.cli.report_gpu import gpu_addresses
+from vitfast.kernels.archives import source_hash
 from vitfast.run.files import write_text
 from vitfast.tools.cost import datasheet_flops
 from vitfast.tools.machine_code.cubin import ptxas_version
@@ -180,14 +181,15 @@ def _output(*command: str) -> str:
 def facts() -> dict[str, str]:
     """Device, driver, clocks, power limit, versions, how cuDNN chooses, and commit.
 
-    VITFAST_COMMIT is the commit where the copy has no git.
+    VITFAST_COMMIT is the commit where the copy has no git; without either, a hash of the kernels tells runs apart.
     """
     found = dict(device=name(), python=platform.python_version(), **dict.fromkeys(PACKAGES, "absent"))
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
-    found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
+    commit = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty")
+    found["commit"] = commit or f"unknown, kernels {source_hash()}"
     if GPU:
         p = torch.cuda.get_device_properties(0)
         found["ptxas"] = ptxas_version(10 * p.major + p.minor)
