@@ -110,18 +110,12 @@ def inference_peer(setting: Setting, model: str, what: str) -> Peer:
     return Peer(setting, replace(MODELS[model], batch=batch), training=False)
 
 
-def as_graph(peer: Peer, what: str) -> bool:
-    """Whether a CUDA graph is captured for it; reduce-overhead has its own, which a capture cannot hold."""
-    return machine.GPU and what == "latency" and peer.setting.how != "reduce-overhead"
-
-
 @pytest.mark.parametrize("setting", CASES)
 @pytest.mark.parametrize("model", [pytest.param(model, id=shape.name) for model, shape in MODELS.items()])
 def test_train(benchmark, model, setting):
     benchmark.group = f"train {model}"
     peer = Peer(CASES[setting], MODELS[model], training=True)
-    step, kernels = work_of(peer)
-    bench_peer(benchmark, "train", peer, step, kernels)
+    bench_peer(benchmark, "train", peer, *work_of(peer))
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
@@ -130,6 +124,4 @@ def test_train(benchmark, model, setting):
 def test_inference(benchmark, model, setting, what):
     benchmark.group = f"{what} {model}"
     peer = inference_peer(ONCE[setting], model, what)
-    step, kernels = work_of(peer)
-    with torch.inference_mode():
-        bench_peer(benchmark, what, peer, step, kernels, graph=as_graph(peer, what))
+    bench_peer(benchmark, what, peer, *work_of(peer))

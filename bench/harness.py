@@ -9,6 +9,7 @@ device, dtype, op, shape, direction, flops, bytes (vitfast/tools/cost/work.py), 
 the ceilings), tflops, gigabytes_per_second, error, error_after and error_limit (relative, by norm) and peak_mib.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -189,31 +190,73 @@ def describe(benchmark, *what, **more) -> None:
     benchmark.extra_info.update(description(*what, **more))
 
 
-def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:
-    """Checks, times and checks again `function` in one direction.
+class Timed:
+    """An operation, or a whole model (peers.py), that is compared with float64 before it is timed and after.
 
-    direction: "forward", "backward" (the forward not timed) or "both"; more: for extra_info.
+    A subclass has impl, work, dtype and `kernels`, the mode of ours; `judge`, which compares and keeps the errors, or
+    raises WrongResult; `ready`, which warms up after the first comparison; and `call`, which is timed with what
+    `prepare` returns.
     """
+
+    peak: int | None = None
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """Around everything."""
+        return ops.use_kernels(self.kernels)
+
+    def facts(self, seconds: float, **more) -> dict:
+        """The description, at so many seconds a call."""
+        return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **more)
+
+
+class Operation(Timed):
+    """An implementation of a case in one direction: "forward", "backward" (the forward not timed) or "both"."""
+
+    dtype = DTYPE
+
+    def __init__(self, case: Case, impl: str, function: Callable, direction: str):
+        self.case, self.impl, self.function, self.direction = case, impl, function, direction
+        # on: a case that no kernel covers fails, it does not fall back.
+        self.kernels = "on" if machine.GPU and impl == "vitfast" else "auto"
+        self.check, self.work = Check(case, direction), case.work.of(direction)
+
+    def judge(self, after: bool = False) -> None:
+        found = self.check.judge(self.impl, self.function, " after timing" * after)
+        self.errors = self.errors | dict(error_after=found["error"]) if after else found
+
+    def ready(self, seconds: float) -> None:
+        before, calls = allocated(), [Call(self.case, self.function, self.direction)]
+        calls[0].whole()
+        warm_up(calls[0].whole, seconds=seconds)
+        self.peak = peak_bytes(calls[0].whole, before)
+        calls += [Call(self.case, self.function, self.direction) for _ in range(SETS - 1)]
+        self.next = itertools.cycle(calls).__next__
+
+    def prepare(self) -> tuple[Call, object]:
+        call = self.next()
+        return call, call.prepare()
+
+    def call(self, call: Call, outputs: object) -> None:
+        call.timed(outputs)
+
+    def facts(self, seconds: float, **more) -> dict:
+        return super().facts(seconds, op=self.case.op, shape=self.case.shape, direction=self.direction, **more)
+
+
+def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:
+    """Checks, times and checks again `function` in one direction, from cold caches. more: for extra_info."""
     benchmark.group = f"{case.op} {case.shape} {direction}"
-    # on: a case that no kernel covers fails, it does not fall back.
-    with ops.use_kernels("on" if machine.GPU and impl == "vitfast" else "auto"):
-        check = Check(case, direction)
-        errors = check.judge(impl, function)
-        before = allocated()
-        first = Call(case, function, direction)
-        first.whole()
-        warm_up(first.whole)
-        peak = peak_bytes(first.whole, before)
-        calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
-        lead = lead_of(functools.partial(first.timed, first.prepare()))
+    timed = Operation(case, impl, function, direction)
+    with timed.context():
+        timed.judge()
+        timed.ready(machine.CASE_WARM_SECONDS)
+        lead = lead_of(functools.partial(timed.call, *timed.prepare()))
 
         def setup():
-            call = next(calls)
-            arguments = call, call.prepare()
+            prepared = timed.prepare()
             cold(lead)
-            return arguments, {}
+            return prepared, {}
 
-        seconds = measure(benchmark, Call.timed, setup)
-        errors["error_after"] = check.judge(impl, function, " after timing")["error"]
-    facts = dict(op=case.op, shape=case.shape, direction=direction, **errors)
-    describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **facts, **more)
+        seconds = measure(benchmark, timed.call, setup)
+        timed.judge(after=True)
+    benchmark.extra_info.update(timed.facts(seconds, **more))

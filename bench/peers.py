@@ -9,7 +9,7 @@ more, the peer's weights put back.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import engine
@@ -18,7 +18,7 @@ import machine
 import torch
 import torch.nn.functional as F
 from engine import TENSORRT
-from harness import checked_samples, compiled, describe, judge, measure
+from harness import Timed, checked_samples, compiled, judge, measure
 from machine import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
@@ -319,47 +319,66 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
     return step, optimizer
 
 
-def peer_facts(peer: Peer, op: str, seconds: float, **more) -> dict:
-    """The facts that tables show of a whole model, by its seconds a batch. more: the errors, for one.
+class Model(Timed):
+    """A peer as it is timed. step: a function of its images, such as a training step. op: what that is.
 
-    FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022), whose shares
-    are of the product measured in this run and of the data sheet's.
+    A latency is of one call, from cold caches and, where it is not reduce-overhead, whose graphs are its own, as a CUDA
+    graph.
     """
-    setting, shape, promised = peer.setting, peer.shape, datasheet_flops(machine.name())
-    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
-    ceiling = machine.ceilings()[str(setting.dtype).removeprefix("torch.")]
-    facts = dict(op=op, direction="both" if peer.training else "forward", shape=shape.name, batch=shape.batch)
-    facts |= dict(precision=setting.precision, attention=peer.backend or "its own", model_flops=int(flops))
-    facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
-    return facts | dict(mfu_datasheet=promised and flops / seconds / promised) | more
+
+    def __init__(self, peer: Peer, op: str, step: Callable, work: Kernels):
+        self.peer, self.op, self.work, self.run = peer, op, work, functools.partial(step, peer.images)
+        self.impl, self.dtype, self.kernels = peer.setting.name, peer.setting.dtype, peer.kernels
+        self.single = machine.GPU and op == "latency"
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with super().context(), self.peer.mode(), torch.inference_mode(not self.peer.training):
+            yield
+
+    def judge(self, after: bool = False) -> None:
+        self.errors = self.errors | self.peer.check_again() if after else self.peer.check()
+
+    def ready(self, seconds: float) -> None:
+        self.run()  # compiled before anybody waits
+        warm_up(self.run, seconds=seconds)
+        self.peak = peak_bytes(self.run, self.peer.before) if self.peer.setting.peak_known else None
+        if self.single and self.peer.setting.how != "reduce-overhead":
+            self.run = captured(self.run)
+
+    def prepare(self) -> tuple:
+        if self.single:
+            cold()
+        return ()
+
+    def call(self) -> None:
+        self.run()
+
+    def facts(self, seconds: float, **more) -> dict:
+        """FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022).
+
+        The shares are of the product measured in this run and of the data sheet's.
+        """
+        peer, shape, promised = self.peer, self.peer.shape, datasheet_flops(machine.name())
+        flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
+        ceiling = machine.ceilings()[str(self.dtype).removeprefix("torch.")]
+        facts = dict(op=self.op, direction="both" if peer.training else "forward", shape=shape.name, batch=shape.batch)
+        facts |= dict(precision=peer.setting.precision, attention=peer.backend or "its own", model_flops=int(flops))
+        facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
+        facts |= dict(mfu_datasheet=promised and flops / seconds / promised)
+        return super().facts(seconds, **facts, **more)
 
 
-def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
-    """Checks, times and checks again `step`, a function of a batch, and describes it.
-
-    graph: whether it is captured as a CUDA graph and run from a cold cache; others run back to back. more: for
-    extra_info.
-    """
-    setting = peer.setting
-    with ops.use_kernels(peer.kernels):
-        errors = peer.check()
-        run = functools.partial(step, peer.images)
-        run()  # compiled before anybody waits
-        with peer.mode():
-            warm_up(run, seconds=machine.WARM_SECONDS)
-            peak = peak_bytes(run, peer.before) if setting.peak_known else None
-            if graph:
-                seconds = measure(benchmark, captured(run), cold)
-            else:
-                steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
-                seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
-        errors |= peer.check_again()
-    describe(
-        benchmark,
-        setting.name,
-        kernels,
-        seconds,
-        setting.dtype,
-        peak,
-        **peer_facts(peer, op, seconds, **errors, **more),
-    )
+def bench_peer(benchmark, op: str, peer: Peer, step: Callable, work: Kernels, **more) -> None:
+    """Checks, times and checks again `step`, a function of a batch, and describes it. more: for extra_info."""
+    timed = Model(peer, op, step, work)
+    with timed.context():
+        timed.judge()
+        timed.ready(machine.WARM_SECONDS)
+        if timed.single:
+            seconds = measure(benchmark, timed.call, cold)
+        else:
+            steps = lambda: [timed.call() for _ in range(STEPS)]  # noqa: E731
+            seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
+        timed.judge(after=True)
+    benchmark.extra_info.update(timed.facts(seconds, **more))

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import itertools
 import json
 import statistics
 import sys
@@ -29,19 +28,17 @@ from pathlib import Path
 
 import bench_model
 import bench_ops
-import harness
 import machine
 import peers
 import pytest
 import torch
 import triton
 from asking import Rivals
-from harness import Call, Check, description
-from machine import allocated, captured, cold, peak_bytes, wall, warm_up
+from harness import Operation, Timed
+from machine import wall
 from questions import QUESTIONS
 from shapes import WHERE, Shape, planned
 
-from vitfast import ops
 from vitfast.cli.report_gpu import sample_clocks
 from vitfast.errors import both_ends
 from vitfast.kernels.configs import tiles
@@ -76,32 +73,50 @@ def free_memory() -> None:
 
 
 class Rival:
-    """One of those that are compared, in the state in which it is timed.
-
-    A subclass has `build`, `judge` (compares with float64, before timing and after), `ready` (after the first
-    comparison), `prepare` (before each call, not timed), `call`, and `facts` for the tables.
-    """
+    """One of those that are compared, in the state in which it is timed."""
 
     def __init__(self, of: Rivals, name: str):
-        self.of, self.name, self.turns, self.samples, self.lead = of, name, [], [], 0.0
-        self.setting, *overrides = name.split(" | ")
+        self.of, self.turns, self.samples, self.lead = of, [], [], 0.0
+        setting, *overrides = name.split(" | ")
         self.overrides = [override.split("=") for override in overrides]
         free_memory()  # of rivals that failed
-        began, self.before, self.peak = time.monotonic(), allocated(), None
-        self.build()
+        began = time.monotonic()
+        self.timed, self.more = self.build(setting)
         with self.context():
-            self.errors = self.judge()
-            self.ready()
+            self.timed.judge()
+            self.timed.ready(0.0)
+            if of.operation:
+                self.lead = self.waits_for_python()
         self.ready_s = round(time.monotonic() - began, 1)
+
+    def build(self, setting: str) -> tuple[Timed, dict]:
+        """What is timed, and what the tables say of it besides."""
+        if self.of.operation:
+            (op, direction), shape = self.of.operation, shape_of(self.of.shape)
+            function, more = bench_ops.timed_function(op, shape, setting, direction)
+            return Operation(bench_ops.case_of(op, shape), setting, function, direction), more
+        if self.of.what == "train":
+            peer = peers.Peer(SETTINGS[setting], shape_of(self.of.shape), training=True)
+        else:
+            peer = bench_model.inference_peer(SETTINGS[setting], WHERE + self.of.shape.rpartition(" ")[0], self.of.what)
+        return peers.Model(peer, self.of.what, *bench_model.work_of(peer)), {}
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Around everything: kernels of ours must run, and operations take the providers that the name says."""
+        """Around everything: operations take the providers that the name says."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ops.use_kernels(self.kernels))
+            stack.enter_context(self.timed.context())
             for op, provider in self.overrides:
                 stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
             yield
+
+    def waits_for_python(self) -> float:
+        """Seconds for which the device must be kept busy before each call; 0 where calls are longer than Python."""
+        begun = wall()
+        for _ in range(AHEAD):
+            self.timed.call(*self.timed.prepare())
+        host = time.perf_counter() - begun
+        return 1.5 * host / AHEAD if wall() - begun < 1.2 * host else 0.0
 
     def turn(self, seconds: float) -> None:
         """Calls without a pause for so many seconds; keeps the time of each."""
@@ -112,9 +127,11 @@ class Rival:
             with self.context():
                 end = wall() + seconds
                 while len(stamps) < 3 or time.perf_counter() < end:
-                    prepared = self.prepare()
+                    prepared = self.timed.prepare()
+                    if machine.GPU and self.lead:
+                        torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
                     start = read()
-                    self.call(prepared)
+                    self.timed.call(*prepared)
                     stamps.append((start, read()))
                     if machine.GPU and len(stamps) > AHEAD:
                         stamps[-AHEAD - 1][1].event.synchronize()
@@ -125,103 +142,20 @@ class Rival:
         self.samples += samples[len(samples) // 2 :]  # power is an average over the second before
 
     def summary(self) -> dict:
-        calls = sum(self.turns, [])
+        calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
         for name, key in SAMPLED.items():
             read = [sampled[key] for sampled in self.samples if sampled[key] is not None]
             found[name] = statistics.median(read) if read else None
-        peak = self.peak and self.peak / 2**20
-        return (
-            found | dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak) | self.errors
-        )
+        found |= dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak and peak / 2**20)
+        return found | self.timed.errors
 
     def entry(self) -> dict:
         """Its case for the tables."""
         calls = sum(self.turns, [])
         median, (low, _, high) = statistics.median(calls), statistics.quantiles(calls, n=4)
         stats = dict(median=median, iqr=high - low, rounds=len(calls))
-        return self.of.case(self.name) | dict(stats=stats, extra_info=self.facts(median))
-
-
-class ModelRival(Rival):
-    """A whole model in a setting of bench_model: a training step, or inference."""
-
-    kernels = property(lambda self: self.peer.kernels)
-
-    def build(self) -> None:
-        setting, model = SETTINGS[self.setting], WHERE + self.of.shape.rpartition(" ")[0]
-        if self.of.what == "train":
-            self.peer = peers.Peer(setting, shape_of(self.of.shape), training=True)
-        else:
-            self.peer = bench_model.inference_peer(setting, model, self.of.what)
-        step, self.work = bench_model.work_of(self.peer)
-        self.run = lambda: step(self.peer.images)
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        with super().context(), self.peer.mode(), torch.inference_mode(not self.peer.training):
-            yield
-
-    def judge(self, after: bool = False) -> dict:
-        return self.peer.check_again() if after else self.peer.check()
-
-    def ready(self) -> None:
-        warm_up(self.run, seconds=0.0)
-        self.peak = peak_bytes(self.run, self.before) if self.peer.setting.peak_known else None
-        self.timed = captured(self.run) if bench_model.as_graph(self.peer, self.of.what) else self.run
-
-    def prepare(self) -> None:
-        if self.of.what == "latency":
-            cold()
-
-    def call(self, prepared: None) -> None:
-        self.timed()
-
-    def facts(self, seconds: float) -> dict:
-        facts = peers.peer_facts(self.peer, self.of.what, seconds, **self.errors)
-        return description(self.setting, self.work, seconds, self.peer.setting.dtype, self.peak, **facts)
-
-
-class OperationRival(Rival):
-    """An implementation of a row of bench_ops, forward or backward alone."""
-
-    kernels = property(lambda self: "on" if machine.GPU and self.setting == "vitfast" else "auto")
-
-    def build(self) -> None:
-        (op, self.direction), shape = self.of.operation, shape_of(self.of.shape)
-        self.case = bench_ops.case_of(op, shape)
-        self.function, self.more = bench_ops.timed_function(op, shape, self.setting, self.direction)
-        self.check = Check(self.case, self.direction)
-
-    def judge(self, after: bool = False) -> dict:
-        errors = self.check.judge(self.setting, self.function, " after timing" * after)
-        return dict(error_after=errors["error"]) if after else errors
-
-    def ready(self) -> None:
-        sets = [Call(self.case, self.function, self.direction) for _ in range(harness.SETS)]
-        self.next = itertools.cycle(sets).__next__
-        warm_up(sets[0].whole, seconds=0.0)
-        self.peak, begun = peak_bytes(sets[0].whole, self.before), wall()
-        for _ in range(AHEAD):
-            self.call(self.prepare())
-        host = time.perf_counter() - begun
-        if wall() - begun < 1.2 * host:  # the device would wait for Python, which is not what is asked
-            self.lead = 1.5 * host / AHEAD
-
-    def prepare(self) -> tuple:
-        call = self.next()
-        prepared = call.prepare()
-        if machine.GPU and self.lead:
-            torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
-        return call, prepared
-
-    def call(self, prepared: tuple) -> None:
-        Call.timed(*prepared)
-
-    def facts(self, seconds: float) -> dict:
-        facts = dict(op=self.case.op, shape=self.case.shape, direction=self.direction, **self.errors, **self.more)
-        work = self.case.work.of(self.direction)
-        return description(self.setting, work, seconds, harness.DTYPE, self.peak, **facts)
+        return self.of.case(self.timed.impl) | dict(stats=stats, extra_info=self.timed.facts(median, **self.more))
 
 
 class Run:
@@ -244,22 +178,22 @@ class Run:
                 print(f"{name}: {reason}", flush=True)
 
     def build(self, name: str) -> None:
-        self.rivals[name] = (OperationRival if self.of.operation else ModelRival)(self.of, name)
-        print(f"{name}: right (error {self.rivals[name].errors['error']:.1e}), ready", flush=True)
+        self.rivals[name] = Rival(self.of, name)
+        print(f"{name}: right (error {self.rivals[name].timed.errors['error']:.1e}), ready", flush=True)
 
     def too_late(self, name: str) -> None:
         raise TimeoutError("too little time was left to begin")
 
     def again(self, name: str) -> None:
         with self.rivals[name].context():
-            self.rivals[name].errors |= self.rivals[name].judge(after=True)
+            self.rivals[name].timed.judge(after=True)
 
     def write(self) -> None:
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
         content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
         content |= dict(machine_info=dict(vitfast=machine.description()))
         # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
-        right = [rival for rival in timed.values() if "error_after" in rival.errors and not rival.overrides]
+        right = [rival for rival in timed.values() if "error_after" in rival.timed.errors and not rival.overrides]
         content["benchmarks"] = [rival.entry() for rival in right]
         for state, reasons in (("failed", self.failed), ("skipped", self.skipped)):
             content[state] = [self.of.case(name) | dict(params={}, reason=why) for name, why in reasons.items()]

@@ -281,7 +281,7 @@ def traced(graph, inputs):
 
 bench_model.best_batch = lambda library, model: dict(timm=5).get(library, 3)
 rivals.peers.compiled = lambda model, how, **options: torch.compile(model, backend=traced)
-rivals.QUESTIONS["two"] = rivals.QUESTIONS["gemms"].__class__(
+rivals.QUESTIONS["two"] = rivals.QUESTIONS["norm_backward"].__class__(
     *("two", "", Rivals("throughput", "B/16 224 B256", ("timm compile bf16", "vitfast.accelerate(timm) compile bf16"))),
     *(None, ("", ""), 1, ()),
 )
