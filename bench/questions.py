@@ -79,7 +79,7 @@ def attention(name: str, shape: str, direction: str, others: tuple[str, ...], ex
     """An attention beside others."""
     return Question(
         f"{name}_{direction}",
-        f"Attention at {shape}, {direction}: ours beside {' and '.join(others)}",
+        f"Attention at {shape}, {direction}: is ours faster than {' and '.join(others)}?",
         Rivals(f"attention {direction}", shape, ("vitfast", *others)),
         Prediction(f"{expected:.2f} times the fastest of them", faster("vitfast"), least=1.0),
         ("the tiles stay", "`vitfast tune --only attention` searches for other tiles"),
