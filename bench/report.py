@@ -135,7 +135,8 @@ def targets_table(results: Results) -> str:
     damaged = "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
     if not (results.measured or results.checks):
         return f"no result in {results.name}\n{damaged}"
-    return table(["what", "wanted", "measured"], target_rows(results)) + damaged
+    rows = target_rows(results)
+    return table(["target", "figure", "wanted", "measured", "of"], rows, texts=2) + damaged if rows else damaged
 
 
 def sections(results: Results) -> str:

@@ -140,7 +140,7 @@ def test_the_short_check_is_of_what_has_changed():
 
 def test_every_question_says_what_follows_and_of_which_files():
     having = [report.load(ROOT / "bench" / "results" / "h200"), report.Results("none")]
-    figures = {(what, f.of) for what, _, parts in targets.TARGETS for r in having for f in targets.figures(r, parts)}
+    figures = {(what, f.of) for what, parts in targets.TARGETS for r in having for f in targets.figures(r, parts)}
     assert len(QUESTIONS) == len(QUEUE) > 30
     for q in QUEUE:
         if isinstance(q.run, Rivals):

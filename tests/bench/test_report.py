@@ -79,11 +79,10 @@ def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stal
     assert "copy 4,100 GB/s, bfloat16 800 TFLOP/s (bf16 by the data sheet: 989)" in text and "step doctor" not in text
     assert text.index("| timm compile bf16 | 256 | 5,000 |") < text.index("| vitfast compile bf16 | 256 | 4,000 |")
     assert "| 50.0% | 40.0% | 2.0 | cudnn | 1.5e-02 |" in text
-    assert "| vitfast doctor: exit code 0; gpu tests: exit code 3 **missed** |" in text
     short = readme.read_text()
     assert short.startswith("before\n") and short.endswith("after\n") and "\nold\n" not in short
-    lost = "bf16 by timm bf16 (4,000 images/s of vitfast compile bf16 by 5,000 of timm compile bf16) 0.80 "
-    lost += "(without max-autotune) **missed**"
+    lost = "| bf16 by timm bf16 | ≥ 1.3 | 0.80 | 4,000 images/s of vitfast compile bf16 by 5,000 of timm compile bf16; "
+    lost += "without max-autotune |"
     assert lost in text and "| B/16 224 training step, batch 256 | bf16 by timm bf16 | ≥ 1.3 | 1.23 | 0.80 |" in short
     assert "- Peers without a time: max-autotune, " in short and "- GPU, torch 2.11, commits a\n" in short
     assert (
@@ -114,7 +113,9 @@ def test_a_damaged_file_is_named_and_the_others_count(results):
     assert set(found.damaged) == {f"{name}.json" for name in ("half", *keys)}
     assert "lacks mfu_ceiling" in found.damaged["mfu_ceiling.json"]
     text = report.sections(found)
-    assert "- half.json is left out: JSONDecodeError" in text and "attention B/16 224 forward 1.50" in text
+    assert (
+        "- half.json is left out: JSONDecodeError" in text and "attention B/16 224 forward | ≥ 1.3 | **1.50**" in text
+    )
 
 
 def test_facts_and_reasons_that_a_table_needs_are_asked_for_at_once(results):
@@ -134,7 +135,7 @@ def test_facts_and_reasons_that_a_table_needs_are_asked_for_at_once(results):
     found = report.load(folder)
     assert set(found.damaged) == {f"{name}.json" for name in lacking}
     assert "lacks device" in found.damaged["device.json"] and "lacks the reason of" in found.damaged["reason.json"]
-    assert "attention B/16 224 forward 1.50" in report.sections(found) and report.overview([found])
+    assert "attention B/16 224 forward | ≥ 1.3 | **1.50**" in report.sections(found) and report.overview([found])
 
 
 def test_options_that_exclude_each_other_are_refused(results, capsys):
@@ -246,13 +247,25 @@ TARGETS = {  # by target: cases, and what the target says
 }
 
 
+def told(folder: Path, target: str) -> str:
+    """The rows of a target in one line: "figure (cases) value (without settings) **missed**; ..."."""
+    found = []
+    for what, of, _, shown, details in targets.target_rows(report.load(folder)):
+        if what.startswith(target.strip()):
+            cases, _, missing = details.partition("without ")
+            cases = f" ({cases.rstrip('; ')})" if cases else ""
+            missed = "" if "*" in shown else " **missed**"  # a star: neither
+            found.append(
+                f"{of}{cases} {shown.strip('*').strip(chr(92))}{f' (without {missing})' * bool(missing)}{missed}"
+            )
+    return "; ".join(found)
+
+
 @pytest.mark.parametrize("what", TARGETS)
 def test_targets_by_hand(what, tmp_path):
     cases, wanted = TARGETS[what]
     write(tmp_path, "a", "2026-01-01", benchmarks=[case | dict(fullname=str(i)) for i, case in enumerate(cases)])
-    rows = {name: measured for name, _, measured in targets.target_rows(report.load(tmp_path))}
-    (found,) = (measured for name, measured in rows.items() if name.startswith(what.strip()))
-    assert found == wanted and rows["gpu tests, `vitfast doctor`, compute-sanitizer"] == "not measured yet"
+    assert told(tmp_path, what) == wanted and told(tmp_path, "gpu tests") == ""
 
 
 def test_the_overview_has_a_row_for_each_figure_and_a_column_for_each_gpu(tmp_path, monkeypatch):
@@ -291,17 +304,14 @@ def test_a_ratio_is_of_the_cases_of_one_commit(tmp_path):
     write(tmp_path, "older", "2026-01-01", benchmarks=older)
     write(tmp_path, "newer", "2026-01-02", commit="b", benchmarks=[*newer, entry("attention", "vitfast", 50)])
 
-    def told(row: int) -> str:
-        return targets.target_rows(report.load(tmp_path))[row][2]
-
-    assert "5,000 images/s of vitfast compile bf16 by 4,000 of timm compile bf16) 1.25" in told(1)
-    assert "accelerate(timm) compile bf16 by 4,000 of vitfast compile bf16) 1.05" in told(9)
-    assert told(4).startswith("attention B/16 224 forward 1.50")
+    assert "5,000 images/s of vitfast compile bf16 by 4,000 of timm compile bf16) 1.25" in told(tmp_path, "B/16 224")
+    assert "(timm) compile bf16 by 4,000 of vitfast compile bf16) 1.05" in told(tmp_path, "`vitfast.accelerate")
+    assert told(tmp_path, "attention").startswith("attention B/16 224 forward 1.50")
     both = "(5,000 images/s) 1.00 **missed**; vitfast compile bf16 least memory by timm bf16 compiled (3,000 images/s)"
-    assert told(8) == f"vitfast compile bf16 by timm bf16 compiled {both} 0.50"
+    assert told(tmp_path, "peak memory") == f"vitfast compile bf16 by timm bf16 compiled {both} 0.50"
     failed = missing(older[1]["name"], "WrongResult")
     write(tmp_path, "newest", "2026-01-03", commit="b", failed=[failed])
-    assert told(9) == "not measured yet"
+    assert told(tmp_path, "`vitfast.accelerate") == ""
 
 
 @pytest.mark.parametrize(
@@ -315,12 +325,12 @@ def test_goals_follow_the_gpu(sheet, measured, goal, request):
     cases = models({"vitfast compile bf16": 1200.0, "timm max-autotune bf16": 1000.0}, mfu_datasheet=0.5)
     found = result_files.Results("gpu", machines=[facts])
     found.measured = {i: case["extra_info"] | case["stats"] for i, case in enumerate(cases)}
-    wanted, ratio = next(row[1:] for row in targets.target_rows(found) if row[0].startswith("B/16 224 training step"))
+    rows = targets.target_rows(found)
+    wanted, ratio = next(row[2:4] for row in rows if row[1] == "bf16 by timm bf16")
     name = request.node.callspec.id
     goal = goal or (1.3 if name in ("H100", "H100-PCIe", "H200", "B200") else 1.15)
-    assert wanted.startswith(f"bf16 {goal}x timm bf16") and ("1.20 **missed**" in ratio) == (goal == 1.3)
-    assert f"stretch {1.5 if goal == 1.3 else 1.25}x" in wanted
-    assert sum("of the peak" in row[1] for row in targets.target_rows(found)) == 2 * (goal == 1.3)
+    assert wanted == f"≥ {goal}" and ratio == ("1.20" if goal == 1.3 else "**1.20**")
+    assert sum("of the peak" in row[1] for row in rows) == (goal == 1.3)
 
 
 def test_the_targets_alone_are_printed_without_torch(results, tmp_path):
@@ -335,8 +345,7 @@ def test_the_targets_alone_are_printed_without_torch(results, tmp_path):
     cases = [entry("loss curve", "neither x", 1, precision="amp", seed=0, losses=[])]
     write(results / "h200", "odd", "2026-01-03", benchmarks=cases)
     lines = printed(results / "h200").stdout.splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [what for what, _, _ in targets.TARGETS]
-    assert "cannot be computed: " in lines[-1] and "**missed**" in lines[2]
+    assert "cannot be computed: " in lines[-1] and lines[3].endswith("| gpu tests: exit code | 0 | 3 |  |")
     (tmp_path / "empty").mkdir()
     assert printed(tmp_path / "empty").stdout == "no result in empty\n"
     assert printed(tmp_path / "nowhere").returncode == 2
