@@ -191,7 +191,7 @@ def describe(benchmark, *what, **more) -> None:
 
 
 class Timed:
-    """An operation, or a whole model (peers.py), that is compared with float64 before it is timed and after.
+    """An operation or a model (peers.py), which is compared with float64 before it is timed and after.
 
     A subclass has impl, work, dtype and `kernels`, the mode of ours; `judge`, which compares and keeps the errors, or
     raises WrongResult; `ready`, which warms up after the first comparison; and `call`, which is timed with what
@@ -210,7 +210,7 @@ class Timed:
 
 
 class Operation(Timed):
-    """An implementation of a case in one direction: "forward", "backward" (the forward not timed) or "both"."""
+    """An implementation of a case: "forward", "backward" (the forward is not timed) or "both"."""
 
     dtype = DTYPE
 

@@ -355,9 +355,9 @@ class Model(Timed):
         self.run()
 
     def facts(self, seconds: float, **more) -> dict:
-        """FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022).
+        """The facts that tables show of a whole model.
 
-        The shares are of the product measured in this run and of the data sheet's.
+        FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The shares are of the product measured in this run and of the data sheet's.
         """
         peer, shape, promised = self.peer, self.peer.shape, datasheet_flops(machine.name())
         flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
@@ -370,7 +370,7 @@ class Model(Timed):
 
 
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, work: Kernels, **more) -> None:
-    """Checks, times and checks again `step`, a function of a batch, and describes it. more: for extra_info."""
+    """Checks, times and checks again `step`, a function of a batch. more: for extra_info."""
     timed = Model(peer, op, step, work)
     with timed.context():
         timed.judge()

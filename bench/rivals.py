@@ -90,7 +90,7 @@ class Rival:
         self.ready_s = round(time.monotonic() - began, 1)
 
     def build(self, setting: str) -> tuple[Timed, dict]:
-        """What is timed, and what the tables say of it besides."""
+        """The operation or model that is timed, and what the tables say of it besides."""
         if self.of.operation:
             (op, direction), shape = self.of.operation, shape_of(self.of.shape)
             function, more = bench_ops.timed_function(op, shape, setting, direction)
@@ -111,7 +111,7 @@ class Rival:
             yield
 
     def waits_for_python(self) -> float:
-        """Seconds for which the device must be kept busy before each call; 0 where calls are longer than Python."""
+        """Seconds for which the device is kept busy before each call; 0 where calls take longer than Python."""
         begun = wall()
         for _ in range(AHEAD):
             self.timed.call(*self.timed.prepare())

@@ -273,7 +273,7 @@ def figures(results: Results, parts: list[tuple]) -> list[Figure | str]:
 
 
 def target_rows(results: Results) -> list[list[str]]:
-    """A row for each figure that has a value: the target, what it is of, what is wanted, the value, and its cases."""
+    """A row for each figure that has a value: target, figure, what is wanted, value, and its cases."""
     rows = []
     for what, parts in TARGETS:
         for figure in figures(results, parts):
