@@ -357,7 +357,8 @@ class Model(Timed):
     def facts(self, seconds: float, **more) -> dict:
         """The facts that tables show of a whole model.
 
-        FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The shares are of the product measured in this run and of the data sheet's.
+        FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The
+        shares are of the product measured in this run and of the data sheet's.
         """
         peer, shape, promised = self.peer, self.peer.shape, datasheet_flops(machine.name())
         flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
