@@ -237,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cudnn.benchmark, triton.knobs.compilation.listener = machine.GPU, count
     # Rivals share code, and each has its own best batch: none is compiled for any batch because another has one.
     torch._dynamo.config.automatic_dynamic_shapes = False
-    machine.ceilings()  # before anybody's memory is counted: what flushes the L2 cache stays
+    machine.ceilings()
+    machine.cold()  # before anybody's memory is counted: what flushes the L2 cache stays
     good = True
     for name in args.names:
         good &= Run(QUESTIONS[name].run, args.folder / f"{name}.json").all(args.ends)
