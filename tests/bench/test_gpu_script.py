@@ -188,7 +188,7 @@ def test_an_interrupted_run_keeps_what_it_has(stage):
 
 def test_an_interrupted_stage_ends_all(stage):
     stage.plan(backend_amp='kill -TERM "$(cut -d" " -f4 "/proc/$PPID/stat")"; sleep 300')  # the script above `timeout`
-    assert stage.run("all") == 130
+    assert stage.run("all") == 130, stage.text
     assert stage.states("decide")["backend_amp"] == "interrupted" and "steps_ops.json" not in stage.files
 
 
