@@ -50,7 +50,8 @@ grace=$((seconds > 100 ? 5 : 1)) # between SIGINT and SIGKILL; and how long the 
 failed=0 device_errors=0 running="" rows=() table=() checked=()
 export VITFAST_COMMIT=${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null)} # or nothing
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is linked, scripts find it too
+# where vitfast/kernels is linked, scripts find it too; and each other, whatever Python takes for a safe path
+export PYTHONPATH="$PWD:$PWD/bench${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ "$stage" = all ]; then
     each() { # what no stage can do without, and an interrupt, end them all
