@@ -109,7 +109,14 @@ def faster(ours: str, theirs: str = "") -> Reading:
 
 def peaks(ours: str, theirs: str) -> Reading:
     """The peak memory of a rival by that of another."""
-    return lambda content: content["rivals"][ours]["peak_mib"] / content["rivals"][theirs]["peak_mib"]
+
+    def reads(content: dict) -> float:
+        first, second = (content["rivals"][name]["peak_mib"] for name in (ours, theirs))
+        if not (first and second):
+            raise ValueError("no peak memory is known here")
+        return first / second
+
+    return reads
 
 
 def info(key: str, factor: float = 1.0) -> Reading:

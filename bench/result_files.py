@@ -2,8 +2,8 @@
 
 Two kinds of files: pytest-benchmark's, with what conftest.py adds; and steps_STAGE.json of gpu.sh, {"steps": [{name,
 state, code, seconds}], "checks": {name: exit code, or null where no test ran}}. answers/ holds those to the questions
-of questions.py (decide.py). A file that is damaged or half written,
-or lacks what a table needs, is named with the reason, and the others count.
+of questions.py (decide.py). A file that is damaged or half written, or lacks what a table needs, is named with the
+reason, and the others count.
 
 Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
 time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
