@@ -4,11 +4,14 @@ import csv
 import json
 
 import pytest
+import torch
 from commands import RUN, make_folder, run_cli
+from runs import digits
 from shards import files, shards
 
 from vitfast import ViT
 from vitfast.data.datasets import open_sources
+from vitfast.data.loader import open_data
 from vitfast.data.sources import Subset
 
 
@@ -40,11 +43,16 @@ def test_folder_pretrain_finetune_eval(capsys, tmp_path):
 
 def test_a_tenth_is_held_out_without_val(capsys, tmp_path):
     make_folder(tmp_path, splits=("train",), count=20)
-    train, val = open_sources(str(tmp_path), "", (16, 16), (8, 8), 4, 0)
+
+    def opened(data):
+        opened = open_data(digits(data=str(data), workers=0), (16, 16), (8, 8), torch.device("cpu"))
+        return opened.train, opened.val
+
+    train, val = opened(tmp_path)
     names = {split: {source.name(i) for i in range(len(source))} for split, source in (("train", train), ("val", val))}
     assert len(names["val"]) == 6 and len(names["train"]) == 54 and not names["train"] & names["val"]
     assert sorted(val[i][1] for i in range(6)) == [0, 0, 1, 1, 2, 2]
-    again = open_sources(str(tmp_path / "train"), "", (16, 16), (8, 8), 4, 5)[1]
+    again = opened(tmp_path / "train")[1]
     assert {again.name(i) for i in range(len(again))} == names["val"]
 
 
@@ -61,7 +69,7 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     data = make_folder(tmp_path / "data", splits=("train", "test"))
     summary = pretrained(capsys, f"hfds/{data}", tmp_path / "run")
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
-    source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
+    source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), digits())[0]
     labels = [source[i][1] for i in (5, 17, 0)]
     assert Subset(source, [5, 17, 0]).labels == labels  # from the column, no image is read
 

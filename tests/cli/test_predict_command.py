@@ -39,7 +39,7 @@ def test_files_folders_and_lists_in_the_order_given(go, tmp_path, monkeypatch):
     assert code == 0 and [row[0] for row in table[1:]] == [f"{tmp_path}/z.png", *below, f"{tmp_path}/z.png"], err
     assert table[0] == ["image", "label_1", "probability_1", "label_2", "probability_2"] and "8 images, 0 of" in err
     assert table[1][1::2] == table[-1][1::2]
-    listed = "\n".join([below[3], "", f"{tmp_path}/gone.png", below[0]]).encode()  # no newline at the end
+    listed = "\r\n".join([below[3], "", f"{tmp_path}/gone.png", f'"{below[0]}"']).encode()  # no newline at the end
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(listed)))
     code, out, err = go("-", tmp_path / "z.png", "--json")
     records = json.loads(out)
@@ -48,6 +48,9 @@ def test_files_folders_and_lists_in_the_order_given(go, tmp_path, monkeypatch):
     assert "gone.png" in records[1]["error"] and err.count("no answer") == 1 and "4 images, 1 of" in err
     assert [str(p["label"]) for p in records[-1]["predictions"][:2]] == [table[1][1], table[1][3]]
     assert len(records[-1]["predictions"]) == 5  # of 10, the default
+    (tmp_path / "list.csv").write_text("id;breed\nz;cat\ndata/x/cat/0.png;eel\n")
+    code, out, err = go(tmp_path / "list.csv")
+    assert [row[0] for row in rows(out)[1:]] == [f"{tmp_path}/z.png", below[0]] and "2 images, 0 of" in err
 
 
 def test_a_file_is_whole_or_absent_and_not_replaced_unasked(go, tmp_path, monkeypatch):
@@ -92,7 +95,8 @@ BAD = [
     ("ROOT/a.png ROOT/nope", "no file or folder ROOT/nope"),
     ("ROOT/a.png --weights=", "no weights given: give a file, a folder or hf-hub:owner/name"),
     ("ROOT/empty", "no images in ROOT/empty"),
-    ("-", "the standard input names none"),
+    ("-", "the standard input names no image"),
+    ("ROOT/a.png ROOT/list.csv", "list.csv, line 2: expected 1 cells, of which number 1 is a path, got ['b', 'c.png']"),
     ("ROOT/a.png --output ROOT/out/found.txt", "found.txt: give a file that ends in .csv or .json"),
     ("ROOT/a.png --json", "found.csv: give a file that ends in .csv or .json, with --json in .json"),
     ("ROOT/a.png --output ROOT/made.csv", "made.csv: give a file"),
@@ -106,6 +110,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(capsys, weights, tmp_path, mon
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "made.csv").mkdir()
+    (tmp_path / "list.csv").write_text("a.png\nb,c.png\n")
     ViT.from_pretrained(weights, num_classes=0).save_pretrained(tmp_path / "headless")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n\n")))
     usual = ("--weights", weights, "--output", tmp_path / "out" / "found.csv", "--device", "cpu")

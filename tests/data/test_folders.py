@@ -13,7 +13,7 @@ from timm.data.readers.reader_image_folder import find_images_and_targets
 from torchvision.datasets import ImageFolder
 
 from vitfast import InputError
-from vitfast.data.datasets import open_sources
+from vitfast.data.datasets import open_sources, settle_classes
 from vitfast.data.folders import _class_folder, open_folder
 from vitfast.data.image_files import SUFFIXES
 from vitfast.data.loader import open_data
@@ -57,7 +57,7 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
     (root / "train" / "a" / "5.jxl").write_bytes(b"\xff\x0a")
     with caplog.at_level("WARNING"):
         assert len(open_folder(root, (8, 8))[0]) == 8
-    assert "1 files (.jxl) are ignored; known are .bmp, .gif, .jpeg," in caplog.text
+    assert f"{root / 'train'}: passed over: 1 .jxl (Pillow cannot read them)" in caplog.text
     (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
     assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
     pictures.smooth(0).save(root / "train" / "stray.jpg")
@@ -132,9 +132,7 @@ def folders(root, *names: str, count: int = 2):
     return root
 
 
-@pytest.mark.parametrize(
-    "train, val", [("Train", "Val"), ("training", "validation"), (".", "val"), ("trainIng", "test")]
-)
+@pytest.mark.parametrize("train, val", [("Train", "Val"), (".", "val"), ("trainIng", "test")])
 def test_splits_by_other_names_are_not_taken_for_classes(tmp_path, train, val):
     root = folders(tmp_path, *(f"{split}/{name}" for split in (train, val) for name in ("cat", "dog")))
     with pytest.raises(InputError, match="and no train/; name the folder of the training images .*/train, and that of"):
@@ -160,8 +158,9 @@ def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
 
 
 def test_one_image_of_each_class_cannot_validate(tmp_path):
+    root = folders(tmp_path, "cat", "dog", count=1)
     with pytest.raises(InputError, match="has no val/ and one image of each class, of which none can validate"):
-        open_folder(folders(tmp_path, "cat", "dog", count=1), (8, 8))
+        open_data(digits(data=str(root), workers=0), (16, 16), (8, 8), CPU)
 
 
 def listed(root, lines: str, split: str = "train", name: str = "labels.csv"):
@@ -179,7 +178,8 @@ def test_labels_files_say_the_classes_of_each_image(tmp_path):
     for number, (name, content) in enumerate((("labels.csv", csv), ("labels.json", json.dumps(pairs)))):
         root = listed(tmp_path / str(number), content, name=name)
         listed(root, content.replace("eel10", "cat"), split="val", name=name)
-        train, val = open_sources(str(root), "", (16, 16), (8, 8), 4, 0)
+        train, val = open_sources(str(root), "", (16, 16), (8, 8), digits())
+        settle_classes([train, val], str(root))
         assert train.classes == val.classes == ["cat", "dog", "eel9", "eel10"]  # as timm sorts class folders
         truth = [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
         assert np.array_equal([train[i][1] for i in range(4)], truth) and train[0][1].dtype == np.float32
@@ -193,15 +193,17 @@ def test_labels_files_say_the_classes_of_each_image(tmp_path):
 def test_without_val_a_tenth_of_a_labels_file_is_held_out(tmp_path):
     root = listed(tmp_path, "".join(f"{letter}.png,x{i % 3}\n" for i, letter in enumerate("abcdefghijklmnopqrst")))
     for spec in (root, root / "train"):
-        train, val = open_sources(str(spec), "", (16, 16), (8, 8), 4, 0)
-        assert (len(train), len(val)) == (18, 2) and not set(train.indices) & set(val.indices)
-    config = digits(data=str(root), objective="sigmoid", hold_out=0.5, workers=0)
-    assert len(open_data(config, (16, 16), (8, 8), CPU).val) == 9
+        data = open_data(digits(data=str(spec), workers=0), (16, 16), (8, 8), CPU)
+        train, val = data.train, data.val
+        assert not data.multi_label  # each image has one class
+        assert (len(train), len(val)) == (17, 3) and not set(train.indices) & set(val.indices)
+    config = digits(data=str(root), hold_out=0.5, workers=0)
+    assert len(open_data(config, (16, 16), (8, 8), CPU).val) == 3 + 3 + 2
 
 
 WRONG = [
     ("labels.csv", "a.png,cat\nz.png,dog\n", "train/labels.csv, line 2: no file .*z.png"),
-    ("labels.csv", "image,label\na.png,cat\n", "line 1: no file .*train/image; the first line may be 'file,classes'"),
+    ("labels.csv", "image,label\nz.png,label\n", "line 1: no file .*train/image"),
     ("labels.csv", "a.png,cat\nb.png\n", "line 2: expected a file and its classes, such as cat.jpg,cat;dog"),
     ("labels.csv", "a.png,cat,dog\n", "line 1: expected a file and its classes"),
     ("labels.csv", "a.png,cat\nb.png,cat;;dog\n", "line 2: expected the names of the classes of b.png"),
@@ -226,9 +228,9 @@ def test_wrong_labels_files_are_named_with_line_and_class(name, lines, said, tmp
 def test_labels_files_of_two_splits_must_fit(tmp_path):
     root = listed(tmp_path, "a.png,cat\nb.png,dog\n")
     listed(root, "a.png,cat\nb.png,dog;fox\n", split="val")
-    said = "val/labels.csv, line 2: b.png has the class 'fox', which no training image has"
+    said = "val/labels.csv, line 2: b.png has the class 'fox', which is none of the training images"
     with pytest.raises(InputError, match=said):
-        open_folder(root, (8, 8))
+        open_data(digits(data=str(root), objective="sigmoid"), (16, 16), (8, 8), CPU)
     (root / "val" / "labels.csv").unlink()
     with pytest.raises(InputError, match="val has no labels file, which the training folder has"):
         open_folder(root, (8, 8))

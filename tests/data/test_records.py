@@ -1,6 +1,9 @@
 """Images by name and in order: folders, lists, WebDataset shards, Parquet files."""
 
+import io
 import os
+import sys
+from types import SimpleNamespace
 
 import pictures
 import pyarrow as pa
@@ -52,6 +55,10 @@ def test_a_list_holds_a_path_in_each_line(tmp_path, monkeypatch):
     assert found[2].id == "none.png" and found[2].size == -1  # it may come; until then it cannot be read
     (tmp_path / "list.txt").write_text("1.png\n", encoding="utf-8-sig")
     assert [(r.id, r.content) for r in records("list.txt")] == [("1.png", "1.png")]
+    (tmp_path / "images.csv").write_text("label,id\ncat,2\n")
+    assert [(r.id, r.content, r.size) for r in records("images.csv")] == [("2", "2.png", len(CONTENTS[2]))]
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"0.png\r\n1.png")))
+    assert [(r.id, r.content) for r in records("-")] == [("0.png", "0.png"), ("1.png", "1.png")]
     (tmp_path / "list.txt").write_text("\n")
     with pytest.raises(InputError, match="names no image"):
         list(records("list.txt"))

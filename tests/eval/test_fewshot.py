@@ -133,8 +133,13 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
         assert row["accuracy"] == pytest.approx(np.mean(row["accuracies"]))
     assert 0.1 < result["results"][0]["accuracy"] < result["results"][1]["accuracy"]
 
+    def opened(*args, open_weights=fewshot.open_weights):
+        model, data, *where = open_weights(*args)
+        data.train = Subset(data.train, range(len(data.train)))
+        return model, data, *where
+
+    monkeypatch.setattr(fewshot, "open_weights", opened)
     monkeypatch.setattr(Subset, "labels", None)  # of a source whose labels are not known every image is read
-    monkeypatch.setattr(fewshot, "by_index", lambda source: Subset(source, range(len(source))))
     assert fewshot.few_shot(config, shots=[2, 10], seeds=2) == result
     command = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu")
     code, out, _ = run_cli(capsys, *command, "--shots", 10, "all", "--seeds", 2, "--json")

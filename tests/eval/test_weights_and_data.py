@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def named(folder, names=None):
     """The folder of a small model whose classes have these names."""
-    model = tiny(3)
+    model = tiny(len(names or "abc"))
     model.class_names = names
     model.save_pretrained(folder)
     return folder
@@ -35,32 +35,39 @@ def weights(tmp_path):
     return named(tmp_path / "w")
 
 
-NAMES = {
-    ("cat", "dog", "eel"): None,
-    ("dog", "cat", "eel"): "class 0 is 'dog' in .*w and 'cat' in .*data, with the same names in another order",
-    ("cat", "hound", "eel"): "class 1 is 'hound' in .*w and 'dog' in .*data: the accuracy is right only if",
-    ("0", "1", "2"): None,
-    None: None,
+BY_NUMBER = "have no name in common: class 0 is .* by its number"
+NAMES = {  # the names of the weights: those of the data's classes 0, 1 and 2 there, or the warning, or the error
+    ("cat", "dog", "eel"): (0, 1, 2),
+    ("dog", "eel", "cat"): (2, 0, 1),
+    ("cat", "dog", "fox", "eel"): (0, 1, 3),
+    ("cat", "hound", "eel"): ".*val has 3 classes, of which dog are unknown; .*w has 3 classes, such as hound; rename",
+    ("x", "y", "z"): "of which cat, dog, eel are unknown",
+    ("cat", "cat", "dog", "eel"): "two classes of the weights are named 'cat'",
+    ("0", "1", "2"): BY_NUMBER,
+    None: (0, 1, 2),
 }
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
-def test_class_names_of_weights_and_data(names, tmp_path, caplog):
-    data = pictures.folder(tmp_path / "data", classes=("cat", "dog", "eel"), count=1)
-    config = evaluation(named(tmp_path / "w", names), data)
-    message = NAMES[names]
-    if message and "another order" in message:
-        with pytest.raises(InputError, match=message):
+def test_classes_of_weights_and_data_are_compared_by_name(names, tmp_path, caplog):
+    data = pictures.folder(tmp_path / "data", classes=("cat", "dog", "eel"), count=2)
+    config, right = evaluation(named(tmp_path / "w", names), data), NAMES[names]
+    if isinstance(right, str) and right != BY_NUMBER:
+        with pytest.raises(InputError, match=right):
             accuracy.evaluate_weights(config)
         return
     with caplog.at_level("WARNING"):
-        assert accuracy.evaluate_weights(config)["images"] == 3
+        found = accuracy.evaluate_weights(config)
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == (message is not None) and (message is None or re.search(message, said[0]))
-    caplog.clear()
-    pictures.folder(tmp_path / "numbers", classes=("0", "1", "2"), count=1)
-    accuracy.evaluate_weights(evaluation(named(tmp_path / "xyz", ("x", "y", "z")), tmp_path / "numbers"))
-    assert not caplog.records
+    assert len(said) == (right == BY_NUMBER) and all(re.search(BY_NUMBER, text) for text in said)
+    places = (0, 1, 2) if right == BY_NUMBER else right
+    model, opened, *_ = accuracy.open_weights(config, split="")
+    images = torch.cat([images for images, _, _ in opened.eval_batches()])
+    with torch.no_grad():
+        guesses = model(images).argmax(1)
+    truth = torch.tensor(places).repeat_interleave(2)
+    assert found["accuracy"] == pytest.approx((guesses == truth).double().mean().item())
+    assert torch.equal(torch.cat([labels for _, labels, _ in opened.eval_batches()]), truth)
 
 
 def shown(data, weights, **settings) -> torch.Tensor:

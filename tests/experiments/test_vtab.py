@@ -110,7 +110,6 @@ def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_wei
 
 
 def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path):
-    pytest.importorskip("webdataset")
     root = tmp_path / "wds_vtab-pets"
     for split, count in (("train", 12), ("test", 6)):
         members = []

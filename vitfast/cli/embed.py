@@ -14,8 +14,9 @@ logger = logging.getLogger("vitfast")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    spec = "a folder of images at any depth; a .txt file with a path in each line; WebDataset shards (.tar) or Parquet "
-    spec += "files: a file, a folder of them or a quoted pattern"
+    spec = "a folder of images at any depth; a list of paths (.txt, .lst: one in each line; .csv, .tsv: in a column; "
+    spec += "-: the standard input); WebDataset shards (.tar) or Parquet files: a file, a folder of them or a quoted "
+    spec += "pattern"
     add("spec", metavar="SPEC", help=spec)
     add_shared(parser, "--weights")
     add("--output", metavar="DIR", required=True, help="folder for embeddings-*.npy, index-*.parquet and manifest.json")

@@ -1,4 +1,4 @@
-"""Measure a model's accuracy on the validation split of some data."""
+"""Measure a model's accuracy on the validation split of some data, or on any folder."""
 
 import argparse
 import json
@@ -7,8 +7,17 @@ from .options import add_evaluation_options, asked_size, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_evaluation_options(parser, data="as for pretrain; its validation split is used", sizes=True)
+    add_evaluation_options(
+        parser,
+        data="as for pretrain, or a folder of class folders; val/ of it is measured, without val/ all of it",
+        sizes=True,
+    )
     real = "also measure by ImageNet's reassessed labels: FILE is their real.json (default: timm's copy of it)"
+    split = (
+        "of a folder without val/: all images, or val: the tenth that training holds out (default: val where the run "
+    )
+    split += "of these weights trained on this data, else all)"
+    parser.add_argument("--split", choices=("all", "val"), default="", help=split)
     parser.add_argument("--real", metavar="FILE", nargs="?", const="", help=real)
 
 
@@ -18,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
     options = {"real": args.real} if hasattr(args, "real") else {}
     config = evaluation_config(args)
-    result = evaluate_weights(config, asked_size(args, config), **options)
+    result = evaluate_weights(config, asked_size(args, config), split=args.split, **options)
     if is_first_rank():  # every process of torchrun has the same result
         text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
         print(json.dumps(result) if args.json else text)

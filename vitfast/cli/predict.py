@@ -17,7 +17,8 @@ logger = logging.getLogger("vitfast")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    images = "image files, folders of them at any depth, or - for paths from the standard input, one a line"
+    images = "image files, folders of them at any depth, lists of paths (.txt, .lst: one in each line; .csv, .tsv: in "
+    images += "a column), or - for a list from the standard input"
     add("images", metavar="IMAGE", nargs="+", help=images)
     add_evaluation_options(parser, sizes=True)
     output = ".csv or .json file; an interrupted command leaves none (default: print CSV line by line)"
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--output {output}: give a file that ends in .csv or .json, with --json in .json")
     if output is not None:
         check_free(output, args.force)
-    total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
+    total = None if "-" in args.images else sum(1 for _ in _paths(args.images, say=False))
     config = evaluation_config(args)
     model = load_any(config.model, config.weights, asked_size(args, config)).to(choose_device(config.device))
     compare_pillow(config.weights)
@@ -75,16 +76,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if counts["answered"] else 1
 
 
-def _paths(images: list[str]) -> Iterator[str]:
+def _paths(images: list[str], say: bool = True) -> Iterator[str]:
     """The image files that the arguments name, in their order."""
-    from ..data.image_files import image_files
+    from ..data.image_files import image_files, suffix
+    from ..data.lists import LISTS, read_paths
 
     for name in images:
-        if name == "-":
-            lines = (os.fsdecode(line.rstrip(b"\n")) for line in sys.stdin.buffer)
-            yield from (line for line in lines if line)
+        if name == "-" or (os.path.isfile(name) and suffix(name) in LISTS):
+            yield from (path for _, path in read_paths(name))
         else:
-            yield from image_files(name)
+            yield from image_files(name, say)
 
 
 def _watched(records: Iterable[dict], counts: Counter, total: int | None, file) -> Iterator[dict]:
@@ -102,5 +103,3 @@ def _watched(records: Iterable[dict], counts: Counter, total: int | None, file) 
             bar.update()
             if file is sys.stdout:
                 file.flush()
-    if not counts:
-        raise InputError("no images given: the standard input names none")

@@ -2,7 +2,9 @@
 
 import hashlib
 import itertools
+import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,14 +15,17 @@ from timm.data import create_dataset
 
 from ..errors import InputError
 from ..run.config import NAMED_DATA, Config
-from .folders import open_folder
+from .classes import class_number, count_classes, first_of, library_classes, places_by_name, text_classes
+from .folders import TRAINING, VALIDATION, open_folder
 from .images import Unreadable, as_rgb, read_rgb
 from .samples import mix_seed
-from .shards import SUFFIXES, Shards, local_shards, stream_files
+from .shards import Shards, local_shards, stream_files
 from .sources import Source, Subset, split
 
 NAMED = tuple(NAMED_DATA)
-ITERABLE = NAMED[2:]
+STREAMED = NAMED[3:]
+HELD_OUT = 0.1  # share of data without a validation split, class by class, that validates: at least one image of two
+logger = logging.getLogger("vitfast")
 
 
 class Digits(Source):
@@ -32,7 +37,7 @@ class Digits(Source):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
-        scans = load_digits()
+        scans, self.where = load_digits(), f"the {'training' if train else 'test'} images of digits"
         split = train_test_split(np.arange(len(scans.target)), test_size=0.2, random_state=0, stratify=scans.target)
         self.indices = np.sort(split[0 if train else 1])
         self.pixels = (scans.images[self.indices] * (255 / 16)).round().astype(np.uint8)
@@ -45,13 +50,12 @@ class Digits(Source):
 class Synthetic(Source):
     """Random images, made once and repeated: for measuring speed, not for learning."""
 
-    classes = [str(i) for i in range(1000)]
     transformed = True
 
     def __init__(self, train: bool, img_size: tuple[int, int]):
-        generator = torch.Generator().manual_seed(int(train))
+        self.where, generator = "synthetic", torch.Generator().manual_seed(int(train))
         self.pixels = torch.randint(0, 256, (64, 3, *img_size), dtype=torch.uint8, generator=generator).numpy()
-        self.labels = [index * 7919 % len(self.classes) for index in range(8192 if train else 512)]
+        self.labels = [index * 7919 % 1000 for index in range(8192 if train else 512)]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.pixels[index % len(self.pixels)], self.labels[index]
@@ -60,13 +64,19 @@ class Synthetic(Source):
 class Named(Source):
     """A data set of timm's factory that is read by index (torchvision, Hugging Face datasets)."""
 
-    def __init__(self, spec: str, dataset):
-        self.spec, self.dataset, self.reader = spec, dataset, getattr(dataset, "reader", None)  # torchvision has none
-        classes = getattr(dataset if self.reader is None else self.reader, "class_to_idx", None) or {}
-        self.classes = [str(c) for c in sorted(classes, key=classes.get)]
+    def __init__(self, spec: str, dataset, split: str):
+        self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
+        self.reader = getattr(dataset, "reader", None)  # torchvision has none
+        self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
+        if (labels := self._column()) is None:
+            return
+        if self.numbers is None:
+            self.classes, self.numbers = text_classes(labels)
+        known = {each: class_number(each, self.numbers, None, self.name(labels.index(each))) for each in set(labels)}
+        self.labels = [known[each] for each in labels]
 
-    @property
-    def labels(self) -> list[int] | None:
+    def _column(self) -> list | None:
+        """The labels as the data set has them, where they are known without reading images."""
         if self.reader is None:
             targets = getattr(self.dataset, "targets", None)
         else:  # Hugging Face: the column, unless timm maps its values
@@ -74,7 +84,8 @@ class Named(Source):
             mapped = getattr(self.reader, "remap_class", False) or getattr(self.reader, "target_keys", None)
             plain = column and not mapped and column in self.reader.dataset.column_names
             targets = self.reader.dataset[column] if plain else None
-        return None if targets is None else [int(t) for t in targets]
+        targets = targets.tolist() if hasattr(targets, "tolist") else targets
+        return None if targets is None or any(isinstance(each, list) for each in targets) else list(targets)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -95,28 +106,23 @@ class Named(Source):
             raise
         except Exception as error:  # each library raises its own
             raise Unreadable(f"{self.name(index)} is a broken image ({' '.join(str(error).split())})") from None
-        if int(label) < 0:
-            raise InputError(f"{self.name(index)} has the class {int(label)}: this split of {self.spec} has no labels")
-        return image, int(label)
+        if self.labels is not None:
+            return image, self.labels[index]
+        return image, class_number(label, self.numbers, len(self.classes) or None, self.name(index))
 
 
 class InMemory(Source):
     """The first images of a stream, held in memory, by index."""
 
     def __init__(self, stream: Shards, count: int):
-        self.stream, self.classes = stream, stream.classes
+        self.stream, self.where, self.classes = stream, stream.where, stream.classes
         self.contents, self.labels = [], []
-        for content, label in itertools.islice(stream.dataset, count):
+        for number, (content, label) in enumerate(itertools.islice(stream.dataset, count)):
             self.contents.append(content)
-            self.labels.append(label)
+            self.labels.append(stream.label(label, number))
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return self.stream.image(self.contents[index], index), self.labels[index]
-
-
-def by_index(source: Source) -> Source:
-    """The source of the same images by index, where there is one; else the source itself."""
-    return source.files if isinstance(source, Shards) and source.files is not None else source
 
 
 def fingerprint(source: Source) -> dict[str, str]:
@@ -126,7 +132,6 @@ def fingerprint(source: Source) -> dict[str, str]:
     file is asked for once, 16 at a time for the sake of network disks; the 1.3 million of ImageNet take about 8 s on a
     local disk.
     """
-    source = by_index(source)
     if source.described(0) is None:
         return {}
     parts = [range(len(source))[first : first + 1000] for first in range(0, len(source), 1000)]
@@ -141,7 +146,6 @@ def fingerprint(source: Source) -> dict[str, str]:
 
 def take(source: Source, count: int) -> Source:
     """`count` images of a training source, always the same, or all where it has no more."""
-    source = by_index(source)
     if isinstance(source, Shards):
         return InMemory(source, count)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
@@ -162,39 +166,25 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
 
 
-def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
-    """Training shards and the validation split, which is read by index if it is local, else as shards."""
+def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
+    """The training and validation splits of a data set that is read in order."""
     options = dict(is_training=True, batch_size=batch_size, seed=seed)
-    if spec.startswith("wds/"):
-        root = Path(data_dir or spec.partition("/")[2])
-        train, val = local_shards(root, ("train",)), local_shards(root, ("val", "validation", "test"))
-        name = "::".join(str(p.relative_to(root)) for p in train.paths) + f"|{len(train)}"  # as timm writes it
-        options |= dict(num_samples=len(train), input_img_mode="", input_key=";".join(SUFFIXES))
-        dataset = _open_named(spec, str(root), name, **options)
-        train.classes = val.classes = max(train.classes, val.classes, key=len)
-        return Shards(spec, dataset, train.classes, train), val
-    streamed = spec.startswith("hfids/")
-    options |= dict(input_img_mode="") if streamed else {}  # as_rgb converts
+    hugging_face = spec.startswith("hfids/")
+    options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts
     train = _open_named(spec, data_dir, "train", **options)
     val = _open_named(spec, data_dir, "validation", **options | dict(is_training=False))
-    names = getattr(train.reader, "class_to_idx", None) or getattr(val.reader, "class_to_idx", None) or {}
-    for dataset in (train, val) if streamed else ():
+    for dataset in (train, val) if hugging_face else ():
         stream_files(dataset)
-    return tuple(Shards(spec, dataset, [str(i) for i in range(len(names))]) for dataset in (train, val))
+    names = max((library_classes(dataset.reader) for dataset in (train, val)), key=lambda found: len(found[0]))
+    return tuple(Shards(spec, dataset, *names) for dataset in (train, val))
 
 
 def open_sources(
-    spec: str,
-    data_dir: str,
-    img_size: tuple[int, int],
-    patch_size: tuple[int, int],
-    batch_size: int,
-    seed: int,
-    upright: bool = True,
-):
-    """(training source, validation source) of a data SPEC. Raises InputError.
+    spec: str, data_dir: str, img_size: tuple[int, int], min_size: tuple[int, int], config: Config
+) -> tuple[Source | None, Source | None]:
+    """(training, validation) sources of a data SPEC, None where it has no such split. Raises InputError.
 
-    upright: turn the images of a folder as their EXIF orientation says.
+    Class numbers are those of each source until `settle_classes`. min_size: the least sides of a readable image.
     """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
@@ -206,22 +196,89 @@ def open_sources(
         raise InputError(
             f"--data {spec} names no data set; write its name or folder after it, such as {NAMED_DATA[spec]}"
         )
-    if spec.startswith(ITERABLE):
-        return _shards(spec, data_dir, batch_size, seed)
+    if spec.startswith("wds/"):
+        root = Path(data_dir or spec.partition("/")[2])
+        found = local_shards(root, TRAINING), local_shards(root, VALIDATION)
+        if found == (None, None):
+            found = local_shards(root, ("",)), None
+        if found == (None, None):
+            raise InputError(f"no shards {root}/*.tar; WebDataset folders hold train-*.tar and val-*.tar")
+        return found
+    if spec.startswith(STREAMED):
+        return _streams(spec, data_dir, config.batch_size, config.seed)
     if spec.startswith(NAMED):
-        train = Named(spec, _open_named(spec, data_dir, "train"))
+        train = Named(spec, _open_named(spec, data_dir, "train"), "train")
         try:
-            val = Named(spec, _open_named(spec, data_dir, "validation"))
-        except InputError:
-            val = Named(spec, _open_named(spec, data_dir, "test"))
-        return train, val
+            return train, Named(spec, _open_named(spec, data_dir, "validation"), "validation")
+        except InputError as error:
+            val = Named(spec, _open_named(spec, data_dir, "test"), "test")
+            logger.info("validates on the split 'test': %s", error)
+            return train, val
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
-    found = open_folder(Path(spec), patch_size)
+    found = open_folder(Path(spec), min_size, config.task != "eval")
     for source in found:
-        (source.source if isinstance(source, Subset) else source).upright = upright
+        if source is not None:
+            source.upright = config.exif_orientation
     return found
+
+
+def settle_classes(
+    sources: Sequence[Source],
+    spec: str,
+    known: Sequence[str] = (),
+    count: int | None = None,
+    owner: str = "the training images",
+) -> list[str]:
+    """Gives the classes of sources one numbering, by their names, and returns their names.
+
+    known: the names that decide, of `owner`; without them the first source decides. count: how many classes there are,
+    for data that only numbers them. Raises InputError for a class that is not among those that decide.
+    """
+    first = sources[0]
+    classes = list(known or first.classes)
+    if not classes:
+        if count is None and first.labels is None:
+            raise InputError(f"data set {spec!r} does not say how many classes it has; add --set num_classes=N")
+        classes = [str(i) for i in range(count or count_classes(first.labels, first.where))]
+    for source in sources:
+        places = places_by_name(source.classes, classes) if source.classes else list(range(len(classes)))
+        unknown = [name for name, place in zip(source.classes, places) if place is None]
+        odd = [i for i, label in enumerate(source.labels or ()) if not source.classes and label >= len(classes)]
+        if odd:
+            what = f"{source.name(odd[0])} has the class {source.labels[odd[0]]}"
+            raise InputError(f"{what}, and the classes of {owner} are 0 to {len(classes) - 1}")
+        numbers = [str(i) for i in range(len(classes))]
+        if known and len(unknown) == len(classes) and numbers in (classes, source.classes):
+            said = "%s and %s have no name in common: class %d is %r and %r, by its number"
+            logger.warning(said, source.where, owner, 0, source.classes[0], classes[0])
+            places = list(range(len(classes)))
+        elif unknown and getattr(source, "lines", None):
+            place = source.classes.index(unknown[0])
+            at = next(i for i, label in enumerate(source.labels) if place in np.atleast_1d(label))
+            file = os.path.relpath(source.files[at], source.where)
+            raise InputError(f"{source.lines[at]}: {file} has the class {unknown[0]!r}, which is none of {owner}")
+        elif unknown:
+            missing = [name for name in classes if name not in source.classes] or classes
+            have = (
+                f"{source.where} has {len(source.classes)} classes, of which {first_of(unknown, missing)} are unknown"
+            )
+            theirs = (
+                f"{owner} {'has' if known else 'have'} {len(classes)} classes, such as {first_of(missing, unknown)}"
+            )
+            raise InputError(f"{have}; {theirs}; rename them, or fine-tune on this data first")
+        elif absent := [name for place, name in enumerate(classes) if place not in places]:
+            many = f"{len(absent)} of the {len(classes)} classes"
+            logger.log(
+                logging.INFO if known else logging.WARNING,
+                "%s has no image of %s: %s",
+                source.where,
+                many,
+                first_of(absent),
+            )
+        source.renumber(places, classes)
+    return classes
 
 
 def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
@@ -231,7 +288,6 @@ def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
     """
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
-    train = by_index(train)
     if isinstance(train, Shards):
         needed = "hold_out, shots and train_images need a data set that is read by index"
         raise InputError(f"{needed}; {config.data!r} is read in order")

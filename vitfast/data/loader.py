@@ -16,11 +16,11 @@ from ..errors import InputError
 from ..run.config import Config
 from ..run.distributed import Ranks
 from . import jpeg
-from .datasets import by_index, open_sources, select, take
+from .datasets import HELD_OUT, open_sources, select, settle_classes, take
 from .packing import NATIVE_AT_ONCE, Native, Packing, Progress, StepKeys
 from .samples import ONE, PADDING, Batch, Samples, collate, seed_everything, stack, stream_keys
 from .shards import Shards, ShardSamples
-from .sources import Source
+from .sources import Source, Subset, split
 from .transforms import transforms
 from .workers import PREFETCH, leave_signals, loader_processes
 
@@ -56,9 +56,9 @@ class Data:
         if isinstance(self.train, Shards):
             stream, (first, last) = self._stream(), self.ranks.share(self.config.batch_size)
             for step in range(stop):  # those before `start` are thrown away: shards have no other position
-                batch = list(itertools.islice(stream, last - first))  # no error among them
+                batch = list(itertools.islice(stream, last - first))
                 if step >= start:
-                    yield collate(batch)
+                    yield checked(collate(batch))
             return
         config, samples = self.config, Samples(self.train, self.train_transform, self.config.seed)
         if self.packing is not None:
@@ -67,7 +67,8 @@ class Data:
                 self.progress = keys.after.popleft()
                 yield batch
             return
-        keys = stream_keys(len(self.train), config.batch_size, config.seed, start, stop, self.ranks)
+        shards = self.train.shards
+        keys = stream_keys(len(self.train), config.batch_size, config.seed, start, stop, self.ranks, shards)
         if config.decode == "device":
             samples.source = jpeg.EncodedFiles(self.train, range(len(self.train)))
             yield from jpeg.batches(loaded(samples, keys, tuple, self.workers, self.device), self.img_size, self.device)
@@ -103,14 +104,15 @@ class Data:
         Unreadable images have the label PADDING. The ranks take turns, and all get equally many batches; the last batch
         is filled up with images of that label.
         """
-        source, size, together = by_index(source), self.config.eval_batch_size, stack
+        size, together = self.config.eval_batch_size, stack
         if self.native is not None:
             size, together = NATIVE_AT_ONCE, self.native.pack
         no_label = np.full(len(source.classes), PADDING, np.float32) if source.multi_label else PADDING
         blank = np.zeros((3, *self.img_size), np.uint8), no_label
         if isinstance(source, Shards):
             samples = ShardSamples(source, self.eval_transform, blank)
-            yield from DataLoader(samples, batch_size=size, collate_fn=partial(collate, together=together))
+            loader = DataLoader(samples, batch_size=size, collate_fn=partial(collate, together=together))
+            yield from map(checked, loader)
             return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
@@ -151,10 +153,14 @@ def loaded(
         worker_init_fn=leave_signals,
         prefetch_factor=PREFETCH if workers else None,
     )
-    for batch in loader:
-        if isinstance(batch, InputError):
-            raise batch
-        yield batch
+    yield from map(checked, loader)
+
+
+def checked(batch: Batch | InputError) -> Batch:
+    """The batch. Raises the error that `collate` returns in place of one."""
+    if isinstance(batch, InputError):
+        raise batch
+    return batch
 
 
 def open_data(
@@ -166,11 +172,18 @@ def open_data(
     examples: int | None = None,
     prefix: int = 0,
     mean: Sequence[float] = (0.5, 0.5, 0.5),
+    known: Sequence[str] = (),
+    count: int | None = None,
+    measure: Callable[[Subset | None, Source], bool] | None = None,
 ) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError.
 
     examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches. mean: the
-    model's, the colour around the images of crop_mode="border".
+    model's, the colour around the images of crop_mode="border". known: the names of the classes of `config.weights`; in
+    a run they decide the order of the same names, in an evaluation those of the data must be among them. count: how
+    many classes the weights have. measure: for an evaluation that reads no training images, so that there need be none;
+    called with the share that training holds out and all images, it says whether the share is measured, else all are;
+    where the data has a validation split, it is called with None and that.
     """
     packing = native = None
     if config.task == "eval":
@@ -178,15 +191,33 @@ def open_data(
     else:
         packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
     least = (1, 1) if native else patch_size  # the least sides of an image that counts as readable
-    at_once = config.batch_size, config.seed
-    sources = open_sources(config.data, config.data_dir, img_size, least, *at_once, upright=config.exif_orientation)
-    train, val = select(config, *sources)
-    classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
-    if not classes:
-        raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
-    if config.num_classes not in (None, len(classes)):
+    train, val = open_sources(config.data, config.data_dir, img_size, least, config)
+    if measure and known and val is not None:
+        train = None  # whose classes matter to nobody
+    if train is None and not measure:
+        raise InputError(f"{config.data!r} has no training images, only {val.where}")
+    sources = [each for each in (train, val) if each is not None]
+    classes = sources[0].classes
+    if classes and config.num_classes not in (None, len(classes)):
         have = f"num_classes={config.num_classes}, and data set {config.data!r} has {len(classes)} classes"
         raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
+    if config.task != "eval" and {*known} != {*classes}:
+        known = ()
+    owner = (config.weights,) if known or count else ()
+    classes = settle_classes(sources, config.data, known, config.num_classes or count, *owner)
+    if val is None:
+        share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
+        if measure is None:
+            logger.info(
+                "%s has no val/: %g %% of the images of each class are kept for validation", config.data, 100 * HELD_OUT
+            )
+        if measure is None and not len(share):
+            one = "has no val/ and one image of each class, of which none can validate; add more"
+            raise InputError(f"{config.data} {one}")
+        val, train = (share, rest) if measure is None or measure(share, train) else (train, train)
+    elif measure is not None:
+        measure(None, val)
+    train, val = select(config, val if train is None else train, val)
     if train.multi_label and config.task != "eval" and config.objective == "softmax":
         several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
         raise InputError(f"{several}: add --set objective=sigmoid")
@@ -197,9 +228,6 @@ def open_data(
         jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
-    if isinstance(train, Shards) and config.task != "eval" and train.files and train.files.apart is not None:
-        said = f"{train.files.name(train.files.apart)}: its .cls lies apart from it"
-        raise InputError(f"{said}, and training reads shards in order; write them with tar --sort=name")
     train_transform, eval_transform = (None, None) if train.transformed else transforms(config, img_size, mean)
     if packing is not None:
         if isinstance(train, Shards):

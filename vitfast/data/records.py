@@ -3,19 +3,16 @@
 import glob
 import itertools
 import os
-import tarfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
-from .image_files import SUFFIXES, image_files, suffix
+from .image_files import SUFFIXES, PassedOver, image_files, is_clutter, suffix
 from .images import Unreadable, printable
-from .shards import Slice, tar_members
-
-PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
-LISTS = (".txt", ".lst")
+from .lists import LISTS, PATHS, read_paths
+from .shards import Slice, tar_images
 
 
 class Record(NamedTuple):
@@ -29,13 +26,13 @@ class Record(NamedTuple):
 def records(spec: str, column: str | None = None) -> Iterable[Record]:
     """Lists the images that a spec names, always in the same order.
 
-    spec: a folder of images at any depth; a list of paths, one a line (.txt), from the current folder; WebDataset
-    shards or Parquet files: a file, a folder of them, a pattern in the shell's words (`*`, `?`, `{000..099}`). column:
-    of a Parquet file, with the images' bytes, or with paths relative to the file's folder; None: the one column of
-    bytes or of Hugging Face's images, else the first of PATHS.
+    spec: a folder of images at any depth; a list of paths that `read_paths` takes, "-" for the standard input;
+    WebDataset shards or Parquet files: a file, a folder of them, a pattern in the shell's words (`*`, `?`,
+    `{000..099}`). column: of a Parquet file, with the images' bytes, or with paths relative to the file's folder;
+    None: the one column of bytes or of Hugging Face's images, else the first of PATHS.
     Nothing is decoded here. Raises InputError if there are no images or they cannot be listed.
     """
-    files, root = _files(spec)
+    files, root = _files(spec) if spec != "-" else ([], "")
     kinds = sorted({kind for kind in map(_kind, files) if kind})
     if kinds and os.path.isdir(spec) and any(suffix(name) in SUFFIXES for name in os.listdir(spec)):
         raise InputError(f"{spec} has both images and {kinds[0]} files; name those to embed, as {spec}/*{kinds[0]}")
@@ -47,7 +44,7 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
         return (record for path in files for record in _of_tar(path, root))
     if kinds == [".parquet"]:
         return (record for path in files for record in _of_parquet(path, root, column))
-    if os.path.isfile(spec) and suffix(spec) in LISTS:
+    if spec == "-" or (os.path.isfile(spec) and suffix(spec) in LISTS):
         return _of_list(spec)
     return _of_folder(spec)
 
@@ -59,7 +56,7 @@ def _kind(path: str) -> str:
 def _files(spec: str) -> tuple[list[str], str]:
     """The .tar and .parquet files of a spec, sorted, and the folder that their names start from."""
     if os.path.isdir(spec):
-        return sorted(os.path.join(spec, name) for name in os.listdir(spec) if _kind(name)), spec
+        return sorted(os.path.join(spec, n) for n in os.listdir(spec) if _kind(n) and not is_clutter(n)), spec
     if os.path.exists(spec):
         return [spec] if _kind(spec) else [], os.path.dirname(spec)
     patterns = [spec]
@@ -88,14 +85,8 @@ def _of_folder(spec: str) -> Iterator[Record]:
 
 
 def _of_list(spec: str) -> Iterator[Record]:
-    found = False
-    with open(spec, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-        for line in file:
-            if path := line.rstrip("\r\n"):
-                found = True
-                yield Record(printable(path), path, os.path.getsize(path) if os.path.isfile(path) else -1)
-    if not found:
-        raise InputError(f"{spec} names no image; it must hold a path in each line")
+    for written, path in read_paths(spec):
+        yield Record(printable(written), path, os.path.getsize(path) if os.path.isfile(path) else -1)
 
 
 # ---- WebDataset
@@ -103,18 +94,13 @@ def _of_list(spec: str) -> Iterator[Record]:
 
 def _of_tar(path: str, root: str) -> Iterator[Record]:
     """The images of a shard by their names, in the order in which they lie there."""
-    shard, found = os.path.relpath(path, root or "."), False
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar_members(tar):
-                if member.isfile() and suffix(member.name) in SUFFIXES:
-                    found = True
-                    content = Slice(path, member.offset_data, member.size)
-                    yield Record(printable(f"{shard}/{member.name}"), content, member.size)
-    except (tarfile.TarError, OSError) as error:
-        raise InputError(f"shard {path} cannot be read ({error})") from None
+    shard, found, passed = os.path.relpath(path, root or "."), False, PassedOver()
+    for member in tar_images(path, passed):
+        found = True
+        yield Record(printable(f"{shard}/{member.name}"), Slice(path, member.offset_data, member.size), member.size)
+    passed.say(path)
     if not found:
-        raise InputError(f"no image in shard {path}; known are files that end in {', '.join(sorted(SUFFIXES))}")
+        raise InputError(f"no image in shard {path}; images are files that Pillow can open, such as .jpg and .png")
 
 
 # ---- Parquet

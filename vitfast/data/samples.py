@@ -25,6 +25,7 @@ from .sources import Source
 Batch = tuple[Tensor, Tensor, list[str]]
 ONE = Ranks()
 PADDING = -1  # the label of a sample that counts nowhere: unreadable, or filling up a rank's last batch (its epoch too)
+WINDOW = 16_384  # places by which a sample of shards moves
 REPLACEMENTS = 20  # unreadable samples in a row after which a data set is given up
 
 
@@ -83,21 +84,40 @@ class Samples(Dataset):
 
 
 @functools.lru_cache(3)  # samples of the two epochs before may still be waiting
-def epoch_order(length: int, seed: int, epoch: int, sides: range = range(1)) -> tuple[list[int], list[int]]:
-    """The order of the samples in an epoch, and one of the sizes for each position in it."""
+def epoch_order(
+    length: int, seed: int, epoch: int, sides: range = range(1), shards: tuple[int, ...] = ()
+) -> tuple[list[int], list[int]]:
+    """The order of the samples in an epoch, and one of the sizes for each position in it.
+
+    shards: how many samples lie in each file of several, which are then read file by file, so that a slow disk reads
+    ahead: the files are shuffled, and each sample moves by up to WINDOW places.
+    """
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
-    order = torch.randperm(length, generator=generator).tolist()
+    if len(shards) > 1 and length > WINDOW:
+        parts = torch.arange(length).split(shards)
+        order = torch.cat([parts[i] for i in torch.randperm(len(parts), generator=generator)])
+        moved = torch.arange(length) + WINDOW * torch.rand(length, generator=generator, dtype=torch.float64)
+        order = order[moved.argsort()].tolist()
+    else:
+        order = torch.randperm(length, generator=generator).tolist()
     return order, [sides[i] for i in torch.randint(len(sides), (length,), generator=generator).tolist()]
 
 
 def stream_keys(
-    length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE
+    length: int,
+    batch_size: int,
+    seed: int,
+    start: int,
+    stop: int,
+    ranks: Ranks = ONE,
+    shards: tuple[int, ...] = (),
 ) -> Iterator[list[tuple[int, int]]]:
     """Lists of (epoch, index): this rank's part of the batches of steps `start` to `stop`."""
     first, last = ranks.share(batch_size)
     for step in range(start * batch_size, stop * batch_size, batch_size):
-        places = (divmod(position, length) for position in range(step + first, step + last))
-        yield [(epoch, epoch_order(length, seed, epoch)[0][offset]) for epoch, offset in places]
+        places = [divmod(position, length) for position in range(step + first, step + last)]
+        orders = {epoch: epoch_order(length, seed, epoch, shards=shards)[0] for epoch in {e for e, _ in places}}
+        yield [(epoch, orders[epoch][offset]) for epoch, offset in places]
 
 
 def stack(images: tuple) -> Tensor:

@@ -1,6 +1,7 @@
 """Data sets in shards: WebDataset tar files, streamed Hugging Face data sets, TensorFlow data sets."""
 
 import io
+import os
 import tarfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ from timm.data import IterableImageDataset
 from torch.utils.data import IterableDataset
 
 from ..errors import InputError
-from ..run.config import MOST_CLASSES
+from .classes import class_number, text_classes
 from .contents import read_bytes
+from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .sources import Source
 
-SUFFIXES = ("jpg", "jpeg", "png", "webp")  # the images of WebDataset shards
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 class Slice(NamedTuple):
@@ -36,31 +38,35 @@ class Slice(NamedTuple):
 
 
 class ShardFiles(Source):
-    """The images of local WebDataset shards by index, read out of the tar files where they lie.
+    """The images of local WebDataset shards by index, read out of the tar files where they lie."""
 
-    apart: the first image whose class lies elsewhere in its shard than beside it, where reading in order misses both.
-    """
-
-    def __init__(self, paths: list[Path]):
-        self.paths, self.labels, self.names = paths, [], []
-        self.where, self.apart = array("q"), None  # where: shard, offset, bytes of each image
+    def __init__(self, paths: list[Path], where: str = ""):
+        self.paths, self.names, self.where = paths, [], where or str(paths[0])
+        self.places, counts = array("q"), []  # places: shard, offset, bytes of each image
+        labels, passed = [], PassedOver()
         for number, path in enumerate(paths):
-            for name, offset, size, label, beside in _members(path):
-                if self.apart is None and not beside:
-                    self.apart = len(self.names)
-                self.where.extend((number, offset, size))
+            for name, offset, size, label in _samples(path, passed):
+                self.places.extend((number, offset, size))
                 self.names.append(name)
-                self.labels.append(label)
-        self.classes = [str(i) for i in range(max(self.labels, default=-1) + 1)]
+                labels.append(label)
+            counts.append(len(labels) - sum(counts))
+        passed.say(self.where)
+        if not labels:
+            raise InputError(f"{self.where}: no image in it has a class (NAME.jpg and NAME.cls)")
+        self.shards = tuple(counts)
+        numeric = all(isinstance(label, int) for label in labels)
+        self.classes, numbers = ([], None) if numeric else text_classes(map(str, labels))
+        named = ((self.name(i), label if numeric else str(label)) for i, label in enumerate(labels))
+        self.labels = [class_number(label, numbers, None, name) for name, label in named]
 
     def name(self, index: int) -> str:
-        return printable(f"{self.paths[self.where[3 * index]]}, {self.names[index]}")
+        return printable(f"{self.paths[self.places[3 * index]]}, {self.names[index]}")
 
     def described(self, index: int) -> tuple[str, int, int]:
-        return self.names[index], self.labels[index], self.where[3 * index + 2]
+        return self.names[index], self.labels[index], self.places[3 * index + 2]
 
     def __getitem__(self, index: int):
-        shard, offset, size = self.where[3 * index : 3 * index + 3]
+        shard, offset, size = self.places[3 * index : 3 * index + 3]
         content = read_bytes(Slice(self.paths[shard], offset, size), self.name(index))
         return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
 
@@ -76,57 +82,75 @@ def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError(f"damaged at byte {tar.offset}")
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int, int, bool]]:
-    """(name, offset, bytes, class, whether that lies beside it) of a shard's images that have a .cls."""
-    images, labels, last, run = {}, {}, None, 0  # run: of files of one key, side by side
+def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:
+    """The members of a tar file that are images, in the order in which they lie there.
+
+    used: called with the tar file and each other member; whether it is used, and so not passed over. Raises InputError
+    for a file that is no tar file, or a damaged or compressed one: images are read where they lie.
+    """
     try:
-        with tarfile.open(path, "r:") as tar:  # not compressed: images are read where they lie
+        with tarfile.open(path, "r:") as tar:
             for member in tar_members(tar):
-                folder, _, name = member.name.rpartition("/")
-                key, dot, suffix = name.partition(".")
-                if member.isfile() and dot and (folder, key) != last:
-                    last, run = (folder, key), run + 1
-                if member.isfile() and suffix.lower() == "cls":
-                    labels[folder, key] = int(tar.extractfile(member).read()), run
-                elif member.isfile() and suffix.lower() in SUFFIXES:
-                    images[folder, key] = (member.name, member.offset_data, member.size), run
+                if not member.isfile() or is_clutter(member.name) or used(tar, member):
+                    continue
+                if is_image(member.name, lambda member=member: tar.extractfile(member), passed):
+                    yield member
     except (tarfile.TarError, OSError, ValueError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
-    for key, (image, place) in images.items():
-        label, beside = labels.get(key, (0, 0))
-        if not 0 <= label < MOST_CLASSES:
-            which, most = f"{printable(image[0])} has the class {label}", MOST_CLASSES - 1
-            raise InputError(f"shard {path}: {which}; classes are numbers from 0 to at most {most:,}")
+
+
+def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, int | str]]:
+    """(name, offset, bytes, class) of a shard's images that have a .cls: a number, or a name."""
+    images, labels = {}, {}
+
+    def is_class(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
+        if suffix(member.name) != ".cls":
+            return False
+        text = tar.extractfile(member).read().decode().strip()
+        if not text:
+            raise ValueError(f"{member.name} is empty")
+        labels[os.path.splitext(member.name)[0]] = int(text) if text.removeprefix("-").isdecimal() else text
+        return True
+
+    for member in tar_images(path, passed, is_class):
+        key = os.path.splitext(member.name)[0]
+        if images.setdefault(key, member) is not member:
+            passed.add(f"second images of one name, such as {printable(member.name)}")
+    for key, member in images.items():
         if key in labels:
-            yield *image, label, beside == place
+            yield member.name, member.offset_data, member.size, labels[key]
+    if alone := [member.name for key, member in images.items() if key not in labels]:
+        passed.add(f"images without a .cls, such as {printable(alone[0])}", count=len(alone))
+    if missing := [key for key in labels if key not in images]:
+        passed.add(f".cls without an image, such as {printable(missing[0])}.cls", count=len(missing))
 
 
-def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles:
-    """The shards of a split below `root`. Raises InputError where there are none."""
+def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
+    """The shards of a split below `root`: those of the first prefix that has some; "" stands for all."""
     for prefix in prefixes:
-        paths = sorted([*root.glob(f"{prefix}*.tar"), *root.glob(f"{prefix}/*.tar")])
-        if paths:
-            found = ShardFiles(paths)
-            if not len(found):
-                raise InputError(
-                    f"{paths[0]}{' ...' if paths[1:] else ''}: no image in it has a class (NAME.jpg and NAME.cls)"
-                )
-            return found
-    raise InputError(f"no shards {root}/{prefixes[0]}*.tar; WebDataset folders hold train-*.tar and val-*.tar")
+        places = [*root.glob(f"{prefix}*"), *(root.glob(f"{prefix}/*") if prefix else ())]
+        files = sorted(path for path in places if path.name.endswith((".tar", *PACKED)) and not is_clutter(path.name))
+        if packed := [path for path in files if path.suffix != ".tar"]:
+            raise InputError(f"shard {packed[0]} is compressed: unpack it, since images are read where they lie")
+        if files:
+            return ShardFiles(files, f"{root}/{prefix}*.tar" if files[0].parent == root else f"{root}/{prefix}/*.tar")
+    return None
 
 
 class Shards(Source):
-    """An iterable data set of timm's factory, without a transform: read in order, not by index.
+    """An iterable data set of timm's factory, without a transform: read in order, not by index."""
 
-    files: the same images by index, where they are local.
-    """
-
-    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], files: ShardFiles | None = None):
-        self.spec, self.dataset, self.classes, self.files = spec, dataset, classes, files
+    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], numbers: dict | None):
+        self.spec, self.where, self.dataset, self.classes, self.numbers = spec, spec, dataset, classes, numbers
 
     def __len__(self) -> int:
         """The samples of the whole set; timm's own length is that of one rank, rounded up for its workers."""
         return self.dataset.reader.num_samples
+
+    def label(self, label: object, number: int) -> int:
+        """The class number of item `number` of a pass. Raises InputError."""
+        where = f"{self.spec}, image {number} of a pass,"
+        return class_number(label, self.numbers, len(self.classes) or None, where)
 
     def image(self, content, number: int) -> Image.Image:
         """The RGB image of `content`, which is item `number` of a pass over the set. Raises Unreadable."""
@@ -147,7 +171,7 @@ class ShardSamples(IterableDataset):
     """(uint8 (C, H, W), label, unreadable) of each image of one pass, transformed where it is read.
 
     An image that cannot be read becomes the pair `blank`; without one (in training) it is left out, and its message
-    comes with the next image. In WebDataset's shards timm passes over what it cannot decode, with a warning.
+    comes with the next image. A label that is no class becomes an InputError in place of the sample.
     """
 
     def __init__(self, source: Shards, transform: Callable, blank: tuple | None = None):
@@ -157,12 +181,16 @@ class ShardSamples(IterableDataset):
         unreadable = []
         for number, (content, label) in enumerate(self.source.dataset):
             try:
+                label = self.source.label(label, number)
                 image = self.transform(self.source.image(content, number))
             except Unreadable as error:
                 unreadable.append(str(error))
                 if self.blank is None:
                     continue
                 image, label = self.blank
+            except InputError as error:
+                yield error
+                return
             yield np.asarray(image), label, unreadable
             unreadable = []
 

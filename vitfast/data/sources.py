@@ -1,7 +1,9 @@
 """Sources of images with their labels, and parts of them."""
 
+import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -12,12 +14,25 @@ class Source:
     class numbers, or vectors of zeros and ones where an image has any number of classes (`multi_label`).
     """
 
-    classes: list[str]
+    where: str = ""  # the folder, the shards or the split, in messages
+    classes: list[str] = []  # their names; empty where the data only numbers them, until `settle_classes`
     labels: list | None = None  # of each image, where they are known without reading images
+    numbers: dict | None = None  # class numbers of labels as the data has them, of which `labels` are not known
+    shards: tuple[int, ...] = ()  # how many images lie in each file of several images, in their order
     transformed = multi_label = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def renumber(self, places: list[int], classes: list[str]) -> None:
+        """Gives class k the number places[k] among other classes."""
+        if self.multi_label:
+            self.labels = [tuple(places[k] for k in some) for some in self.labels]
+        elif self.labels is not None:
+            self.labels = [places[k] for k in self.labels]
+        if self.numbers is not None:
+            self.numbers = {label: places[k] for label, k in self.numbers.items()}
+        self.classes = classes
 
     def name(self, index: int) -> str:
         """The name of an image in messages."""
@@ -33,13 +48,19 @@ class Subset(Source):
     def __init__(self, source: Source, indices: list[int]):
         if isinstance(source, Subset):
             source, indices = source.source, [source.indices[i] for i in indices]
-        self.source, self.indices, self.classes = source, indices, source.classes
+        self.source, self.indices, self.classes, self.where = source, indices, source.classes, source.where
         self.transformed, self.multi_label = source.transformed, source.multi_label
 
     @property
     def labels(self) -> list | None:
         known = self.source.labels
         return None if known is None else [known[i] for i in self.indices]
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        if not self.source.shards or any(a > b for a, b in itertools.pairwise(self.indices)):
+            return ()
+        return tuple(np.diff(np.searchsorted(self.indices, np.cumsum((0, *self.source.shards)))).tolist())
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import PIL
@@ -12,9 +14,11 @@ import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..data.datasets import fingerprint
 from ..data.loader import Data, open_data
 from ..data.resize import INSTALLED
 from ..data.samples import PADDING, counts
+from ..data.sources import Source, Subset
 from ..errors import InputError
 from ..model.baselines import load_any, sizes
 from ..model.checkpoint.files import HUB, locate
@@ -212,47 +216,73 @@ def compare_pillow(weights: str) -> None:
 
 
 def open_weights(
-    config: Config, img_size: int | None = None
+    config: Config, img_size: int | None = None, split: str | None = None
 ) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
-    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
+    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`.
+
+    split: of `evaluate_weights`, whose classes are the model's; None: the classes are the data's own.
+    """
     device = choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
     compare_pillow(config.weights)
     check_sizes(model, config)
-    data = open_data(cut_as_told(config, model), *sizes(model), device, mean=model.mean)
+    known = {}
+    if split is not None:
+        names, count = tuple(map(str, getattr(model, "class_names", None) or ())), model.num_classes or None
+        known = dict(known=names, count=count, measure=partial(measures_share, config, split))
+    data = open_data(cut_as_told(config, model), *sizes(model), device, mean=model.mean, **known)
     return model, data, device, autocast_dtype(config.amp, device)
 
 
-def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError where the model's classes are not as many as the data's, or in another order.
+def measures_share(config: Config, split: str, share: Subset | None, whole: Source) -> bool:
+    """Whether an evaluation of data without a validation split measures the share that training holds out.
 
-    Other names may mean the same, so they cause a warning. Names that are numbers are not compared.
+    It does where the run that made the weights trained on this data, unless `split` says "all" or "val". share: None
+    where the data has a validation split, `whole`. What is measured is logged.
     """
-    weights, spec = data.config.weights, data.config.data
+    if share is None:
+        if split == "all":
+            raise InputError(f"--split all: {config.data} has {whole.where} to measure; give --data another folder")
+        logger.info("measures the %s images of %s", f"{len(whole):,}", whole.where)
+        return False
+    record = run_record(config.weights)
+    index, theirs = record.get("data", {}), record.get("settings", {}).get("data") or ""
+
+    def is_part(source: Source, part: str) -> bool:
+        found = fingerprint(source) if len(source) and index else {}
+        return bool(found) and all(index.get(f"{part}_{kind}") == found[kind] for kind in ("labels", "sizes"))
+
+    own = is_part(share, "val") or (bool(theirs) and os.path.realpath(theirs) == os.path.realpath(config.data))
+    of_share = split == "val" or (own and split != "all")
+    said = "which training holds out" + (", as the run of these weights did" if own else "")
+    if of_share:
+        said = f"{len(share)} of the {len(whole)} images of {whole.where}, {said}; --split all measures all of them"
+    else:
+        seen = "; its run trained on them" if is_part(whole, "train") or own else ""
+        said = f"all {len(whole)} images of {whole.where}{seen}; --split val measures the tenth {said}"
+    logger.info("measures %s", said)
+    return of_share
+
+
+def check_classes(model: nn.Module, data: Data) -> None:
+    """Raises InputError where the model's classes are not as many as the data's."""
     if model.num_classes != len(data.classes):
+        weights, spec = data.config.weights, data.config.data
         raise InputError(
             f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}; "
             "fine-tune it on this data first"
         )
-    names = list(map(str, getattr(model, "class_names", None) or ()))
-    if not names or all(name.isdigit() for name in names) or all(name.isdigit() for name in data.classes):
-        return
-    first = next((i for i, (ours, theirs) in enumerate(zip(names, data.classes)) if ours != theirs), None)
-    if first is None:
-        return
-    differ = f"class {first} is {names[first]!r} in {weights} and {data.classes[first]!r} in {spec}"
-    if set(names) == set(data.classes):
-        raise InputError(f"{differ}, with the same names in another order: rename the class folders to sort like them")
-    logger.warning("%s: the accuracy is right only if names in the same place mean the same class", differ)
 
 
-def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None) -> dict:
+def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None, split: str = "") -> dict:
     """Accuracy of `config.weights` on the validation split of `config.data`.
 
-    real: the path for `real_labels`; adds `real_accuracy` over the `real_images` that have such labels. Raises
-    InputError if weights and data do not fit.
+    Classes are compared by their names where weights and data have names. real: the path for `real_labels`; adds
+    `real_accuracy` over the `real_images` that have such labels. split: what is measured of data without a validation
+    split: "all" images, "val" for the share that training holds out, "" for that share if the weights' own run trained
+    on this data, else all. Raises InputError if weights and data do not fit.
     """
-    model, data, device, dtype = open_weights(config, img_size)
+    model, data, device, dtype = open_weights(config, img_size, split)
     check_classes(model, data)
     if real is None:
         return evaluate(model, data, device, dtype)

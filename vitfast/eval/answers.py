@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.datasets import by_index
 from ..data.loader import Data
 from ..data.samples import ONE, PADDING
 from ..data.shards import Shards
@@ -100,7 +99,7 @@ def look(
 
     model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
     """
-    source, collector, images = by_index(data.val), Collector(objective), []
+    source, collector, images = data.val, Collector(objective), []
     if chosen := None if isinstance(source, Shards) else evenly(len(source), most):
         source = Subset(source, chosen)
     size = min(data.config.eval_batch_size, most)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.datasets import by_index
 from ..data.loader import Data
 from ..data.sources import Subset
 from ..errors import InputError
@@ -75,7 +74,7 @@ def training_features(model, data: Data, shots: list[int | None], seeds: int, de
         every = {(None, 0): np.arange(len(labels))} if None in shots else {}
         return every | {(n, s): draw_shots(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
-    source = by_index(data.train)
+    source = data.train
     labels = None if None in shots or source.multi_label else source.labels
     if labels is None:
         found = features(model, data, source, device, dtype)

@@ -6,22 +6,29 @@ is the same run on eight GPUs, all by torch.distributed. One process goes throug
 nothing.
 """
 
+import hashlib
 import itertools
+import json
 import logging
 import os
 import re
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import PIL
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingError, both_ends
+from ..version import __version__
+from .config import Config, as_plain
 from .device import choose_device
 
 GO, STOP, FAILED = 0, 1, 2  # the ranks' flags before every step; the largest counts
+OWN = frozenset("about output device workers data_dir".split())  # settings that may differ between machines
 
 
 def world_size() -> int:
@@ -104,17 +111,55 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def gather(self, value: object) -> list:
+        """The values of all ranks, by rank."""
+        everyone = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyone, value, group=self.control)
+        return everyone
+
     def union(self, texts: list[str]) -> list[str]:
         """The texts of all ranks, each once."""
-        everyone = [texts] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everyone, texts, group=self.control)
-        return list(dict.fromkeys(itertools.chain(*everyone)))
+        return list(dict.fromkeys(itertools.chain(*self.gather(texts))))
+
+    def check_same(
+        self, facts: dict[str, object], listed: dict[str, Callable[[], list]] = MappingProxyType({})
+    ) -> None:
+        """Raises the same InputError on every rank where a fact is not the same on all of them.
+
+        facts: JSON's values by name, in one order. Ranks exchange hashes, and the values of the first that differs.
+        listed: functions that list what facts that are hashes themselves stand for.
+        """
+        if self.world == 1:
+            return
+        hashes = [hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest() for each in facts.values()]
+        for (name, value), found in zip(facts.items(), zip(*self.gather(hashes))):
+            if rank := next((i for i, each in enumerate(found) if each != found[0]), 0):
+                value = listed[name]() if name in listed else value
+                raise InputError(f"every rank must have the same {name}; {_difference(self.gather(value), rank)}")
 
     def wait(self) -> None:
         """Returns once every rank has called it."""
         if self.world > 1:
             dist.barrier(group=self.control)
+
+
+def _difference(values: list, rank: int) -> str:
+    """How a rank differs from the first rank: in a place of a list, in up to three entries of a dict."""
+    pair, sides = (values[rank], values[0]), f"{{}} on rank {rank} and {{}} on the first rank".format
+    if listed := isinstance(values[0], list):
+        pair = [{f"place {i}": each for i, each in enumerate(value, 1)} for value in pair]
+    if not isinstance(pair[1], dict):
+        return f"it is {sides(*map(ascii, pair))}"  # ascii: names that differ may look alike
+    told = {name: [ascii(v[name]) if name in v else "missing" for v in pair] for name in pair[1] | pair[0]}
+    found = [f"{name} is {sides(other, first)}" for name, (other, first) in told.items() if other != first]
+    return "; ".join(found[: 1 if listed else 3])
+
+
+def run_facts(config: Config) -> dict[str, dict]:
+    """The versions and the settings that every rank of a run needs alike."""
+    versions = dict(vitfast=__version__, Pillow=PIL.__version__, PyTorch=str(torch.__version__))
+    return dict(versions=versions, settings={k: v for k, v in as_plain(config).items() if k not in OWN})
 
 
 def join(device: torch.device) -> tuple[Ranks, torch.device]:

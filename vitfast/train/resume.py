@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,20 +49,27 @@ logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 CHANGED = dict(names="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
-SPLITS = ("train", "val")
+SPLITS = dict(train="training images", val="validation images")
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # what state.json must have, with the types
 
 
-def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
-    """The classes, the numbers of images and the `fingerprint` of the data of a run.
+def data_index(data: Data, record: dict, checkpoint: Path | None) -> dict:
+    """The classes, the numbers of images and the `fingerprint` of a run's data, alike on all ranks.
 
-    saved: the index in the checkpoint that the run goes on from. Raises InputError where the two differ.
+    record: that of the checkpoint that the run goes on from, or {}. Every rank asks for the size of each file. Raises
+    InputError where ranks differ in the data or in the step of the checkpoint, and where the checkpoint has other data.
     """
+    facts, listed = {"step to go on from": record.get("step"), "classes": list(data.classes)}, {}
     index = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
-    for split, source in zip(SPLITS, (data.train, data.val)):
-        index |= {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
-    if saved is not None:
-        check_data(saved, index, checkpoint)
+    for (split, said), source in zip(SPLITS.items(), (data.train, data.val)):
+        found = {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
+        index |= found
+        facts[said] = [len(source), found]
+        if found:  # the name, the class and the size of each file
+            listed[said] = partial(list, map(source.described, range(len(source))))
+    data.ranks.check_same(facts, listed)
+    if record:
+        data.ranks.on_first(check_data, record["data"], index, checkpoint)
     return index
 
 

@@ -52,10 +52,14 @@ def set_up(
         with torch.device("meta"):
             _say_what_is_its_own(config)
             model = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-    data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean)
+    known = tuple(map(str, getattr(model, "class_names", None) or ())) if source else ()
+    prefix = prefix_of(config, model)
+    data = open_data(config, *sizes(model), device, ranks, examples, prefix, model.mean, known)
+    numbers = [str(number) for number in range(len(data.classes))]  # of data without names
+    renamed = known and data.classes != numbers and list(known) != data.classes
     if not source:
         model = new_model(config, len(data.classes))
-    elif model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
+    elif model.num_classes != len(data.classes) or (not checkpoint and (renamed or config.task == "finetune")):
         replace_head(model, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.

@@ -17,7 +17,7 @@ from ..eval.accuracy import evaluate
 from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
-from ..run.distributed import FAILED, GO, STOP, join, peers_told
+from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
 from ..run.files import write_text
 from ..run.lock import locked
 from .early import EarlyStop
@@ -56,11 +56,13 @@ class Trainer:
         self.config, self.run, self.resume, self.on_metrics = config, Path(config.output), resume, on_metrics
         check_output(self.run)
         self.ranks, self.device = join(choose_device(config.device))
+        self.ranks.check_same(run_facts(config))
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         self.config = config = as_begun(config, record)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
+        self.index = data_index(self.data, record, self.checkpoint)
         introduce(config, model, self.data, self.device, self.dtype)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
@@ -68,8 +70,6 @@ class Trainer:
         self.packed = PackedTotals()
         self.answers = None  # those of the last evaluation, for the report
         self.saved = None  # the step of the run's last checkpoint
-        self.index = {}  # the `data_index`, on the first rank alone
-        self.ranks.on_first(lambda: self.index.update(data_index(self.data, record.get("data"), self.checkpoint)))
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]

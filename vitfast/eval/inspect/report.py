@@ -17,6 +17,7 @@ from ...data.images import Unreadable
 from ...data.shards import Shards
 from ...errors import InputError
 from ...model.vit import ViT
+from ...run.config import Config
 from ...run.files import as_csv
 from ...run.results import Results
 from ..answers import evenly
@@ -75,7 +76,8 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
     elif Path(spec).exists():
         raise InputError(f"--data {spec} is a file; give a folder of images")
     else:
-        source = open_sources(spec, "", size, (1, 1), 1, 0)[1]
+        train, val = open_sources(spec, "", size, (1, 1), Config(task="eval"))
+        source = val or train
     if isinstance(source, Shards):
         other = "give a folder of images, 'digits', torch/... or hfds/..."
         raise InputError(f"--data {spec} is read in order only; {other}")

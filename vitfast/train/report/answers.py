@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
-from ...data.datasets import by_index
 from ...data.images import printable
 from ...data.loader import Data
 from ...data.samples import ONE, counts
@@ -86,7 +85,7 @@ def _classes(answers: Answers, data: Data) -> tuple[str, str]:
 
 def _training_counts(data: Data) -> np.ndarray | None:
     """How many training images each class has; None where only reading them would tell."""
-    labels = by_index(data.train).labels
+    labels = data.train.labels
     if labels is None:
         return None
     labels = itertools.chain.from_iterable(labels) if data.multi_label else labels
@@ -107,7 +106,7 @@ def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> t
 def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -> tuple[str, str]:
     """The wrongly classified images, up to SHOWN of them, the most confident first."""
     wrong, looked, note = answers.wrong, looked_at(answers, data), ""
-    if isinstance(by_index(data.val), Shards):
+    if isinstance(data.val, Shards):
         answers, images = look(model, data, device, dtype, objective, STREAMED)
         note = f" The data is read in order: the pictures are of the first {len(answers):,} images."
         shown = answers.wrong[:SHOWN]
@@ -133,7 +132,7 @@ def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -
 
 def _place(answers: Answers, data: Data, number: int) -> str:
     """A line with the name of an answer's image, without the folder of the data."""
-    name = by_index(data.val).name(int(answers.index[number]))
+    name = data.val.name(int(answers.index[number]))
     return "\n" + name.removeprefix(printable(str(Path(data.config.data))) + "/")
 
 
@@ -146,13 +145,13 @@ def images_at(data: Data, indices: list[int]) -> Iterator[Tensor]:
     """The validation images at these indices as the model reads them, uint8 (C, H, W)."""
     config = dataclasses.replace(data.config, eval_batch_size=16)
     data = dataclasses.replace(data, config=config, workers=0, ranks=ONE)
-    for images, _, _ in data.in_order(Subset(by_index(data.val), indices)) if indices else ():
+    for images, _, _ in data.in_order(Subset(data.val, indices)) if indices else ():
         yield from images
 
 
 def first_images(data: Data, count: int) -> Tensor:
     """`count` validation images (n, C, H, W) that can be read: evenly spread, or the first of Shards."""
-    source = by_index(data.val)
+    source = data.val
     if not isinstance(source, Shards):
         source = Subset(source, evenly(len(source), count))
     config = dataclasses.replace(data.config, eval_batch_size=count)

@@ -1,0 +1,130 @@
+"""The classes of a data set: their one order, and their numbers where two sides name them."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+
+from ..errors import InputError, both_ends
+from ..run.config import MOST_CLASSES
+from .images import printable
+
+NAMED = 3  # how many classes a message names
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Each name once, in the one order of all classes and files: as people count (2 before 10), as timm's.
+
+    Names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", are in the order of their
+    letters, so that the order is the same in every process.
+    """
+    return sorted(set(names), key=_key)
+
+
+def _key(name: str) -> tuple:
+    parts = re.split("([0-9]+)", name.lower())
+    parts[1::2] = [(len(digits := part.lstrip("0")), digits) for part in parts[1::2]]
+    return parts, name
+
+
+def first_of(names: Sequence[str], others: Iterable[str] = ()) -> str:
+    """The first three names as text; a name that looks like one of the others is quoted and escaped."""
+    alike = {_look(name): name for name in others}
+    shown = [ascii(n) if alike.get(_look(n), n) != n or n != n.strip() else printable(n) for n in names[:NAMED]]
+    return f"{', '.join(shown)}{' ...' if len(names) > NAMED else ''}"
+
+
+def _look(name: str) -> str:
+    """A name without the differences that no eye sees: composed accents, blanks around it."""
+    return unicodedata.normalize("NFKC", name).strip()
+
+
+def library_classes(dataset: object) -> tuple[list[str], dict | None]:
+    """(classes, class number of each label) as a library's data set names them; ([], None) where it does not.
+
+    Several names of one index, as torchvision's ImageNet has them, are one class, "tench, Tinca tinca". Indices may
+    begin at 1 and have gaps. A label may be the index or one of the names.
+    """
+    index, listed = getattr(dataset, "class_to_idx", None) or {}, getattr(dataset, "classes", None) or ()
+    names: dict[int, list[str]] = {}
+    if listed and len(listed) > max(map(int, index.values()), default=0):  # ImageNet has two classes named "crane"
+        names = {i: [each] if isinstance(each, str) else list(map(str, each)) for i, each in enumerate(listed)}
+    else:
+        for name, number in index.items():
+            names.setdefault(int(number), []).append(str(name))
+    if not names:
+        return [], None
+    places = {number: place for place, number in enumerate(sorted(names))}
+    numbers = {name: places[number] for number, some in names.items() for name in some} | places
+    return [", ".join(names[number]) for number in places], numbers
+
+
+def class_number(label: object, numbers: Mapping | None, count: int | None, where: str) -> int:
+    """The class number of a label as a data set has it: `numbers[label]`, or the label itself.
+
+    numbers: of the labels that are names or a library's indices; None: labels are class numbers, less than `count`
+    where that is known. Raises InputError for labels that are no class.
+    """
+    with suppress(AttributeError, ValueError, RuntimeError):  # of NumPy and of torch
+        label = label.item()
+    if numbers is not None and isinstance(label, (str, int)) and label in numbers:
+        return numbers[label]
+    if numbers is not None or not isinstance(label, Real) or not float(label).is_integer():
+        expected = "a whole number from 0, or text where all labels are names"
+        if numbers is not None:
+            expected = f"one of {len(set(numbers.values()))} classes, such as {next(iter(numbers))!r}"
+        raise InputError(f"{where} has the class {both_ends(repr(label), 60)}; expected {expected}")
+    most = MOST_CLASSES if count is None else count
+    if not 0 <= label < most:
+        unlabelled = " (this split has no labels)" if label == -1 else ""
+        raise InputError(
+            f"{where} has the class {int(label)}{unlabelled}; classes are numbers from 0 to at most {most - 1:,}"
+        )
+    return int(label)
+
+
+def text_classes(labels: Iterable) -> tuple[list[str], dict | None]:
+    """(classes, numbers) of labels without a `class_to_idx`: their names where all are text, else none."""
+    names = set(labels)
+    if not names or not all(isinstance(name, str) for name in names):
+        return [], None
+    classes = ordered(names)
+    return classes, {name: number for number, name in enumerate(classes)}
+
+
+def count_classes(labels: Sequence[int], where: str) -> int:
+    """How many classes the class numbers of all images have. Raises InputError unless they are 0, 1, 2, ..."""
+    found = sorted(set(labels))
+    if found != list(range(len(found))):
+        odd = next(number for number in (*range(len(found)), *found) if number not in found)
+        have = f"labels are {len(found)} numbers from {found[0]} to {found[-1]}, without {odd}"
+        right = f"expected 0 to {len(found) - 1}, or names"
+        raise InputError(f"{where}: {have}; {right}. If images are missing, say --set num_classes={found[-1] + 1}")
+    return len(found)
+
+
+def places_by_name(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
+    """The place of each name among the known ones, None where it is unknown.
+
+    Equal names are the same class. ImageNet's classes have two names, WordNet numbers (n01440764) and synonyms.
+    """
+    if list(names) == list(known):
+        return list(range(len(known)))
+    names, known = _wordnet(names), _wordnet(known)
+    if twice := next((name for name in names if known.count(name) > 1), None):
+        raise InputError(f"two classes of the weights are named {twice!r}: remove or change the names in config.json")
+    places = {name: place for place, name in enumerate(known)}
+    return [places.get(name) for name in names]
+
+
+def _wordnet(names: Sequence[str]) -> list[str]:
+    """The names of ImageNet's 1000 classes, in its order, as WordNet numbers; others as they are."""
+    if len(names) == 1000:
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo()
+        pairs = zip(names, map(info.index_to_description, range(1000)))
+        if sum(a.partition(",")[0].lower() == b.partition(",")[0].lower() for a, b in pairs) > 900:
+            return info.label_names()
+    return list(names)
