@@ -168,9 +168,6 @@ top-5 counts the first alone | eval/accuracy.py | eval/test_accuracy.py -k top_5
 the probability of another class | eval/predict.py | eval/test_pixels.py -k predicts_answers
 - probabilities.gather(-1, classes).tolist()
 + probabilities.sort(-1).values[:, :count].tolist()
-a broken image that goes unnoticed | eval/triton_server/model.py | eval/test_triton_server.py -k alone
-- if error := next((one.error for one in found if one.error), None):
-+ if error := found[0].error:
 # runs
 a sweep that takes the worst | experiments/sweep.py | experiments/test_sweep.py -k chooses_on_held_out
 - row["held_out_accuracy"], -row["lr"]

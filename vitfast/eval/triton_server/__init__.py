@@ -1,1 +1,0 @@
-"""A ViT's embeddings as a model of NVIDIA's Triton Inference Server."""
