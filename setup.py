@@ -15,7 +15,6 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "version.py").read_text()).group(1)
 
 TRAIN = [
-    "argcomplete>=3",
     "timm>=1.0.26",
     "torchvision",
     "pillow",

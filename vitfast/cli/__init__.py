@@ -11,13 +11,12 @@ from importlib import import_module
 
 from ..errors import InputError, TrainingError, both_ends, install
 from ..version import __version__
-from . import completion
 
 # Each module is the command of its name (a dash is an underscore there): its docstring is the help,
 # `add_arguments(parser)` adds the options, and `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune kernels convert export inspect cost
-    embed scaling positions recipes families report-gpu completion
+    embed scaling positions recipes families report-gpu
 """.split()
 
 EPILOG = """examples:
@@ -50,8 +49,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=command.run)
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
         command.add_arguments(sub)
-    if completion.asked():
-        completion.complete(parser, commands.choices)
     return parser
 
 
