@@ -73,7 +73,7 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(InputError, match="train/b cannot be read .Permission denied."):
-        open_folder(root, (8, 8))
+        open_sources(str(root), "", (16, 16), (8, 8), digits())
 
 
 def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_hidden(tmp_path):
@@ -228,7 +228,7 @@ def test_wrong_labels_files_are_named_with_line_and_class(name, lines, said, tmp
 def test_labels_files_of_two_splits_must_fit(tmp_path):
     root = listed(tmp_path, "a.png,cat\nb.png,dog\n")
     listed(root, "a.png,cat\nb.png,dog;fox\n", split="val")
-    said = "val/labels.csv, line 2: b.png has the class 'fox', which is none of the training images"
+    said = "must have the same; only in validation: fox, first in .*val/labels.csv, line 2, b.png"
     with pytest.raises(InputError, match=said):
         open_data(digits(data=str(root), objective="sigmoid"), (16, 16), (8, 8), CPU)
     (root / "val" / "labels.csv").unlink()

@@ -158,5 +158,5 @@ def test_named_data_sets_say_what_is_broken():
             Named("hfds/x", source)[0]
     image, label = Named("hfds/x", Stored())[0]
     assert label == 1 and np.array_equal(np.asarray(image)[..., 0], GREY)
-    with pytest.raises(InputError, match=r"hfds/x\[0\] has the class -1: this split of hfds/x has no labels"):
+    with pytest.raises(InputError, match=r"hfds/x\[0\] has the class -1 .this split has no labels."):
         Named("hfds/x", [(Image.fromarray(RGB), -1)])[0]

@@ -14,10 +14,10 @@ NAMED = 3  # how many classes a message names
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Each name once, in the one order of all classes and files: as people count (2 before 10), as timm's.
+    """Each name once, in the one order of all classes and files: as people count, 2 before 10.
 
-    Names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", are in the order of their
-    letters, so that the order is the same in every process.
+    It is timm's, and names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", are in the
+    order of their letters, so that it is the same in every process.
     """
     return sorted(set(names), key=_key)
 
@@ -29,7 +29,7 @@ def _key(name: str) -> tuple:
 
 
 def first_of(names: Sequence[str], others: Iterable[str] = ()) -> str:
-    """The first three names as text; a name that looks like one of the others is quoted and escaped."""
+    """The first three names as text, quoted and escaped where they look like others."""
     alike = {_look(name): name for name in others}
     shown = [ascii(n) if alike.get(_look(n), n) != n or n != n.strip() else printable(n) for n in names[:NAMED]]
     return f"{', '.join(shown)}{' ...' if len(names) > NAMED else ''}"
@@ -41,7 +41,7 @@ def _look(name: str) -> str:
 
 
 def library_classes(dataset: object) -> tuple[list[str], dict | None]:
-    """(classes, class number of each label) as a library's data set names them; ([], None) where it does not.
+    """(classes, class number of each label) of a library's data set; ([], None) without names.
 
     Several names of one index, as torchvision's ImageNet has them, are one class, "tench, Tinca tinca". Indices may
     begin at 1 and have gaps. A label may be the index or one of the names.
@@ -68,7 +68,7 @@ def class_number(label: object, numbers: Mapping | None, count: int | None, wher
     """
     with suppress(AttributeError, ValueError, RuntimeError):  # of NumPy and of torch
         label = label.item()
-    if numbers is not None and isinstance(label, (str, int)) and label in numbers:
+    if numbers is not None and isinstance(label, (str, Real)) and label in numbers:
         return numbers[label]
     if numbers is not None or not isinstance(label, Real) or not float(label).is_integer():
         expected = "a whole number from 0, or text where all labels are names"
@@ -77,10 +77,8 @@ def class_number(label: object, numbers: Mapping | None, count: int | None, wher
         raise InputError(f"{where} has the class {both_ends(repr(label), 60)}; expected {expected}")
     most = MOST_CLASSES if count is None else count
     if not 0 <= label < most:
-        unlabelled = " (this split has no labels)" if label == -1 else ""
-        raise InputError(
-            f"{where} has the class {int(label)}{unlabelled}; classes are numbers from 0 to at most {most - 1:,}"
-        )
+        have = f"{where} has the class {int(label)}{' (this split has no labels)' if label == -1 else ''}"
+        raise InputError(f"{have}; classes are numbers from 0 to at most {most - 1:,}")
     return int(label)
 
 
@@ -94,7 +92,7 @@ def text_classes(labels: Iterable) -> tuple[list[str], dict | None]:
 
 
 def count_classes(labels: Sequence[int], where: str) -> int:
-    """How many classes the class numbers of all images have. Raises InputError unless they are 0, 1, 2, ..."""
+    """How many classes all images have. Raises InputError unless their numbers are 0, 1, 2, ..."""
     found = sorted(set(labels))
     if found != list(range(len(found))):
         odd = next(number for number in (*range(len(found)), *found) if number not in found)

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..run.config import NAMED_DATA, Config
 from .classes import class_number, count_classes, first_of, library_classes, places_by_name, text_classes
 from .folders import TRAINING, VALIDATION, open_folder
-from .images import Unreadable, as_rgb, read_rgb
+from .images import Unreadable, as_rgb, printable, read_rgb
 from .samples import mix_seed
 from .shards import Shards, local_shards, stream_files
 from .sources import Source, Subset, split
@@ -64,7 +64,7 @@ class Synthetic(Source):
 class Named(Source):
     """A data set of timm's factory that is read by index (torchvision, Hugging Face datasets)."""
 
-    def __init__(self, spec: str, dataset, split: str):
+    def __init__(self, spec: str, dataset, split: str = "train"):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
         self.reader = getattr(dataset, "reader", None)  # torchvision has none
         self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
@@ -168,8 +168,7 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
 
 def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
     """The training and validation splits of a data set that is read in order."""
-    options = dict(is_training=True, batch_size=batch_size, seed=seed)
-    hugging_face = spec.startswith("hfids/")
+    options, hugging_face = dict(is_training=True, batch_size=batch_size, seed=seed), spec.startswith("hfids/")
     options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts
     train = _open_named(spec, data_dir, "train", **options)
     val = _open_named(spec, data_dir, "validation", **options | dict(is_training=False))
@@ -198,12 +197,11 @@ def open_sources(
         )
     if spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
-        found = local_shards(root, TRAINING), local_shards(root, VALIDATION)
-        if found == (None, None):
-            found = local_shards(root, ("",)), None
-        if found == (None, None):
+        train, val = local_shards(root, TRAINING), local_shards(root, VALIDATION)
+        train = train if train or val else local_shards(root, ("",))
+        if not (train or val):
             raise InputError(f"no shards {root}/*.tar; WebDataset folders hold train-*.tar and val-*.tar")
-        return found
+        return train, val
     if spec.startswith(STREAMED):
         return _streams(spec, data_dir, config.batch_size, config.seed)
     if spec.startswith(NAMED):
@@ -217,10 +215,12 @@ def open_sources(
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
-    found = open_folder(Path(spec), min_size, config.task != "eval")
-    for source in found:
-        if source is not None:
-            source.upright = config.exif_orientation
+    try:
+        found = open_folder(Path(spec), min_size, config.task != "eval")
+    except OSError as error:
+        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+    for source in filter(None, found):
+        source.upright = config.exif_orientation
     return found
 
 
@@ -242,41 +242,34 @@ def settle_classes(
         if count is None and first.labels is None:
             raise InputError(f"data set {spec!r} does not say how many classes it has; add --set num_classes=N")
         classes = [str(i) for i in range(count or count_classes(first.labels, first.where))]
+    numbers = [str(i) for i in range(len(classes))]
     for source in sources:
-        places = places_by_name(source.classes, classes) if source.classes else list(range(len(classes)))
-        unknown = [name for name, place in zip(source.classes, places) if place is None]
-        odd = [i for i, label in enumerate(source.labels or ()) if not source.classes and label >= len(classes)]
-        if odd:
-            what = f"{source.name(odd[0])} has the class {source.labels[odd[0]]}"
-            raise InputError(f"{what}, and the classes of {owner} are 0 to {len(classes) - 1}")
-        numbers = [str(i) for i in range(len(classes))]
-        if known and len(unknown) == len(classes) and numbers in (classes, source.classes):
-            said = "%s and %s have no name in common: class %d is %r and %r, by its number"
-            logger.warning(said, source.where, owner, 0, source.classes[0], classes[0])
-            places = list(range(len(classes)))
-        elif unknown and getattr(source, "lines", None):
-            place = source.classes.index(unknown[0])
-            at = next(i for i, label in enumerate(source.labels) if place in np.atleast_1d(label))
-            file = os.path.relpath(source.files[at], source.where)
-            raise InputError(f"{source.lines[at]}: {file} has the class {unknown[0]!r}, which is none of {owner}")
-        elif unknown:
-            missing = [name for name in classes if name not in source.classes] or classes
-            have = (
-                f"{source.where} has {len(source.classes)} classes, of which {first_of(unknown, missing)} are unknown"
-            )
-            theirs = (
-                f"{owner} {'has' if known else 'have'} {len(classes)} classes, such as {first_of(missing, unknown)}"
-            )
-            raise InputError(f"{have}; {theirs}; rename them, or fine-tune on this data first")
-        elif absent := [name for place, name in enumerate(classes) if place not in places]:
-            many = f"{len(absent)} of the {len(classes)} classes"
-            logger.log(
-                logging.INFO if known else logging.WARNING,
-                "%s has no image of %s: %s",
-                source.where,
-                many,
-                first_of(absent),
-            )
+        names, labels = source.classes, source.labels or ()
+        if names:
+            places = places_by_name(names, classes)
+            if known and places.count(None) == len(classes) and numbers in (classes, names):
+                said = "%s and %s have no name in common: class 0 is %r and %r, by its number"
+                logger.warning(said, source.where, owner, names[0], classes[0])
+                places = list(range(len(classes)))
+        else:
+            names = [str(k) for k in range(max(labels, default=0) + 1)]
+            places = [k if k < len(classes) else None for k in range(len(names))]
+        bad = {k for k, place in enumerate(places) if place is None}
+        at = (
+            next((i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k})), None)
+            if bad
+            else None
+        )
+        if at is not None or (bad and source.labels is None):
+            missing, more = [n for n in classes if n not in names], [names[k] for k in sorted(bad)]
+            here, there = ("the data", owner) if known or count else ("validation", first.where)
+            sides = f"{source.where} ({len(names)} classes) and {there} ({len(classes)} classes) must have the same"
+            lacks = f"missing in {here}: {first_of(missing, more)}; " if missing else ""
+            place = "" if at is None else f", first in {source.place(at)}"
+            raise InputError(f"{sides}; {lacks}only in {here}: {first_of(more, missing)}{place}")
+        if absent := [name for place, name in enumerate(classes) if place not in places]:
+            level, many = logging.INFO if known else logging.WARNING, f"{len(absent)} of the {len(classes)} classes"
+            logger.log(level, "%s has no image of %s: %s", source.where, many, first_of(absent))
         source.renumber(places, classes)
     return classes
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +32,16 @@ class ImageFiles(Source):
     upright = True
 
     def __init__(
-        self,
-        files: list[str],
-        labels: list,
-        classes: list[str],
-        min_size: tuple[int, int],
-        where: str = "",
-        lines: list[str] | None = None,
+        self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int], where="", lines=()
     ):
         self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
-        self.where, self.lines = where, lines
-        self.multi_label = isinstance(next(iter(labels), None), tuple)
+        self.where, self.lines, self.multi_label = where, lines, isinstance(next(iter(labels), None), tuple)
 
     def name(self, index: int) -> str:
         return printable(self.files[index])
+
+    def place(self, index: int) -> str:
+        return ", ".join([*self.lines[index : index + 1], os.path.relpath(self.files[index], self.where)])
 
     def label(self, index: int) -> int | np.ndarray:
         """The class of an image, or (K,) float32 zeros and ones."""
@@ -70,9 +67,7 @@ class ImageFiles(Source):
         return read_rgb(self.files[index], self.name(index), self.min_size, self.upright), self.label(index)
 
 
-def open_folder(
-    root: Path, min_size: tuple[int, int], training: bool = True
-) -> tuple[ImageFiles | None, ImageFiles | None]:
+def open_folder(root: Path, min_size: tuple[int, int], training: bool = True) -> list[ImageFiles | None]:
     """(training, validation) images of a folder, None where it has none for that. Raises InputError.
 
     A folder without train/ and val/ is for training, whole. training: whether the folder must be fit to train on.
@@ -82,7 +77,7 @@ def open_folder(
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     entries = {e.name: Path(e) for e in os.scandir(root) if e.is_dir() and not is_clutter(e.name)}
     listed = any((each / name).exists() for each in (root, *entries.values()) for name in LABELS)
-    flat = any(_is_flat(folder) for name, folder in entries.items() if name not in SPLITS)
+    flat = bool(SPLITS & {*entries}) and any(_is_flat(entries[name]) for name in {*entries} - SPLITS)
     splits = [name for name in entries if name in SPLITS and (listed or _is_split(entries[name], flat))]
     train = next((entries[name] for name in TRAINING if name in splits), None)
     vals = [entries[name] for name in VALIDATION if name in splits]
@@ -95,43 +90,33 @@ def open_folder(
     if train is not root and (others := sorted(entries.keys() - {each.name for each in roots})):
         reads = " and ".join(f"{each.name}/" for each in roots)
         logger.info("%s: reads %s and passes over %s; --data can name another folder", root, reads, first_of(others))
-    if listed:
-        found = _labels_files(roots, min_size)
-    else:
-        found = [_class_folder(each, min_size) for each in roots]
-        for source in found:
-            _check_class_folders(source, training)
-        if training and len(found) == 2:
-            _check_same(*found)
-    return (found[0] if train else None), (found[-1] if vals else None)
+    found = _labels_files(roots, min_size) if listed else [_class_folder(each, min_size, training) for each in roots]
+    return [found[0] if train else None, found[-1] if vals else None]
 
 
 def _is_split(folder: Path, beside: bool) -> bool:
-    """Whether a folder called train or val holds class folders, and not a class of that name beside others."""
+    """Whether a folder called train or val holds class folders, and is no class beside others."""
     return any(e.is_dir() and not is_clutter(e.name) for e in os.scandir(folder)) and not (beside and _is_flat(folder))
 
 
 def _is_flat(folder: Path) -> bool:
     """Whether images lie right in a folder."""
-    files = (Path(e) for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
-    return any(is_image(path.name, lambda path=path: open(path, "rb"), PassedOver()) for path in files)
+    files = (e for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
+    return any(is_image(e.name, partial(open, e.path, "rb"), PassedOver()) for e in files)
 
 
 # ---- class folders
 
 
-def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
+def _class_folder(folder: Path, min_size: tuple[int, int], training: bool = True) -> ImageFiles:
     """The images below a class folder each, in the order of their names.
 
     A class is named by the folder in `folder`, as in torchvision; timm takes the innermost folder of an image.
 
     Raises InputError, among others for a link back to a folder around it, which timm's reader would follow forty
-    times, and for a folder that may not be read, which it would pass over.
+    times; OSError for a folder that may not be read, which it would pass over.
     """
-    try:
-        files = ordered(image_files(folder, refuse_circles=True))
-    except OSError as error:
-        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+    files = ordered(image_files(folder, refuse_circles=True))
     folders = [os.path.dirname(file) for file in files]
     if str(folder) in folders:
         stray = printable(files[folders.index(str(folder))])
@@ -146,11 +131,13 @@ def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
     if empty := ordered(shown.difference(classes)):
         logger.warning("%s: there are no images in %s, so that there is no such class", folder, first_of(empty))
     numbers = {name: number for number, name in enumerate(classes)}
-    return ImageFiles(files, [numbers[names[each]] for each in folders], classes, min_size, str(folder))
+    source = ImageFiles(files, [numbers[names[each]] for each in folders], classes, min_size, str(folder))
+    _check_class_folders(source, training)
+    return source
 
 
 def _check_class_folders(source: ImageFiles, training: bool) -> None:
-    """Raises InputError for splits that would be taken for classes, and where no image of a class can be read."""
+    """Raises InputError for splits among the classes, and for a class without a readable image."""
     folder, classes = source.where, source.classes
     splits = [name for name in classes if name.lower() in SPLITS]
     inner = {os.path.dirname(os.path.relpath(file, folder)) for file in source.files}
@@ -178,16 +165,6 @@ def _check_class_folders(source: ImageFiles, training: bool) -> None:
             raise InputError(f"{folder}: no image of the class {classes[label]!r} can be read, the first: {error}")
 
 
-def _check_same(train: ImageFiles, val: ImageFiles) -> None:
-    """Raises InputError where images validate whose class no training image has."""
-    missing = [name for name in train.classes if name not in val.classes]
-    more = [name for name in val.classes if name not in train.classes]
-    kinds = {"missing in validation": first_of(missing, more), "only in validation": first_of(more, missing)}
-    if more:
-        differences = "; ".join(f"{kind}: {names}" for kind, names in kinds.items() if names)
-        raise InputError(f"{val.where} and {train.where} must have the same class folders; {differences}")
-
-
 # ---- labels files
 
 
@@ -211,7 +188,7 @@ def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFil
         listed, passed = set(map(os.path.realpath, files)), PassedOver()
         for path in visible_files(str(root)):
             if os.path.realpath(path) not in listed and suffix(path) not in (".csv", ".json"):
-                passed.add(f"{suffix(path) or 'without a suffix'} that {_labels_file(root).name} does not list")
+                passed[f"{suffix(path) or 'files'} that {_labels_file(root).name} does not list"] += 1
         passed.say(root)
     return found
 

@@ -13,15 +13,13 @@ from typing import BinaryIO
 
 from PIL import Image, ImageFile
 
-from ..errors import InputError
+from ..errors import InputError, both_ends
 from ..run.distributed import is_first_rank
 from .images import formats, printable
 
 SUFFIXES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())  # images without a look inside
-CLUTTER = frozenset(
-    "thumbs.db ehthumbs.db desktop.ini @eadir #recycle #snapshot __macosx $recycle.bin lost+found".split()
-)  # what systems and network disks put beside people's files
-KINDS = 8  # how many kinds of passed-over files a line names
+# What systems and network disks put beside people's files.
+CLUTTER = frozenset("thumbs.db ehthumbs.db desktop.ini @eadir #recycle #snapshot __macosx $recycle.bin".split())
 logger = logging.getLogger("vitfast")
 
 
@@ -30,36 +28,19 @@ def suffix(path: str) -> str:
 
 
 def is_clutter(path: str) -> bool:
-    """Whether a file, or a folder around it, is hidden or put there by a system, such as `._a.jpg` or `@eaDir`."""
-    names = path.lower().split("/")
-    return any(name in CLUTTER or (name.startswith(".") and name.strip(".")) for name in names)
+    """Whether a file, or a folder around it, is hidden or a system's own, as `._a.jpg`."""
+    return any(name in CLUTTER or (name.startswith(".") and name.strip(".")) for name in path.lower().split("/"))
 
 
-class PassedOver:
-    """What a listing of images leaves out, counted by kind and said in one line."""
-
-    def __init__(self):
-        self.kinds: Counter[str] = Counter()
-        self.lost = False  # whether images are among them
-
-    def add(self, kind: str, lost: bool = True, count: int = 1) -> None:
-        self.kinds[kind] += count
-        self.lost |= lost
-
-    def add_file(self, name: str) -> None:
-        """A file that is no image for Pillow."""
-        kind, known = suffix(name), mimetypes.guess_type(name, strict=False)[0] or ""
-        lost = known.startswith("image/") or kind in (".heic", ".heif", ".jxl", ".dng")
-        shown = printable(kind) or "without a suffix"
-        self.add(f"{shown} (Pillow cannot read them)" if lost else shown, lost)
+class PassedOver(Counter):
+    """The files that a listing of images leaves out, counted by kind."""
 
     def say(self, where: object) -> None:
-        """Logs the line, as a warning where images are among the files."""
-        if self.kinds and is_first_rank():
-            most = [f"{count:,} {kind}" for kind, count in self.kinds.most_common(KINDS)]
-            others = sum(self.kinds.values()) - sum(count for _, count in self.kinds.most_common(KINDS))
-            text = ", ".join(most + ([f"{others:,} others"] if others else []))
-            logger.log(logging.WARNING if self.lost else logging.INFO, "%s: passed over: %s", where, text)
+        """Logs one line, as a warning where more than files of other suffixes is left out."""
+        if self and is_first_rank():
+            text = both_ends(", ".join(f"{count:,} {kind}" for kind, count in self.most_common()))
+            level = logging.WARNING if any(" " in kind for kind in self) else logging.INFO
+            logger.log(level, "%s: passed over: %s", where, text)
 
 
 def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -> bool:
@@ -79,9 +60,10 @@ def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -
         with Image.open(file, formats=likely) as image:
             found = not isinstance(image, ImageFile.StubImageFile) and image.format != "MPEG"
             if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
-                passed.add("further pages of TIFF files, whose first is read", count=image.n_frames - 1)
+                passed["further pages of TIFF files, whose first is read"] += image.n_frames - 1
     if not found and kind not in SUFFIXES:
-        passed.add_file(name)
+        known = kind in (".heic", ".jxl") or (mimetypes.guess_type(name, strict=False)[0] or "").startswith("image/")
+        passed[f"{printable(kind) or 'without a suffix'}{' (Pillow cannot read them)' if known else ''}"] += 1
     return found or kind in SUFFIXES
 
 

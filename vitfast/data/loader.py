@@ -192,10 +192,10 @@ def open_data(
         packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
     least = (1, 1) if native else patch_size  # the least sides of an image that counts as readable
     train, val = open_sources(config.data, config.data_dir, img_size, least, config)
-    if measure and known and val is not None:
-        train = None  # whose classes matter to nobody
     if train is None and not measure:
         raise InputError(f"{config.data!r} has no training images, only {val.where}")
+    if measure and known and val is not None:
+        train = None  # whose classes matter to nobody
     sources = [each for each in (train, val) if each is not None]
     classes = sources[0].classes
     if classes and config.num_classes not in (None, len(classes)):
@@ -208,13 +208,13 @@ def open_data(
     if val is None:
         share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
         if measure is None:
-            logger.info(
-                "%s has no val/: %g %% of the images of each class are kept for validation", config.data, 100 * HELD_OUT
-            )
-        if measure is None and not len(share):
+            said = "%s has no val/: %g %% of the images of each class are kept for validation"
+            logger.info(said, config.data, 100 * HELD_OUT)
+        of_share = measure is None or measure(share, train)
+        if of_share and not len(share):
             one = "has no val/ and one image of each class, of which none can validate; add more"
             raise InputError(f"{config.data} {one}")
-        val, train = (share, rest) if measure is None or measure(share, train) else (train, train)
+        val, train = (share, rest) if of_share else (train, train)
     elif measure is not None:
         measure(None, val)
     train, val = select(config, val if train is None else train, val)

@@ -42,18 +42,17 @@ class ShardFiles(Source):
 
     def __init__(self, paths: list[Path], where: str = ""):
         self.paths, self.names, self.where = paths, [], where or str(paths[0])
-        self.places, counts = array("q"), []  # places: shard, offset, bytes of each image
-        labels, passed = [], PassedOver()
+        self.places, passed, labels, ends = array("q"), PassedOver(), [], [0]  # places: shard, offset, bytes of each
         for number, path in enumerate(paths):
             for name, offset, size, label in _samples(path, passed):
                 self.places.extend((number, offset, size))
                 self.names.append(name)
                 labels.append(label)
-            counts.append(len(labels) - sum(counts))
+            ends.append(len(labels))
         passed.say(self.where)
         if not labels:
             raise InputError(f"{self.where}: no image in it has a class (NAME.jpg and NAME.cls)")
-        self.shards = tuple(counts)
+        self.shards = tuple(np.diff(ends).tolist())
         numeric = all(isinstance(label, int) for label in labels)
         self.classes, numbers = ([], None) if numeric else text_classes(map(str, labels))
         named = ((self.name(i), label if numeric else str(label)) for i, label in enumerate(labels))
@@ -115,14 +114,14 @@ def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, in
     for member in tar_images(path, passed, is_class):
         key = os.path.splitext(member.name)[0]
         if images.setdefault(key, member) is not member:
-            passed.add(f"second images of one name, such as {printable(member.name)}")
+            passed[f"second images of one name, such as {printable(images[key].name)}"] += 1
     for key, member in images.items():
         if key in labels:
             yield member.name, member.offset_data, member.size, labels[key]
     if alone := [member.name for key, member in images.items() if key not in labels]:
-        passed.add(f"images without a .cls, such as {printable(alone[0])}", count=len(alone))
+        passed[f"images without a .cls, such as {printable(alone[0])}"] += len(alone)
     if missing := [key for key in labels if key not in images]:
-        passed.add(f".cls without an image, such as {printable(missing[0])}.cls", count=len(missing))
+        passed[f".cls without an image, such as {printable(missing[0])}.cls"] += len(missing)
 
 
 def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
@@ -140,7 +139,7 @@ def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
 class Shards(Source):
     """An iterable data set of timm's factory, without a transform: read in order, not by index."""
 
-    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], numbers: dict | None):
+    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], numbers: dict | None = None):
         self.spec, self.where, self.dataset, self.classes, self.numbers = spec, spec, dataset, classes, numbers
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Sources of images with their labels, and parts of them."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ class Source:
     """
 
     where: str = ""  # the folder, the shards or the split, in messages
-    classes: list[str] = []  # their names; empty where the data only numbers them, until `settle_classes`
+    classes: Sequence[str] = ()  # their names; empty where the data only numbers them, until `settle_classes`
     labels: list | None = None  # of each image, where they are known without reading images
     numbers: dict | None = None  # class numbers of labels as the data has them, of which `labels` are not known
     shards: tuple[int, ...] = ()  # how many images lie in each file of several images, in their order
@@ -37,6 +37,10 @@ class Source:
     def name(self, index: int) -> str:
         """The name of an image in messages."""
         return f"image {index}"
+
+    def place(self, index: int) -> str:
+        """Where an image's class is told."""
+        return self.name(index)
 
     def described(self, index: int) -> tuple | None:
         """The name, the classes and the size in bytes of an image; None where it has no file."""

@@ -235,7 +235,7 @@ def open_weights(
 
 
 def measures_share(config: Config, split: str, share: Subset | None, whole: Source) -> bool:
-    """Whether an evaluation of data without a validation split measures the share that training holds out.
+    """Whether an evaluation measures the share of `whole` that training holds out, and not all.
 
     It does where the run that made the weights trained on this data, unless `split` says "all" or "val". share: None
     where the data has a validation split, `whole`. What is measured is logged.
@@ -253,15 +253,15 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
         return bool(found) and all(index.get(f"{part}_{kind}") == found[kind] for kind in ("labels", "sizes"))
 
     own = is_part(share, "val") or (bool(theirs) and os.path.realpath(theirs) == os.path.realpath(config.data))
-    of_share = split == "val" or (own and split != "all")
-    said = "which training holds out" + (", as the run of these weights did" if own else "")
-    if of_share:
-        said = f"{len(share)} of the {len(whole)} images of {whole.where}, {said}; --split all measures all of them"
-    else:
-        seen = "; its run trained on them" if is_part(whole, "train") or own else ""
-        said = f"all {len(whole)} images of {whole.where}{seen}; --split val measures the tenth {said}"
-    logger.info("measures %s", said)
-    return of_share
+    did, count = ", as the run of these weights did" if own else "", len(whole)
+    if split == "val" or (own and split != "all"):
+        said = "measures the %d images of %s that training holds out%s; --split all measures all %d"
+        logger.info(said, len(share), whole.where, did, count)
+        return True
+    seen = "; the run of these weights trained on them" if own or is_part(whole, "train") else ""
+    said = "measures all %d images of %s%s; --split val measures the %d that training holds out"
+    logger.info(said, count, whole.where, seen, len(share))
+    return False
 
 
 def check_classes(model: nn.Module, data: Data) -> None:

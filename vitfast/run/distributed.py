@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import PIL
 import torch
@@ -122,9 +121,7 @@ class Ranks:
         """The texts of all ranks, each once."""
         return list(dict.fromkeys(itertools.chain(*self.gather(texts))))
 
-    def check_same(
-        self, facts: dict[str, object], listed: dict[str, Callable[[], list]] = MappingProxyType({})
-    ) -> None:
+    def check_same(self, facts: dict[str, object], listed: dict[str, Callable[[], list]] | None = None) -> None:
         """Raises the same InputError on every rank where a fact is not the same on all of them.
 
         facts: JSON's values by name, in one order. Ranks exchange hashes, and the values of the first that differs.
@@ -135,7 +132,7 @@ class Ranks:
         hashes = [hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest() for each in facts.values()]
         for (name, value), found in zip(facts.items(), zip(*self.gather(hashes))):
             if rank := next((i for i, each in enumerate(found) if each != found[0]), 0):
-                value = listed[name]() if name in listed else value
+                value = listed[name]() if listed and name in listed else value
                 raise InputError(f"every rank must have the same {name}; {_difference(self.gather(value), rank)}")
 
     def wait(self) -> None:

@@ -1,0 +1,139 @@
+"""Which images `vitfast eval` measures: any folder whole, of its own run's data the held-out tenth; a line says it."""
+
+import json
+import shutil
+
+import pictures
+import pytest
+from commands import RUN, run_cli
+from frozen import tiny
+
+CLASSES = ("ape", "bee")
+
+
+def folder(root, *names, count=10, first=0):
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            pictures.smooth(first + 100 * number + i, 16, 18).save(root / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """(data without val/, the weights of a run on it)."""
+    from vitfast.train.recipes import resolve
+    from vitfast.train.trainer import train
+
+    root = tmp_path_factory.mktemp("own")
+    settings = dict(data=str(folder(root / "data", *CLASSES)), output=str(root / "run"), device="cpu", img_size=16)
+    train(resolve("pretrain", settings | dict(model="Nano/8", steps=2, batch_size=4, workers=0, hidden_head=False)))
+    return root / "data", root / "run" / "checkpoints" / "last"
+
+
+@pytest.fixture
+def evaluate(own, capsys, caplog):
+    """A function of the data and flags: (images, what is said of them)."""
+    caplog.set_level("INFO")
+
+    def found(data, *flags, weights=own[1], code=0):
+        caplog.clear()
+        command = ("eval", "--weights", weights, "--data", data, "--device", "cpu", "--json", *flags)
+        got, out, err = run_cli(capsys, *command, "--set", "workers=0")
+        assert got == code, err
+        said = [r.getMessage() for r in caplog.records if "measures" in r.getMessage()]
+        assert len(said) == (code == 0)
+        return (json.loads(out)["images"], said[0]) if code == 0 else err
+
+    return found
+
+
+def test_the_data_of_the_weights_own_run_is_measured_by_the_tenth_that_it_held_out(own, evaluate, tmp_path):
+    data, weights = own
+    tenth = f"measures the 2 images of {data} that training holds out, as the run of these weights did; "
+    assert evaluate(data) == (2, f"{tenth}--split all measures all 20")
+    assert evaluate(data, "--split", "val")[0] == 2
+    count, said = evaluate(data, "--split", "all")
+    assert count == 20 and said.startswith(
+        f"measures all 20 images of {data}; the run of these weights trained on them"
+    )
+    copy = shutil.copytree(data, tmp_path / "elsewhere")  # known by its files
+    assert evaluate(copy)[0] == 2
+    (copy / "bee" / "9.png").unlink()
+    assert evaluate(copy)[0] == 19  # other data
+    (tmp_path / "link").symlink_to(data)
+    folder(data, "new", count=1, first=900)
+    try:
+        err = evaluate(tmp_path / "link", code=2)  # known by its place
+        assert "only in the data: new, first in new/0.png" in err
+        shutil.rmtree(data / "new")
+        pictures.smooth(901, 16, 16).save(data / "bee" / "new.png")
+        assert evaluate(tmp_path / "link")[0] == 2
+    finally:
+        (data / "bee" / "new.png").unlink(missing_ok=True)
+
+
+def test_any_other_folder_is_measured_whole(own, evaluate, tmp_path):
+    test = folder(tmp_path / "test", *CLASSES, first=300)
+    assert evaluate(test) == (
+        20,
+        f"measures all 20 images of {test}; --split val measures the 2 that training holds out",
+    )
+    assert evaluate(test, "--split", "val")[0] == 2
+    assert evaluate(folder(tmp_path / "one", "bee", count=3))[0] == 3  # of one class
+    assert evaluate(folder(tmp_path / "single", *CLASSES, count=1))[0] == 2  # of which nothing could be held out
+    (tmp_path / "listed").mkdir()
+    for i in range(4):
+        pictures.smooth(i, 16, 16).save(tmp_path / "listed" / f"{i}.png")
+    (tmp_path / "listed" / "labels.csv").write_text("id;class\n0;bee\n1;ape\n3;ape\n")
+    assert evaluate(tmp_path / "listed")[0] == 3
+    weights = tmp_path / "nameless"
+    tiny(2).save_pretrained(weights)
+    assert evaluate(test, weights=weights)[0] == 20
+
+
+def test_of_several_splits_the_one_that_is_measured_is_said(own, evaluate, tmp_path, caplog):
+    for name, count in (("val", 3), ("test", 4), ("training", 5), ("other", 1)):
+        folder(tmp_path / "data" / name, *CLASSES, count=count)
+    root = tmp_path / "data"
+    assert evaluate(root) == (6, f"measures the 6 images of {root}/val")
+    assert f"{root}: reads training/ and val/ and passes over other, test" in caplog.text
+    assert evaluate(root / "test") == (8, f"measures all 8 images of {root}/test; --split val measures the 2 that "
+                                          "training holds out")  # fmt: skip
+    err = evaluate(root, "--split", "all", code=2)
+    assert f"--split all: {root} has {root}/val to measure; give --data another folder" in err
+    for name in ("training", "other", "val"):
+        shutil.rmtree(root / name)
+    assert evaluate(root) == (8, f"measures the 8 images of {root}/test")  # without training images
+
+
+def test_class_folders_called_like_splits_are_classes_beside_others(evaluate, tmp_path, capsys):
+    names = ("bus", "car", "train", "test")
+    model = tiny(4)
+    model.class_names = names
+    model.save_pretrained(tmp_path / "w")
+    root = folder(tmp_path / "traffic", *names)
+    assert evaluate(root, weights=tmp_path / "w")[0] == 40
+    code, _, err = run_cli(capsys, "pretrain", "--data", root, "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["classes"] == 4
+    flat = folder(tmp_path / "flat", "train", "test")
+    assert f"{flat}/test holds images and no class folders; expected test/<class>/" in evaluate(flat, code=2)
+    for name in CLASSES:  # images for training in class folders, and more images without any
+        folder(tmp_path / "kaggle" / "train", name, first=ord(name[0]))
+    folder(tmp_path / "kaggle", "test", count=5)
+    assert evaluate(tmp_path / "kaggle")[0] == 20
+
+
+def test_shards_are_measured_whole_too(evaluate, tmp_path):
+    from shards import files, shards
+
+    weights = tmp_path / "w"
+    tiny(3).save_pretrained(weights)
+    root = shards(tmp_path / "data", files(9), ["part"])
+    assert evaluate(f"wds/{root}", weights=weights) == (
+        9,
+        f"measures all 9 images of {root}/*.tar; --split val measures the 3 that training holds out",
+    )
+    shards(root, files(6), ["test"])
+    assert evaluate(f"wds/{root}", weights=weights) == (6, f"measures the 6 images of {root}/test*.tar")
