@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from runs import digits
 
+from vitfast import InputError
 from vitfast.data.loader import open_data
 from vitfast.data.samples import Samples, stream_keys
 from vitfast.data.shards import Shards, ShardSamples
@@ -77,3 +79,20 @@ def test_readers_of_the_same_shards_each_have_their_own_transform():
     both = [[(int(image[0, 0, 0]), *rest) for image, *rest in reader] for reader in readers]
     assert both == [[(11, 0, []), (12, 1, [])], [(21, 0, []), (22, 1, [])]]
     assert shards.dataset == grey
+
+
+class Stream(list):
+    """What timm's iterable data sets are called with, and the items themselves."""
+
+    set_loader_cfg = set_epoch = lambda self, *args, **kwargs: None
+
+
+@pytest.mark.parametrize("label, said", [(2.7, "class 2.7"), (None, "class None"), (2, "class 2;"), ("x", "class 'x'")])
+def test_a_label_of_a_stream_that_is_no_class_is_one_error(label, said):
+    grey = Image.new("L", (8, 8))
+    source = Shards("hfids/x", Stream([(grey, 1), (grey, label)]), ["a", "b"])
+    data = open_data(digits(workers=0, batch_size=2), (8, 8), (8, 8), CPU)
+    data = dataclasses.replace(data, train=source, val=source)
+    for batches in (data.eval_batches(), data.train_batches(0, 1)):
+        with pytest.raises(InputError, match=f"hfids/x, image 1 of a pass, has the {said}"):
+            list(batches)

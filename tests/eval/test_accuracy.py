@@ -62,6 +62,8 @@ def test_real_labels_leave_out_what_has_none_or_cannot_be_read(imagenet, capsys,
     assert found["real_images"] == 10 and found["real_accuracy"] == pytest.approx(6 / 10) and found["images"] == 12
     assert found["accuracy"] == pytest.approx(accuracy)
     assert "real_accuracy" not in result(capsys, "eval", weights, data)
+    whole = result(capsys, "eval", weights, data / "val", "--real", tmp_path / "real.json")
+    assert whole == found  # of a folder that holds class folders alone
     shutil.copytree(data, tmp_path / "data")
     next((tmp_path / "data" / "val").rglob("*_00000001.JPEG")).write_bytes(b"")  # one of those that were right
     found = result(capsys, "eval", weights, tmp_path / "data", "--real", tmp_path / "real.json")

@@ -231,6 +231,9 @@ def open_weights(
         names, count = tuple(map(str, getattr(model, "class_names", None) or ())), model.num_classes or None
         known = dict(known=names, count=count, measure=partial(measures_share, config, split))
     data = open_data(cut_as_told(config, model), *sizes(model), device, mean=model.mean, **known)
+    if split is None:
+        said = "fits on the %d images of %s and measures the %d of %s"
+        logger.info(said, len(data.train), data.train.where, len(data.val), data.val.where)
     return model, data, device, autocast_dtype(config.amp, device)
 
 
