@@ -201,6 +201,27 @@ def test_without_val_a_tenth_of_a_labels_file_is_held_out(tmp_path):
     assert len(open_data(config, (16, 16), (8, 8), CPU).val) == 3 + 3 + 2
 
 
+def test_a_table_beside_its_images_as_kaggle_has_it(tmp_path, caplog):
+    """Ids without suffix; the images without labels are counted."""
+    caplog.set_level("INFO")
+    for split in ("train", "test"):
+        listed(tmp_path, "", split)
+        (tmp_path / split / "labels.csv").unlink()
+    (tmp_path / "labels.csv").write_text("id,breed\na,pug\nb,boxer\nc,pug\nd,boxer\n")
+    data = open_data(digits(data=str(tmp_path), workers=0, hold_out=0), (16, 16), (8, 8), CPU)
+    assert data.classes == ["boxer", "pug"] and not data.multi_label and (len(data.train), len(data.val)) == (2, 2)
+    for source in (data.train, data.val):
+        for i in range(2):
+            letter = source.name(i).removeprefix(f"{tmp_path}/train/").removesuffix(".png")
+            pixels = np.asarray(pictures.smooth("abcd".index(letter), 16, 16))
+            assert source[i][1] == int(letter in "ac") and np.array_equal(np.asarray(source[i][0]), pixels)
+    assert f"{tmp_path}: passed over: 36 .png that labels.csv does not list" in caplog.text
+    (tmp_path / "train" / "a" / "x").mkdir(parents=True)  # class folders in train/ count, as before
+    pictures.smooth(0, 16, 16).save(tmp_path / "train" / "a" / "x" / "1.png")
+    with pytest.raises(InputError, match="lies in no class folder"):
+        open_folder(tmp_path, (8, 8))
+
+
 WRONG = [
     ("labels.csv", "a.png,cat\nz.png,dog\n", "train/labels.csv, line 2: no file .*z.png"),
     ("labels.csv", "image,label\nz.png,label\n", "line 1: no file .*train/image"),

@@ -11,6 +11,7 @@ from ..run.config import MOST_CLASSES
 from .images import printable
 
 NAMED = 3  # how many classes a message names
+DIGITS = re.compile("([0-9]+)")
 
 
 def ordered(names: Iterable[str]) -> list[str]:
@@ -19,12 +20,16 @@ def ordered(names: Iterable[str]) -> list[str]:
     It is timm's, and names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", are in the
     order of their letters, so that it is the same in every process.
     """
-    return sorted(set(names), key=_key)
+    unique = set(names)
+    try:
+        return sorted(unique, key=_key)
+    except ValueError:  # Python reads no number of more than 4,300 digits
+        return sorted(unique)
 
 
 def _key(name: str) -> tuple:
-    parts = re.split("([0-9]+)", name.lower())
-    parts[1::2] = [(len(digits := part.lstrip("0")), digits) for part in parts[1::2]]
+    parts = DIGITS.split(name.lower())
+    parts[1::2] = map(int, parts[1::2])
     return parts, name
 
 

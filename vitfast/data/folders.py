@@ -76,13 +76,13 @@ def open_folder(root: Path, min_size: tuple[int, int], training: bool = True) ->
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     entries = {e.name: Path(e) for e in os.scandir(root) if e.is_dir() and not is_clutter(e.name)}
-    listed = any((each / name).exists() for each in (root, *entries.values()) for name in LABELS)
+    listed = any((entries[split] / name).exists() for split in SPLITS & {*entries} for name in LABELS)
     flat = bool(SPLITS & {*entries}) and any(_is_flat(entries[name]) for name in {*entries} - SPLITS)
     splits = [name for name in entries if name in SPLITS and (listed or _is_split(entries[name], flat))]
     train = next((entries[name] for name in TRAINING if name in splits), None)
     vals = [entries[name] for name in VALIDATION if name in splits]
     if train is None and not vals:
-        train = root
+        train, listed = root, any((root / name).exists() for name in LABELS)
     elif training and train is None:
         advice = f"name the folder of the training images {root / 'train'}, and that of the validation images val"
         raise InputError(f"{root} holds {first_of(splits)} and no train/; {advice}")
@@ -132,15 +132,17 @@ def _class_folder(folder: Path, min_size: tuple[int, int], training: bool = True
         logger.warning("%s: there are no images in %s, so that there is no such class", folder, first_of(empty))
     numbers = {name: number for number, name in enumerate(classes)}
     source = ImageFiles(files, [numbers[names[each]] for each in folders], classes, min_size, str(folder))
-    _check_class_folders(source, training)
+    _check_class_folders(source, {*inside.values()}, training)
     return source
 
 
-def _check_class_folders(source: ImageFiles, training: bool) -> None:
-    """Raises InputError for splits among the classes, and for a class without a readable image."""
+def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) -> None:
+    """Raises InputError for splits among the classes, and for a class without a readable image.
+
+    inner: the folders of the images.
+    """
     folder, classes = source.where, source.classes
     splits = [name for name in classes if name.lower() in SPLITS]
-    inner = {os.path.dirname(os.path.relpath(file, folder)) for file in source.files}
     if os.path.basename(folder) not in SPLITS and splits:
         if len(splits) == len(classes) and set(splits) <= inner:
             raise InputError(f"{folder}/{splits[0]} holds images and no class folders; expected {splits[0]}/<class>/")
@@ -185,9 +187,9 @@ def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFil
         files = [os.path.join(root, file) for file in files]
         labels = [tuple(numbers[name] for name in some) if several else numbers[some[0]] for some in names]
         found.append(ImageFiles(files, labels, classes, min_size, str(root), list(lines)))
-        listed, passed = set(map(os.path.realpath, files)), PassedOver()
+        listed, passed = set(map(os.path.abspath, files)), PassedOver()
         for path in visible_files(str(root)):
-            if os.path.realpath(path) not in listed and suffix(path) not in (".csv", ".json"):
+            if os.path.abspath(path) not in listed and suffix(path) not in (".csv", ".json"):
                 passed[f"{suffix(path) or 'files'} that {_labels_file(root).name} does not list"] += 1
         passed.say(root)
     return found

@@ -48,10 +48,10 @@ def read_paths(source: str) -> Iterator[tuple[str, str]]:
 def read_table(path: Path) -> list[tuple[str, str, list[str]]]:
     """(where it stands, file, classes) of each line of a table of images (.csv, .tsv or .json).
 
-    The files are there; their paths start from the table's folder, or are absolute where the table's are. Raises
-    InputError where the table cannot be read, lists nothing, or has a wrong line.
+    The files are there, in the table's folder or in train/ beside it. Their paths start from its folder or, where the
+    table's do, from the root. Raises InputError where the table cannot be read, lists nothing, or has a wrong line.
     """
-    name, find, first, found = printable(str(path)), _Finder(str(path.parent)), {}, []
+    name, find, first, found = printable(str(path)), _Finder(str(path.parent), str(path.parent / "train")), {}, []
     try:
         with open(path, "rb") as stream:
             rows = _json(stream, name) if suffix(path.name) == ".json" else _labels(stream, name, find)
@@ -66,7 +66,7 @@ def read_table(path: Path) -> list[tuple[str, str, list[str]]]:
         if there in first:
             raise InputError(f"{where}: {printable(text)} is there already, in {first[there]}; give its classes once")
         first[there] = where
-        found.append((where, place[1], classes))
+        found.append((where, text if os.path.isabs(text) else os.path.relpath(there, path.parent), classes))
     if not found:
         raise InputError(f"{name} lists no images")
     return found
@@ -87,13 +87,16 @@ class _Finder:
         place = self.literal(text) or self.literal(name)
         if place or suffix(name) in SUFFIXES:
             return place
-        folder, (inside, stem) = self.folders[-1], os.path.split(name)
-        found = self.stems(os.path.join(folder, inside)).get(stem, [])
-        found = [each for each in found if suffix(each) in SUFFIXES] or found
-        if len(found) > 1:
-            candidates = " or ".join(map(printable, sorted(found)))
-            raise InputError(f"{where}: {printable(text)} may be {candidates}; expected one image, or a whole name")
-        return (folder, os.path.join(inside, found[0])) if found else None
+        inside, stem = os.path.split(name)
+        for folder in reversed(self.folders):
+            found = self.stems(os.path.join(folder, inside)).get(stem, [])
+            found = [each for each in found if suffix(each) in SUFFIXES] or found
+            if len(found) > 1:
+                candidates = " or ".join(map(printable, sorted(found)))
+                raise InputError(f"{where}: {printable(text)} may be {candidates}; expected one image, or a whole name")
+            if found:
+                return folder, os.path.join(inside, found[0])
+        return None
 
 
 def _stems(folder: str) -> dict[str, list[str]]:

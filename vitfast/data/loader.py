@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..run.config import Config
 from ..run.distributed import Ranks
 from . import jpeg
+from .classes import places_by_name
 from .datasets import HELD_OUT, open_sources, select, settle_classes, take
 from .packing import NATIVE_AT_ONCE, Native, Packing, Progress, StepKeys
 from .samples import ONE, PADDING, Batch, Samples, collate, seed_everything, stack, stream_keys
@@ -201,8 +202,8 @@ def open_data(
     if classes and config.num_classes not in (None, len(classes)):
         have = f"num_classes={config.num_classes}, and data set {config.data!r} has {len(classes)} classes"
         raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
-    if config.task != "eval" and {*known} != {*classes}:
-        known = ()
+    if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
+        known = ()  # other classes
     owner = (config.weights,) if known or count else ()
     classes = settle_classes(sources, config.data, known, config.num_classes or count, *owner)
     if val is None:

@@ -52,14 +52,17 @@ def set_up(
         with torch.device("meta"):
             _say_what_is_its_own(config)
             model = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-    known = tuple(map(str, getattr(model, "class_names", None) or ())) if source else ()
+    keeps = checkpoint or (config.weights and config.task != "finetune")  # its head
+    known = tuple(map(str, getattr(model, "class_names", None) or ())) if keeps else ()
     prefix = prefix_of(config, model)
     data = open_data(config, *sizes(model), device, ranks, examples, prefix, model.mean, known)
     numbers = [str(number) for number in range(len(data.classes))]  # of data without names
-    renamed = known and data.classes != numbers and list(known) != data.classes
+    renamed = known and not checkpoint and data.classes not in (numbers, [*known])
+    if renamed:
+        logger.warning("the head of %s is replaced: its classes are not those of %s", source, config.data)
     if not source:
         model = new_model(config, len(data.classes))
-    elif model.num_classes != len(data.classes) or (not checkpoint and (renamed or config.task == "finetune")):
+    elif model.num_classes != len(data.classes) or renamed or (config.task == "finetune" and not checkpoint):
         replace_head(model, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
