@@ -230,7 +230,7 @@ def test_a_run_keeps_its_head_and_its_numbers_where_the_names_are_the_same(tmp_p
 def test_settled_classes_renumber_several_classes_an_image():
     source = Source()
     source.classes, source.labels, source.multi_label = ["a", "b"], [(0, 1), (1,), ()], True
-    assert settle_classes([source], "x", ["b", "c", "a"]) == ["b", "c", "a"]
+    assert settle_classes([source], ["b", "c", "a"]) == ["b", "c", "a"]
     assert source.labels == [(2, 0), (0,), ()]
 
 

@@ -7,16 +7,10 @@ from .options import add_evaluation_options, asked_size, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_evaluation_options(
-        parser,
-        data="as for pretrain, or a folder of class folders; val/ of it is measured, without val/ all of it",
-        sizes=True,
-    )
+    data = "as for pretrain, or any folder of class folders: val/ of it is measured, or else all of it"
+    add_evaluation_options(parser, data=data, sizes=True)
     real = "also measure by ImageNet's reassessed labels: FILE is their real.json (default: timm's copy of it)"
-    split = (
-        "of a folder without val/: all images, or val: the tenth that training holds out (default: val where the run "
-    )
-    split += "of these weights trained on this data, else all)"
+    split = "without val/: all images, or val: the tenth that training holds out (default: val of its own run's data)"
     parser.add_argument("--split", choices=("all", "val"), default="", help=split)
     parser.add_argument("--real", metavar="FILE", nargs="?", const="", help=real)
 

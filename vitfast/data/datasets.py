@@ -225,22 +225,18 @@ def open_sources(
 
 
 def settle_classes(
-    sources: Sequence[Source],
-    spec: str,
-    known: Sequence[str] = (),
-    count: int | None = None,
-    owner: str = "the training images",
+    sources: Sequence[Source], known: Sequence[str] = (), count: int | None = None, owner: str = ""
 ) -> list[str]:
     """Gives the classes of sources one numbering, by their names, and returns their names.
 
-    known: the names that decide, of `owner`; without them the first source decides. count: how many classes there are,
-    for data that only numbers them. Raises InputError for a class that is not among those that decide.
+    known: the names that decide, of the weights `owner`; without them the first source decides. count: how many classes
+    there are, for data that only numbers them. Raises InputError for a class that is not among those that decide.
     """
     first = sources[0]
     classes = list(known or first.classes)
     if not classes:
         if count is None and first.labels is None:
-            raise InputError(f"data set {spec!r} does not say how many classes it has; add --set num_classes=N")
+            raise InputError(f"{first.where} does not say how many classes it has; add --set num_classes=N")
         classes = [str(i) for i in range(count or count_classes(first.labels, first.where))]
     numbers = [str(i) for i in range(len(classes))]
     for source in sources:
@@ -255,14 +251,10 @@ def settle_classes(
             names = [str(k) for k in range(max(labels, default=0) + 1)]
             places = [k if k < len(classes) else None for k in range(len(names))]
         bad = {k for k, place in enumerate(places) if place is None}
-        at = (
-            next((i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k})), None)
-            if bad
-            else None
-        )
+        at = next((i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k})), None)
         if at is not None or (bad and source.labels is None):
             missing, more = [n for n in classes if n not in names], [names[k] for k in sorted(bad)]
-            here, there = ("the data", owner) if known or count else ("validation", first.where)
+            here, there = ("the data", owner) if owner else ("validation", first.where)
             sides = f"{source.where} ({len(names)} classes) and {there} ({len(classes)} classes) must have the same"
             lacks = f"missing in {here}: {first_of(missing, more)}; " if missing else ""
             place = "" if at is None else f", first in {source.place(at)}"

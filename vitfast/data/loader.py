@@ -204,8 +204,7 @@ def open_data(
         raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
     if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
         known = ()  # other classes
-    owner = (config.weights,) if known or count else ()
-    classes = settle_classes(sources, config.data, known, config.num_classes or count, *owner)
+    classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
     if val is None:
         share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
         if measure is None:
