@@ -17,6 +17,7 @@ from vitfast.data import samples
 from vitfast.data.datasets import Subset, fingerprint, take
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
+from vitfast.data.shards import local_shards
 from vitfast.run.config import total_steps
 from vitfast.run.distributed import Ranks
 
@@ -126,6 +127,50 @@ def test_pairs_may_lie_apart_and_compressed_shards_are_refused(tmp_path):
     (tmp_path / "val-0.tar.gz").write_bytes(gzip.compress((tmp_path / "val-0.tar").read_bytes()))
     with pytest.raises(InputError, match="val-0.tar.gz is compressed: unpack it"):
         open_data(digits(data=f"wds/{tmp_path}"), (24, 24), (8, 8), CPU)
+
+
+def mac(members: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """The members as the tar of macOS writes them, with an AppleDouble file before each, and what others leave."""
+    doubles = [each for name, content in members for each in ((f"._{name}", b"\0\5\x16\7"), (name, content))]
+    return [
+        *doubles,
+        ("__MACOSX/._x.jpg", b"\0\5"),
+        ("Thumbs.db", b""),
+        ("s/@eaDir/x.jpg", b""),
+        (".hidden/x.png", b""),
+    ]
+
+
+def test_shards_hold_what_webdataset_finds_in_them_and_more(tmp_path, caplog):
+    """Plain names by webdataset itself, in the order of the shard; of the others nothing is lost without a word."""
+    webdataset = pytest.importorskip("webdataset")
+    caplog.set_level("INFO")
+    contents = files(8)
+    plain = [(f"{i:02d}.{kind}", b) for i in range(4) for kind, b in (("cls", b"%d" % (i % 2)), ("png", contents[i]))]
+    write(tmp_path / "train-0.tar", mac(plain))
+    stream = webdataset.WebDataset(str(tmp_path / "train-0.tar"), shardshuffle=False)
+    theirs = [(sample["png"], int(sample["cls"])) for sample in stream if {"png", "cls"} <= sample.keys()]
+    source = local_shards(tmp_path, ("train",))
+    where = [source.places[3 * i + 1 : 3 * i + 3] for i in range(len(source))]
+    content = (tmp_path / "train-0.tar").read_bytes()
+    assert [(content[at : at + size], k) for (at, size), k in zip(where, source.labels)] == theirs
+    assert len(theirs) == 4 and "passed over" not in caplog.text
+    odd = [("v1.00001.png", contents[4]), ("v1.00001.cls", b"0"), ("v1.00002.png", contents[5]), ("v1.00002.cls", b"1")]
+    odd += [("no suffix", contents[6]), ("no suffix.cls", b"1"), ("two.png", contents[7]), ("two.jpg", contents[0])]
+    odd += [("two.cls", b"0"), ("alone.png", contents[1]), ("gone.cls", b"1"), ("f.heic", b"ftyp"), ("f.json", b"{}")]
+    write(tmp_path / "train-1.tar", odd)
+    source = local_shards(tmp_path, ("train",))
+    found = {source.names[i]: (np.asarray(source[i][0]), source.labels[i]) for i in range(4, len(source))}
+    right = {"v1.00001.png": (4, 0), "v1.00002.png": (5, 1), "no suffix": (6, 1), "two.png": (7, 0)}
+    assert found.keys() == right.keys() and source.shards == (4, 4)
+    for name, (number, label) in right.items():
+        assert np.array_equal(found[name][0], np.asarray(Image.open(io.BytesIO(contents[number])))), name
+        assert found[name][1] == label
+    line = "1 second images of one name, such as two.png, 1 images without a .cls, such as alone.png, "
+    line += "1 .cls without an image, such as gone.cls"
+    (said,) = (r.getMessage() for r in caplog.records if "passed over" in r.getMessage())
+    for part in (*line.split(", 1 "), ".heic (Pillow cannot read them)", "1 .json"):
+        assert part in said, said
 
 
 CARD = """---
