@@ -151,6 +151,7 @@ def test_shards_hold_what_webdataset_finds_in_them_and_more(tmp_path, caplog):
     stream = webdataset.WebDataset(str(tmp_path / "train-0.tar"), shardshuffle=False)
     theirs = [(sample["png"], int(sample["cls"])) for sample in stream if {"png", "cls"} <= sample.keys()]
     source = local_shards(tmp_path, ("train",))
+    source.read_classes(True)
     where = [source.places[3 * i + 1 : 3 * i + 3] for i in range(len(source))]
     content = (tmp_path / "train-0.tar").read_bytes()
     assert [(content[at : at + size], k) for (at, size), k in zip(where, source.labels)] == theirs
@@ -160,6 +161,7 @@ def test_shards_hold_what_webdataset_finds_in_them_and_more(tmp_path, caplog):
     odd += [("two.cls", b"0"), ("alone.png", contents[1]), ("gone.cls", b"1"), ("f.heic", b"ftyp"), ("f.json", b"{}")]
     write(tmp_path / "train-1.tar", odd)
     source = local_shards(tmp_path, ("train",))
+    source.read_classes(True)
     found = {source.names[i]: (np.asarray(source[i][0]), source.labels[i]) for i in range(4, len(source))}
     right = {"v1.00001.png": (4, 0), "v1.00002.png": (5, 1), "no suffix": (6, 1), "two.png": (7, 0)}
     assert found.keys() == right.keys() and source.shards == (4, 4)

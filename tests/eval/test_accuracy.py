@@ -71,6 +71,31 @@ def test_real_labels_leave_out_what_has_none_or_cannot_be_read(imagenet, capsys,
     assert found["real_accuracy"] == pytest.approx(5 / 9)
 
 
+def test_real_labels_are_compared_by_imagenets_numbers_whatever_the_order_of_the_weights(tmp_path, capsys):
+    names = ["n01514668", "n01440764", "n01443537"]  # 7, 0 and 1 of ImageNet
+    model, guesses, found = tiny(3, seed=1), [], []
+    for i in range(1, 7):
+        pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        with torch.no_grad():
+            guesses.append([7, 0, 1][model(torch.from_numpy(pixels).permute(2, 0, 1)[None]).argmax().item()])
+        file = tmp_path / "data" / names[i % 3] / f"ILSVRC2012_val_{i:08d}.JPEG"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file, format="PNG")
+    assert len(set(guesses)) > 1
+    (tmp_path / "real.json").write_text(json.dumps([*([guess] for guess in guesses[:4]), [500], [2, 3]]))
+    for order in ([0, 1, 2], [2, 0, 1]):
+        model.class_names = [names[k] for k in order]
+        head = torch.nn.Linear(32, 3)
+        head.weight.data, head.bias.data = model.head.weight.data[order], model.head.bias.data[order]
+        other = tiny(3, seed=1)
+        other.head.load_state_dict(head.state_dict())
+        other.class_names = [names[k] for k in order]
+        other.save_pretrained(tmp_path / "w")
+        found.append(result(capsys, "eval", tmp_path / "w", tmp_path / "data", "--real", tmp_path / "real.json"))
+    assert found[0]["real_accuracy"] == found[1]["real_accuracy"] == pytest.approx(4 / 6)
+    assert found[0]["accuracy"] == found[1]["accuracy"]
+
+
 OTHERS = [
     ("[[1], [2]]", "labels for another number of images than the 12"),
     ("nothing", "cannot be read"),

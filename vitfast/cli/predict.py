@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where at least one image has an answer, else 1."""
+    from ..data.lists import is_list
     from ..eval.accuracy import compare_pillow
     from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
     from ..model.baselines import load_any
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--output {output}: give a file that ends in .csv or .json, with --json in .json")
     if output is not None:
         check_free(output, args.force)
-    total = None if "-" in args.images else sum(1 for _ in _paths(args.images, say=False))
+    total = None if any(map(is_list, args.images)) else sum(1 for _ in _paths(args.images, say=False))
     config = evaluation_config(args)
     model = load_any(config.model, config.weights, asked_size(args, config)).to(choose_device(config.device))
     compare_pillow(config.weights)
@@ -78,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _paths(images: list[str], say: bool = True) -> Iterator[str]:
     """The image files that the arguments name, in their order."""
-    from ..data.image_files import image_files, suffix
-    from ..data.lists import LISTS, read_paths
+    from ..data.image_files import image_files
+    from ..data.lists import is_list, read_paths
 
     for name in images:
-        if name == "-" or (os.path.isfile(name) and suffix(name) in LISTS):
+        if is_list(name):
             yield from (path for _, path in read_paths(name))
         else:
             yield from image_files(name, say)

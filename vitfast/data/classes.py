@@ -37,11 +37,11 @@ def first_of(names: Sequence[str], others: Iterable[str] = ()) -> str:
     """The first three names as text, quoted and escaped where they look like others."""
     alike = {_look(name): name for name in others}
     shown = [ascii(n) if alike.get(_look(n), n) != n or n != n.strip() else printable(n) for n in names[:NAMED]]
+    shown = [f"{n} ({ascii(n)})" if others and not n.isascii() else n for n in shown]
     return f"{', '.join(shown)}{' ...' if len(names) > NAMED else ''}"
 
 
 def _look(name: str) -> str:
-    """A name without the differences that no eye sees: composed accents, blanks around it."""
     return unicodedata.normalize("NFKC", name).strip()
 
 
@@ -90,10 +90,8 @@ def class_number(label: object, numbers: Mapping | None, count: int | None, wher
 def text_classes(labels: Iterable) -> tuple[list[str], dict | None]:
     """(classes, numbers) of labels without a `class_to_idx`: their names where all are text, else none."""
     names = set(labels)
-    if not names or not all(isinstance(name, str) for name in names):
-        return [], None
-    classes = ordered(names)
-    return classes, {name: number for number, name in enumerate(classes)}
+    classes = ordered(names) if all(isinstance(name, str) for name in names) else []
+    return classes, {name: number for number, name in enumerate(classes)} or None
 
 
 def count_classes(labels: Sequence[int], where: str) -> int:
@@ -114,11 +112,23 @@ def places_by_name(names: Sequence[str], known: Sequence[str]) -> list[int | Non
     """
     if list(names) == list(known):
         return list(range(len(known)))
-    names, known = _wordnet(names), _wordnet(known)
-    if twice := next((name for name in names if known.count(name) > 1), None):
+    for ours, theirs in ((names, known), (_wordnet(names), _wordnet(known))):
+        places = {name: place for place, name in enumerate(theirs)}
+        twice = next((name for name in ours if theirs.count(name) > 1), None) if len(places) < len(theirs) else None
+        found = [places.get(name) for name in ours]
+        if not twice and None not in found:
+            return found
+    if twice:
         raise InputError(f"two classes of the weights are named {twice!r}: remove or change the names in config.json")
-    places = {name: place for place, name in enumerate(known)}
-    return [places.get(name) for name in names]
+    return found
+
+
+def imagenet_numbers(names: Sequence[str]) -> list[int]:
+    """ImageNet's numbers of its classes by their WordNet numbers or synonyms; of other classes their places."""
+    from timm.data import ImageNetInfo
+
+    numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
+    return [numbers.get(name, place) for place, name in enumerate(_wordnet(names))]
 
 
 def _wordnet(names: Sequence[str]) -> list[str]:

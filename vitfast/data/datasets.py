@@ -19,7 +19,7 @@ from .classes import class_number, count_classes, first_of, library_classes, pla
 from .folders import TRAINING, VALIDATION, open_folder
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .samples import mix_seed
-from .shards import Shards, local_shards, stream_files
+from .shards import NUMBER, Shards, local_shards, stream_files
 from .sources import Source, Subset, split
 
 NAMED = tuple(NAMED_DATA)
@@ -166,6 +166,20 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
 
 
+def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool) -> Named | None:
+    """The first of these splits that can be opened; of the others it is logged why not."""
+    for name in names:
+        try:
+            dataset = _open_named(spec, data_dir, name)
+        except InputError as error:
+            if needed and name == names[-1]:
+                raise
+            logger.warning("%s", error)
+        else:
+            return Named(spec, dataset, name)
+    return None
+
+
 def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
     """The training and validation splits of a data set that is read in order."""
     options, hugging_face = dict(is_training=True, batch_size=batch_size, seed=seed), spec.startswith("hfids/")
@@ -192,26 +206,26 @@ def open_sources(
     if spec == "synthetic":
         return Synthetic(True, img_size), Synthetic(False, img_size)
     if spec in NAMED and not (spec == "wds/" and data_dir):
-        raise InputError(
-            f"--data {spec} names no data set; write its name or folder after it, such as {NAMED_DATA[spec]}"
-        )
+        advice = f"write its name or folder after it, such as {NAMED_DATA[spec]}"
+        raise InputError(f"--data {spec} names no data set; {advice}")
     if spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
         train, val = local_shards(root, TRAINING), local_shards(root, VALIDATION)
         train = train if train or val else local_shards(root, ("",))
-        if not (train or val):
+        found = list(filter(None, (train, val)))
+        if not found:
             raise InputError(f"no shards {root}/*.tar; WebDataset folders hold train-*.tar and val-*.tar")
+        texts = set(itertools.chain.from_iterable(source.texts for source in found))
+        for source in found:
+            source.read_classes(all(NUMBER.fullmatch(text) for text in texts))
+        if others := sorted({*map(str, root.glob("*.tar"))} - {str(path) for each in found for path in each.paths}):
+            logger.info("%s: reads %s and passes over %s", root, found[-1].where, first_of(others))
         return train, val
     if spec.startswith(STREAMED):
         return _streams(spec, data_dir, config.batch_size, config.seed)
     if spec.startswith(NAMED):
-        train = Named(spec, _open_named(spec, data_dir, "train"), "train")
-        try:
-            return train, Named(spec, _open_named(spec, data_dir, "validation"), "validation")
-        except InputError as error:
-            val = Named(spec, _open_named(spec, data_dir, "test"), "test")
-            logger.info("validates on the split 'test': %s", error)
-            return train, val
+        train = _named_split(spec, data_dir, ("train",), config.task != "eval")
+        return train, _named_split(spec, data_dir, ("validation", "test"), train is None)
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
@@ -240,26 +254,26 @@ def settle_classes(
         classes = [str(i) for i in range(count or count_classes(first.labels, first.where))]
     numbers = [str(i) for i in range(len(classes))]
     for source in sources:
-        names, labels = source.classes, source.labels or ()
-        if names:
-            places = places_by_name(names, classes)
-            if known and places.count(None) == len(classes) and numbers in (classes, names):
-                said = "%s and %s have no name in common: class 0 is %r and %r, by its number"
-                logger.warning(said, source.where, owner, names[0], classes[0])
-                places = list(range(len(classes)))
-        else:
-            names = [str(k) for k in range(max(labels, default=0) + 1)]
+        labels = source.labels or ()
+        present = {*itertools.chain.from_iterable(labels)} if source.multi_label else {*labels}
+        names = source.classes or [str(k) for k in range(max(present, default=-1) + 1)]
+        places = places_by_name(names, classes)
+        if known and places.count(None) == len(places) and numbers in (classes, names):
+            logger.warning("%s and %s have no name in common: classes go by their numbers", source.where, owner)
+            places = list(range(len(classes)))
+        elif not source.classes and (not known or not all(map(str.isdecimal, known))):
             places = [k if k < len(classes) else None for k in range(len(names))]
-        bad = {k for k, place in enumerate(places) if place is None}
+        bad = {k for k, place in enumerate(places) if place is None and (k in present or source.labels is None)}
         at = next((i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k})), None)
-        if at is not None or (bad and source.labels is None):
-            missing, more = [n for n in classes if n not in names], [names[k] for k in sorted(bad)]
+        if bad:
             here, there = ("the data", owner) if owner else ("validation", first.where)
             sides = f"{source.where} ({len(names)} classes) and {there} ({len(classes)} classes) must have the same"
+            missing, more = [n for n in classes if n not in names], [names[k] for k in sorted(bad)]
             lacks = f"missing in {here}: {first_of(missing, more)}; " if missing else ""
             place = "" if at is None else f", first in {source.place(at)}"
             raise InputError(f"{sides}; {lacks}only in {here}: {first_of(more, missing)}{place}")
-        if absent := [name for place, name in enumerate(classes) if place not in places]:
+        met = {places[k] for k in present}
+        if labels and (absent := [name for place, name in enumerate(classes) if place not in met]):
             level, many = logging.INFO if known else logging.WARNING, f"{len(absent)} of the {len(classes)} classes"
             logger.log(level, "%s has no image of %s: %s", source.where, many, first_of(absent))
         source.renumber(places, classes)
@@ -279,9 +293,8 @@ def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
     if config.hold_out:
         val, train = split(train, lambda n: min(max(1, round(n * config.hold_out)), n - 1))
     if config.shots and train.multi_label:
-        raise InputError(
-            f"shots is a number of images a class; images of {config.data!r} have several: set train_images"
-        )
+        several = f"images of {config.data!r} have several: set train_images"
+        raise InputError(f"shots is a number of images a class; {several}")
     if config.shots:
         train, _ = split(train, lambda n: config.shots, mix_seed(config.seed, 1))
     if config.train_images and config.train_images < len(train):

@@ -76,9 +76,10 @@ def open_folder(root: Path, min_size: tuple[int, int], training: bool = True) ->
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     entries = {e.name: Path(e) for e in os.scandir(root) if e.is_dir() and not is_clutter(e.name)}
-    listed = any((entries[split] / name).exists() for split in SPLITS & {*entries} for name in LABELS)
+    listed = [split for split in SPLITS & {*entries} if any((entries[split] / name).exists() for name in LABELS)]
     flat = bool(SPLITS & {*entries}) and any(_is_flat(entries[name]) for name in {*entries} - SPLITS)
-    splits = [name for name in entries if name in SPLITS and (listed or _is_split(entries[name], flat))]
+    splits = [name for name in SPLITS & {*entries} if not listed and _is_split(entries[name], flat)]
+    splits += [*listed, *({"val", "valid", "validation"} & {*entries})] if listed else []
     train = next((entries[name] for name in TRAINING if name in splits), None)
     vals = [entries[name] for name in VALIDATION if name in splits]
     if train is None and not vals:
@@ -150,9 +151,8 @@ def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) ->
             advice = f"name the folder of the training images {folder}/train, and that of the validation images val"
             raise InputError(f"{folder} holds {first_of(splits)} and no train/; {advice}")
     if training and len(classes) < 2:
-        hint = (
-            f"; if the folders in it are the classes, give --data {folder}/{classes[0]}" if inner - {*classes} else ""
-        )
+        hint = f"; if the folders in it are the classes, give --data {folder}/{classes[0]}"
+        hint = hint if inner - {*classes} else ""
         raise InputError(f"{folder} has one class only ({classes[0]!r}); expected a folder for each class{hint}")
     readable, errors = set(), {}
     for index, label in enumerate(source.labels):
@@ -171,11 +171,8 @@ def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) ->
 
 
 def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFiles]:
-    """The images that the labels files of the splits in these folders list.
-
-    Where each has one class, so have the sources.
-    """
-    tables = [read_table(_labels_file(root)) for root in roots]
+    """The images that the labels files in these folders list, with one class each where all have one."""
+    tables = [[(*row, list(dict.fromkeys(some))) for *row, some in read_table(_labels_file(root))] for root in roots]
     several = any(len(names) != 1 for table in tables for *_, names in table)
     found = []
     for root, table in zip(roots, tables):

@@ -19,10 +19,14 @@ from .images import printable
 
 PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
 IDS = ("id", "image_id")  # columns of paths in a list, where it has none of PATHS
-TABLES = (".csv", ".tsv")
-LISTS = (".txt", ".lst", *TABLES)
-SIDECARS = frozenset({".csv", ".json", ".txt", ".xml"})  # files beside an image that have its name
+LISTS = (".txt", ".lst", ".csv", ".tsv")
+SIDECARS = (".csv", ".json", ".txt", ".xml")  # files beside an image that have its name
 logger = logging.getLogger("vitfast")
+
+
+def is_list(source: str) -> bool:
+    """Whether a command's argument is a list of images: the standard input, or a file of one of LISTS."""
+    return source == "-" or (os.path.isfile(source) and suffix(source) in LISTS)
 
 
 def read_paths(source: str) -> Iterator[tuple[str, str]]:
@@ -36,7 +40,7 @@ def read_paths(source: str) -> Iterator[tuple[str, str]]:
     find, empty = _Finder("", "" if source == "-" else os.path.dirname(source)), True
     try:
         with nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as file:
-            for where, text in (_column if suffix(source) in TABLES else _whole_lines)(file, name, find):
+            for where, text in (_column if suffix(source) in LISTS[2:] else _whole_lines)(file, name, find):
                 empty, found = False, find(text, where)
                 yield text, os.path.join(*found) if found else text
     except OSError as error:
@@ -113,14 +117,12 @@ def _lines(file: Iterable[bytes], name: str, errors: str) -> Iterator[tuple[str,
     """(where it stands, text with its end) of each line. Raises InputError where it is no text."""
     for number, line in enumerate(file, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        try:
+        where, text = f"{name}, line {number}", "\0"
+        with suppress(UnicodeDecodeError):
             text = line.decode("utf-8", errors)
-        except UnicodeDecodeError:
-            text = "\0"
         if "\0" in text:  # as in UTF-16
-            where = f"{name}, line {number}"
             raise InputError(f"{where} is no UTF-8 text: it has NUL bytes or another encoding; save it as UTF-8")
-        yield f"{name}, line {number}", text
+        yield where, text
 
 
 def _whole_lines(file: Iterable[bytes], name: str, find: _Finder) -> Iterator[tuple[str, str]]:
@@ -173,14 +175,12 @@ def _labels(file: Iterable[bytes], name: str, find: _Finder) -> list[tuple[str, 
     for where, cells, delimiter in _rows(file, name, "strict"):
         inner = "," if delimiter == ";" else ";"
         if len(cells) != 2 or not cells[0]:
-            example = f"cat.jpg{delimiter}cat{inner}dog"
-            raise InputError(f"{where}: expected a file and its classes, such as {example}")
+            raise InputError(f"{where}: expected a file and its classes, such as cat.jpg{delimiter}cat{inner}dog")
         classes = cells[1].split(inner) if cells[1].strip() else []
         rows.append((where, cells[0], [each.strip() for each in classes]))
     others = {each for _, _, classes in rows[1:] for each in classes}
     if rows and rows[0][2] and (rows[0][1:] == ("file", ["classes"]) or others.isdisjoint(rows[0][2])):
-        where, text, classes = rows[0]
-        del rows[: _is_header((text, *classes), where, find)]
+        del rows[: _is_header((rows[0][1], *rows[0][2]), rows[0][0], find)]
     return rows
 
 

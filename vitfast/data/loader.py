@@ -180,11 +180,10 @@ def open_data(
     """The data of a run, checked as far as it can be before anything is written. Raises InputError.
 
     examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches. mean: the
-    model's, the colour around the images of crop_mode="border". known: the names of the classes of `config.weights`; in
-    a run they decide the order of the same names, in an evaluation those of the data must be among them. count: how
-    many classes the weights have. measure: for an evaluation that reads no training images, so that there need be none;
-    called with the share that training holds out and all images, it says whether the share is measured, else all are;
-    where the data has a validation split, it is called with None and that.
+    model's, the colour around the images of crop_mode="border". known: the names of the classes of `config.weights`,
+    which decide the order of the same names in a run, and must have those of the data in an evaluation. count: of the
+    weights' classes. measure: of an evaluation without training images; called with the share that training holds out
+    and all images, it says whether the share is measured; where there is a validation split, with None and that.
     """
     packing = native = None
     if config.task == "eval":
@@ -205,6 +204,7 @@ def open_data(
     if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
         known = ()  # other classes
     classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
+    measure = None if config.hold_out else measure  # measured then, and logged
     if val is None:
         share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
         if measure is None:
@@ -212,12 +212,15 @@ def open_data(
             logger.info(said, config.data, 100 * HELD_OUT)
         of_share = measure is None or measure(share, train)
         if of_share and not len(share):
-            one = "has no val/ and one image of each class, of which none can validate; add more"
-            raise InputError(f"{config.data} {one}")
+            raise InputError(
+                f"{config.data} has no val/ and one image of each class, of which none can validate; add more"
+            )
         val, train = (share, rest) if of_share else (train, train)
     elif measure is not None:
         measure(None, val)
     train, val = select(config, val if train is None else train, val)
+    if config.hold_out:
+        logger.info("measures the %d images of %s that hold_out=%g holds out", len(val), val.where, config.hold_out)
     if train.multi_label and config.task != "eval" and config.objective == "softmax":
         several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
         raise InputError(f"{several}: add --set objective=sigmoid")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from .image_files import SUFFIXES, PassedOver, image_files, is_clutter, suffix
 from .images import Unreadable, printable
-from .lists import LISTS, PATHS, read_paths
+from .lists import PATHS, is_list, read_paths
 from .shards import Slice, tar_images
 
 
@@ -44,7 +44,7 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
         return (record for path in files for record in _of_tar(path, root))
     if kinds == [".parquet"]:
         return (record for path in files for record in _of_parquet(path, root, column))
-    if spec == "-" or (os.path.isfile(spec) and suffix(spec) in LISTS):
+    if is_list(spec):
         return _of_list(spec)
     return _of_folder(spec)
 

@@ -104,13 +104,7 @@ def epoch_order(
 
 
 def stream_keys(
-    length: int,
-    batch_size: int,
-    seed: int,
-    start: int,
-    stop: int,
-    ranks: Ranks = ONE,
-    shards: tuple[int, ...] = (),
+    length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE, shards: tuple[int, ...] = ()
 ) -> Iterator[list[tuple[int, int]]]:
     """Lists of (epoch, index): this rank's part of the batches of steps `start` to `stop`."""
     first, last = ranks.share(batch_size)

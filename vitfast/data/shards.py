@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .sources import Source
 
+NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # the class of an image, where all are written so
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -53,10 +55,16 @@ class ShardFiles(Source):
         if not labels:
             raise InputError(f"{self.where}: no image in it has a class (NAME.jpg and NAME.cls)")
         self.shards = tuple(np.diff(ends).tolist())
-        numeric = all(isinstance(label, int) for label in labels)
-        self.classes, numbers = ([], None) if numeric else text_classes(map(str, labels))
-        named = ((self.name(i), label if numeric else str(label)) for i, label in enumerate(labels))
-        self.labels = [class_number(label, numbers, None, name) for name, label in named]
+        self.texts = labels  # as they are written, until `read_classes`
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def read_classes(self, numeric: bool) -> None:
+        """Takes the classes for numbers, or for names."""
+        labels = map(int, self.texts) if numeric else self.texts
+        self.classes, numbers = ([], None) if numeric else text_classes(self.texts)
+        self.labels = [class_number(label, numbers, None, self.name(i)) for i, label in enumerate(labels)]
 
     def name(self, index: int) -> str:
         return printable(f"{self.paths[self.places[3 * index]]}, {self.names[index]}")
@@ -70,45 +78,38 @@ class ShardFiles(Source):
         return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
 
 
-def tar_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an opened tar file. Raises ReadError where a damaged header ends them."""
-    for member in tar:
-        tar.members = []  # it would keep all of them
-        yield member
-    tar.fileobj.seek(tar.offset)
-    # tarfile takes such a header for the end, which is two blocks of zeros or that of the file.
-    if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):
-        raise tarfile.ReadError(f"damaged at byte {tar.offset}")
-
-
 def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:
     """The members of a tar file that are images, in the order in which they lie there.
 
-    used: called with the tar file and each other member; whether it is used, and so not passed over. Raises InputError
-    for a file that is no tar file, or a damaged or compressed one: images are read where they lie.
+    used: called with the tar file and each member; whether it is used, and so not passed over. Raises InputError for a
+    file that is no tar file, or a damaged or compressed one: images are read where they lie.
     """
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar_members(tar):
-                if not member.isfile() or is_clutter(member.name) or used(tar, member):
-                    continue
-                if is_image(member.name, lambda member=member: tar.extractfile(member), passed):
-                    yield member
+            for member in tar:
+                tar.members = []  # it would keep all of them
+                if member.isfile() and not is_clutter(member.name) and not used(tar, member):
+                    if is_image(member.name, partial(tar.extractfile, member), passed):
+                        yield member
+            tar.fileobj.seek(tar.offset)
+            # tarfile takes a damaged header for the end, which is two blocks of zeros or that of the file.
+            if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):
+                raise tarfile.ReadError(f"damaged at byte {tar.offset}")
     except (tarfile.TarError, OSError, ValueError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
 
 
-def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, int | str]]:
-    """(name, offset, bytes, class) of a shard's images that have a .cls: a number, or a name."""
+def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, str]]:
+    """(name, offset, bytes, class as it is written) of a shard's images that have a .cls."""
     images, labels = {}, {}
 
     def is_class(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
         if suffix(member.name) != ".cls":
             return False
-        text = tar.extractfile(member).read().decode().strip()
+        text = tar.extractfile(member).read().decode(errors="surrogateescape").strip()
         if not text:
             raise ValueError(f"{member.name} is empty")
-        labels[os.path.splitext(member.name)[0]] = int(text) if text.removeprefix("-").isdecimal() else text
+        labels.setdefault(os.path.splitext(member.name)[0], text)
         return True
 
     for member in tar_images(path, passed, is_class):
@@ -128,7 +129,8 @@ def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
     """The shards of a split below `root`: those of the first prefix that has some; "" stands for all."""
     for prefix in prefixes:
         places = [*root.glob(f"{prefix}*"), *(root.glob(f"{prefix}/*") if prefix else ())]
-        files = sorted(path for path in places if path.name.endswith((".tar", *PACKED)) and not is_clutter(path.name))
+        places = [p for p in places if p.parent != root or not p.name[len(prefix) :][:1].isalpha() or not prefix]
+        files = sorted(p for p in places if p.name.endswith((".tar", *PACKED)) and not is_clutter(p.name))
         if packed := [path for path in files if path.suffix != ".tar"]:
             raise InputError(f"shard {packed[0]} is compressed: unpack it, since images are read where they lie")
         if files:

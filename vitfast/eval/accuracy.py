@@ -14,6 +14,7 @@ import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..data.classes import imagenet_numbers
 from ..data.datasets import fingerprint
 from ..data.loader import Data, open_data
 from ..data.resize import INSTALLED
@@ -255,15 +256,17 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
         found = fingerprint(source) if len(source) and index else {}
         return bool(found) and all(index.get(f"{part}_{kind}") == found[kind] for kind in ("labels", "sizes"))
 
-    own = is_part(share, "val") or (bool(theirs) and os.path.realpath(theirs) == os.path.realpath(config.data))
-    did, count = ", as the run of these weights did" if own else "", len(whole)
+    own, seen = is_part(share, "val"), ""
+    if own or is_part(whole, "train"):
+        seen = f"; the run of these weights trained on {'the others' if own else 'them'}"
+    elif theirs and os.path.realpath(theirs) == os.path.realpath(config.data):
+        seen = "; the run of these weights trained on data of this name, which has changed or was another"
     if split == "val" or (own and split != "all"):
         said = "measures the %d images of %s that training holds out%s; --split all measures all %d"
-        logger.info(said, len(share), whole.where, did, count)
+        logger.info(said, len(share), whole.where, seen, len(whole))
         return True
-    seen = "; the run of these weights trained on them" if own or is_part(whole, "train") else ""
     said = "measures all %d images of %s%s; --split val measures the %d that training holds out"
-    logger.info(said, count, whole.where, seen, len(share))
+    logger.info(said, len(whole), whole.where, seen.replace("the others", "most of them"), len(share))
     return False
 
 
@@ -271,10 +274,10 @@ def check_classes(model: nn.Module, data: Data) -> None:
     """Raises InputError where the model's classes are not as many as the data's."""
     if model.num_classes != len(data.classes):
         weights, spec = data.config.weights, data.config.data
-        raise InputError(
-            f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}; "
-            "fine-tune it on this data first"
-        )
+        have = f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}"
+        raise InputError(f"{have}; fine-tune it on this data first")
+    if not getattr(model, "class_names", None) and data.classes != [str(i) for i in range(len(data.classes))]:
+        logger.info("%s names no classes: those of %s go by their numbers", data.config.weights, data.config.data)
 
 
 def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None, split: str = "") -> dict:
@@ -290,9 +293,10 @@ def evaluate_weights(config: Config, img_size: int | None = None, real: str | No
     if real is None:
         return evaluate(model, data, device, dtype)
     truth, guesses = real_labels(data, real), []
+    number = torch.tensor(imagenet_numbers(data.classes), device=device)
 
     def guess(logits: Tensor, labels: Tensor) -> None:
-        guesses.extend(torch.where(counts(labels), logits.argmax(1), PADDING).tolist())
+        guesses.extend(torch.where(counts(labels), number[logits.argmax(1)], PADDING).tolist())
 
     result = evaluate(model, data, device, dtype, guess)
     right = [first in classes for first, classes in zip(guesses, truth) if classes and first != PADDING]

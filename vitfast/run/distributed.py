@@ -143,14 +143,17 @@ class Ranks:
 
 def _difference(values: list, rank: int) -> str:
     """How a rank differs from the first rank: in a place of a list, in up to three entries of a dict."""
-    pair, sides = (values[rank], values[0]), f"{{}} on rank {rank} and {{}} on the first rank".format
-    if listed := isinstance(values[0], list):
-        pair = [{f"place {i}": each for i, each in enumerate(value, 1)} for value in pair]
-    if not isinstance(pair[1], dict):
-        return f"it is {sides(*map(ascii, pair))}"  # ascii: names that differ may look alike
-    told = {name: [ascii(v[name]) if name in v else "missing" for v in pair] for name in pair[1] | pair[0]}
-    found = [f"{name} is {sides(other, first)}" for name, (other, first) in told.items() if other != first]
-    return "; ".join(found[: 1 if listed else 3])
+
+    def entries(value: object) -> dict:
+        named = {f"place {i}": each for i, each in enumerate(value, 1)} if isinstance(value, list) else {"it": value}
+        return value if isinstance(value, dict) else named
+
+    here, first, found = entries(values[rank]), entries(values[0]), []
+    for name in first | here:  # ascii: names that differ may look alike
+        pair = [ascii(each[name]) if name in each else "missing" for each in (here, first)]
+        if pair[0] != pair[1]:
+            found.append(f"{name} is {pair[0]} on rank {rank} and {pair[1]} on the first rank")
+    return "; ".join(found[: 1 if isinstance(values[0], list) else 3])
 
 
 def run_facts(config: Config) -> dict[str, dict]:

@@ -65,8 +65,7 @@ def data_index(data: Data, record: dict, checkpoint: Path | None) -> dict:
         found = {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
         index |= found
         facts[said] = [len(source), found]
-        if found:  # the name, the class and the size of each file
-            listed[said] = partial(list, map(source.described, range(len(source))))
+        listed[said] = partial(list, map(source.described, range(len(source))))
     data.ranks.check_same(facts, listed)
     if record:
         data.ranks.on_first(check_data, record["data"], index, checkpoint)

@@ -54,15 +54,14 @@ def set_up(
             model = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
     keeps = checkpoint or (config.weights and config.task != "finetune")  # its head
     known = tuple(map(str, getattr(model, "class_names", None) or ())) if keeps else ()
-    prefix = prefix_of(config, model)
-    data = open_data(config, *sizes(model), device, ranks, examples, prefix, model.mean, known)
+    data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean, known)
     numbers = [str(number) for number in range(len(data.classes))]  # of data without names
     renamed = known and not checkpoint and data.classes not in (numbers, [*known])
-    if renamed:
-        logger.warning("the head of %s is replaced: its classes are not those of %s", source, config.data)
     if not source:
         model = new_model(config, len(data.classes))
     elif model.num_classes != len(data.classes) or renamed or (config.task == "finetune" and not checkpoint):
+        if keeps and model.num_classes:
+            logger.warning("the head of %s is replaced: its classes are not those of %s", source, config.data)
         replace_head(model, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
