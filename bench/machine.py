@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from vitfast.cli.report_gpu import gpu_addresses
 from vitfast.kernels.archives import source_hash
 from vitfast.run.files import write_text
 from vitfast.tools.cost import datasheet_flops
@@ -177,6 +176,17 @@ def _output(*command: str) -> str:
         return ""
 
 
+def ask_driver(*fields: str) -> dict[str, str]:
+    """The answers of nvidia-smi on the GPU that torch uses: texts, often with a unit, by field.
+
+    The GPU is found by its PCI address, because CUDA counts the fastest GPU first and nvidia-smi goes by the bus.
+    """
+    p = torch.cuda.get_device_properties(0)
+    gpu = f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    told = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu)
+    return dict(zip(fields, told.split(", ")))
+
+
 @functools.cache
 def facts() -> dict[str, str]:
     """Device, driver, clocks, power limit, versions, how cuDNN chooses, and commit.
@@ -196,9 +206,7 @@ def facts() -> dict[str, str]:
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
-        fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", gpu_addresses()[0])
-        found.update(zip(fields, _output(*query).split(", ")))
+        found |= ask_driver("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
     return found
 
 

@@ -39,7 +39,6 @@ from machine import wall
 from questions import QUESTIONS
 from shapes import WHERE, Shape, planned
 
-from vitfast.cli.report_gpu import sample_clocks
 from vitfast.errors import both_ends
 from vitfast.kernels.configs import tiles
 from vitfast.run.files import write_text
@@ -62,7 +61,8 @@ def sample(found: list[dict], stop: threading.Event) -> None:
     took = 0.0
     while machine.GPU and took < 1 and not stop.wait(0.25):
         begun = time.monotonic()
-        found.append(sample_clocks() or dict.fromkeys(SAMPLED.values()))
+        told = machine.ask_driver(*SAMPLED.values())
+        found.append({key: float(text.split()[0]) for key, text in told.items() if text[:1].isdigit()})  # not "[N/A]"
         took = time.monotonic() - begun
 
 
@@ -145,7 +145,7 @@ class Rival:
         calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
         for name, key in SAMPLED.items():
-            read = [sampled[key] for sampled in self.samples if sampled[key] is not None]
+            read = [sampled[key] for sampled in self.samples if key in sampled]
             found[name] = statistics.median(read) if read else None
         found |= dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak and peak / 2**20)
         return found | self.timed.errors

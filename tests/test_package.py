@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from vitfast.cli.report_gpu import digests, source_files
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -117,7 +115,6 @@ def test_report_gpu_rehearses_from_an_installed_wheel(dist, tmp_path):
         read = lambda name: json.load(archive.extractfile(name))  # noqa: E731
         assert {step["state"] for step in read("steps_first.json")["steps"]} == {"ok"}
         assert read("manifest.json")["commit"] is None and len(read("train.json")["benchmarks"]) > 4
-        assert read("manifest.json")["sources"] == digests(source_files())
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import asking
@@ -15,6 +16,7 @@ import pytest
 import report
 import rivals
 import targets
+import torch
 from asking import Prediction, Question, Rivals, faster
 from questions import QUESTIONS, QUEUE
 
@@ -236,6 +238,19 @@ def slow(x, weight, bias):
     while time.process_time() < end:
         pass
     return ref.layer_norm(x, weight, bias)
+
+
+def test_clock_and_power_are_those_of_the_gpu_that_torch_uses(gpu, tmp_path, monkeypatch):
+    """It is found by its PCI address, and a number that the driver does not tell is left out."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/bash\n[ "${@: -1}" = 00000001:3b:00.0 ] && echo "[N/A], 1755 MHz"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place)
+    stops, found = iter((False, True)), []
+    rivals.sample(found, types.SimpleNamespace(wait=lambda seconds: next(stops)))
+    assert found == [{"clocks.sm": 1755.0}]
 
 
 def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch):
