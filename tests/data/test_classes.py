@@ -149,6 +149,31 @@ def test_labels_of_hugging_faces_sets(labels, right, tmp_path, monkeypatch):
     assert data.classes == right and data.train.labels == [1, 0, 1, 0] == [data.val[i][1] for i in range(4)]
 
 
+def test_a_split_that_is_not_there_is_said_and_one_with_wrong_labels_is_no_reason_for_another(
+    tmp_path, monkeypatch, caplog
+):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def stored(root, **splits):
+        root.mkdir()
+        for split, labels in splits.items():
+            columns = dict(image=[pictures.smooth(i, 16, 16) for i in range(len(labels))], label=labels)
+            found = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+            found.to_parquet(root / f"{split}-0.parquet")
+        return dict(data=f"hfds/{root}", workers=0)
+
+    tiny(2).save_pretrained(tmp_path / "w")
+    settings = stored(tmp_path / "a", test=["a", "b", "b"])
+    assert evaluate_weights(evaluation(tmp_path / "w", settings["data"]))["images"] == 3  # without training images
+    assert "split 'validation' cannot be opened" in caplog.text
+    with pytest.raises(InputError, match="split 'train' cannot be opened"):
+        open_data(digits(**settings), (16, 16), (8, 8), CPU)
+    settings = stored(tmp_path / "b", train=[0.0, 1.0], validation=[0.5, 1.0], test=[0.0, 1.0])
+    with pytest.raises(InputError, match="has the class 0.5"):
+        open_data(digits(**settings), (16, 16), (8, 8), CPU)
+
+
 def test_labels_of_shards_are_numbers_or_names(tmp_path):
     picture = files(1)[0]
 

@@ -222,6 +222,15 @@ def test_a_table_beside_its_images_as_kaggle_has_it(tmp_path, caplog):
         open_folder(tmp_path, (8, 8))
 
 
+def test_a_folder_of_images_without_labels_beside_labelled_ones_is_passed_over(tmp_path, caplog):
+    caplog.set_level("INFO")
+    root = listed(tmp_path, "a.png,cat;cat\nb.png,dog\nc.png,cat\nd.png,dog\n")
+    (listed(root, "", "test") / "test" / "labels.csv").unlink()
+    data = open_data(digits(data=str(root), workers=0), (16, 16), (8, 8), CPU)
+    assert (len(data.train), len(data.val), data.multi_label) == (2, 2, False)  # a class named twice is one
+    assert f"{root}: reads train/ and passes over test; --data can name another folder" in caplog.text
+
+
 WRONG = [
     ("labels.csv", "a.png,cat\nz.png,dog\n", "train/labels.csv, line 2: no file .*z.png"),
     ("labels.csv", "image,label\nz.png,label\n", "line 1: no file .*train/image"),

@@ -97,6 +97,17 @@ def test_shards_are_read_file_by_file_in_an_order_of_the_epoch(monkeypatch):
     assert [index for batch in keys for _, index in batch] == orders[0][500:] + orders[1][:500]
 
 
+def test_shards_of_other_splits_are_passed_over_by_name(tmp_path, caplog):
+    caplog.set_level("INFO")
+    root = shards(tmp_path, files(6))
+    for name in ("valuable", "trainval", "extra"):
+        write(root / f"{name}-0.tar", [("a.png", files(1)[0]), ("a.cls", b"2")])
+    data = open_data(digits(data=f"wds/{root}", workers=0), (24, 24), (8, 8), CPU)
+    assert (len(data.train), len(data.val)) == (6, 6)
+    passed = ", ".join(f"{root}/{name}-0.tar" for name in ("extra", "trainval", "valuable"))
+    assert f"{root}: reads {root}/val*.tar and passes over {passed}" in caplog.text
+
+
 def test_wrong_shards_are_named(tmp_path):
     picture = files(1)[0]
     cases = {

@@ -124,7 +124,7 @@ def places_by_name(names: Sequence[str], known: Sequence[str]) -> list[int | Non
 
 
 def imagenet_numbers(names: Sequence[str]) -> list[int]:
-    """ImageNet's numbers of its classes by their WordNet numbers or synonyms; of other classes their places."""
+    """ImageNet's numbers of classes by either of their names; the places of others."""
     from timm.data import ImageNetInfo
 
     numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
