@@ -59,8 +59,8 @@ def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -
         warnings.simplefilter("ignore")
         with Image.open(file, formats=likely) as image:
             found = not isinstance(image, ImageFile.StubImageFile) and image.format != "MPEG"
-            if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
-                passed["further pages of TIFF files, whose first is read"] += image.n_frames - 1
+            if image.format == "TIFF" and (more := getattr(image, "n_frames", 1) - 1):
+                passed["further pages of TIFF files, whose first is read"] += more
     if not found and kind not in SUFFIXES:
         known = kind in (".heic", ".jxl") or (mimetypes.guess_type(name, strict=False)[0] or "").startswith("image/")
         passed[f"{printable(kind) or 'without a suffix'}{' (Pillow cannot read them)' if known else ''}"] += 1
