@@ -62,6 +62,7 @@ def test_imagenets_classes_are_the_same_by_either_name():
     for few in (wordnet, wordnet[500:], wordnet[::-1]):
         assert places_by_name(few, synonyms) == [wordnet.index(name) for name in few]
     assert places_by_name(synonyms, wordnet) == list(range(1000))
+    assert places_by_name(["goldfish, Carassius auratus", "tench, Tinca tinca"], synonyms) == [1, 0]
     assert places_by_name(["n02", "cat"], synonyms) == [None, None]
 
 
@@ -228,6 +229,10 @@ def test_a_class_may_be_missing_from_what_is_measured_and_none_may_be_unknown(tm
     right = [guess == {"2": 2, "10": 1}[name] for name, some in guesses.items() for guess in some]
     found = result(capsys, "eval", tmp_path / "w", root)
     assert found["images"] == 8 and found["accuracy"] == pytest.approx(np.mean(right))
+    members = [(f"{name}/{i}.{kind}", content) for name in ("2", "10") for i in range(4) for kind, content in (
+        ("cls", name.encode()), ("png", (root / name / f"{i}.png").read_bytes()))]  # fmt: skip
+    write(tmp_path / "shards" / "val-0.tar", members)  # whose numbers are the names of the weights
+    assert result(capsys, "eval", tmp_path / "w", f"wds/{tmp_path / 'shards'}") == found
     (root / "3").mkdir()
     pictures.smooth(1, 16, 16).save(root / "3" / "0.png")
     with pytest.raises(

@@ -169,7 +169,14 @@ def test_shards_hold_what_webdataset_finds_in_them_and_more(tmp_path, caplog):
     assert len(theirs) == 4 and "passed over" not in caplog.text
     odd = [("v1.00001.png", contents[4]), ("v1.00001.cls", b"0"), ("v1.00002.png", contents[5]), ("v1.00002.cls", b"1")]
     odd += [("no suffix", contents[6]), ("no suffix.cls", b"1"), ("two.png", contents[7]), ("two.jpg", contents[0])]
-    odd += [("two.cls", b"0"), ("alone.png", contents[1]), ("gone.cls", b"1"), ("f.heic", b"ftyp"), ("f.json", b"{}")]
+    odd += [
+        ("two.cls", b"0"),
+        ("two.cls", b"1"),
+        ("alone.png", contents[1]),
+        ("gone.cls", b"1"),
+        ("f.heic", b"ftyp"),
+        ("f.json", b"{}"),
+    ]
     write(tmp_path / "train-1.tar", odd)
     source = local_shards(tmp_path, ("train",))
     source.read_classes(True)
