@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 
@@ -76,15 +76,21 @@ def class_number(label: object, numbers: Mapping | None, count: int | None, wher
     if numbers is not None and isinstance(label, (str, Real)) and label in numbers:
         return numbers[label]
     if numbers is not None or not isinstance(label, Real) or not float(label).is_integer():
-        expected = "a whole number from 0, or text where all labels are names"
-        if numbers is not None:
-            expected = f"one of {len(set(numbers.values()))} classes, such as {next(iter(numbers))!r}"
+        some = numbers and f"one of {len(set(numbers.values()))} classes, such as {next(iter(numbers))!r}"
+        expected = some or "a whole number from 0, or text where all labels are names"
         raise InputError(f"{where} has the class {both_ends(repr(label), 60)}; expected {expected}")
     most = MOST_CLASSES if count is None else count
     if not 0 <= label < most:
         have = f"{where} has the class {int(label)}{' (this split has no labels)' if label == -1 else ''}"
         raise InputError(f"{have}; classes are numbers from 0 to at most {most - 1:,}")
     return int(label)
+
+
+def class_numbers(labels: list, numbers: Mapping | None, name: Callable[[int], str]) -> list[int]:
+    """The class number of each label. name: the image's at an index, which an error says."""
+    first = dict(zip(reversed(labels), range(len(labels))[::-1]))
+    known = {label: class_number(label, numbers, None, name(index)) for label, index in first.items()}
+    return [known[label] for label in labels]
 
 
 def text_classes(labels: Iterable) -> tuple[list[str], dict | None]:

@@ -15,7 +15,7 @@ from timm.data import create_dataset
 
 from ..errors import InputError
 from ..run.config import NAMED_DATA, Config
-from .classes import class_number, count_classes, first_of, library_classes, places_by_name, text_classes
+from .classes import class_number, class_numbers, count_classes, first_of, library_classes, places_by_name, text_classes
 from .folders import TRAINING, VALIDATION, open_folder
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .samples import mix_seed
@@ -72,8 +72,7 @@ class Named(Source):
             return
         if self.numbers is None:
             self.classes, self.numbers = text_classes(labels)
-        known = {each: class_number(each, self.numbers, None, self.name(labels.index(each))) for each in set(labels)}
-        self.labels = [known[each] for each in labels]
+        self.labels = class_numbers(labels, self.numbers, self.name)
 
     def _column(self) -> list | None:
         """The labels as the data set has them, where they are known without reading images."""
@@ -85,7 +84,7 @@ class Named(Source):
             plain = column and not mapped and column in self.reader.dataset.column_names
             targets = self.reader.dataset[column] if plain else None
         targets = targets.tolist() if hasattr(targets, "tolist") else targets
-        return None if targets is None or any(isinstance(each, list) for each in targets) else list(targets)
+        return None if targets is None or any(isinstance(each, list | dict) for each in targets) else list(targets)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -264,13 +263,13 @@ def settle_classes(
         elif not source.classes and (not known or not all(map(str.isdecimal, known))):
             places = [k if k < len(classes) else None for k in range(len(names))]
         bad = {k for k, place in enumerate(places) if place is None and (k in present or source.labels is None)}
-        at = next((i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k})), None)
         if bad:
+            at = (i for i, k in enumerate(labels) if bad & ({*k} if source.multi_label else {k}))
             here, there = ("the data", owner) if owner else ("validation", first.where)
             sides = f"{source.where} ({len(names)} classes) and {there} ({len(classes)} classes) must have the same"
             missing, more = [n for n in classes if n not in names], [names[k] for k in sorted(bad)]
             lacks = f"missing in {here}: {first_of(missing, more)}; " if missing else ""
-            place = "" if at is None else f", first in {source.place(at)}"
+            place = next((f", first in {getattr(source, 'place', source.name)(i)}" for i in at), "")
             raise InputError(f"{sides}; {lacks}only in {here}: {first_of(more, missing)}{place}")
         met = {places[k] for k in present}
         if labels and (absent := [name for place, name in enumerate(classes) if place not in met]):

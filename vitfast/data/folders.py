@@ -40,7 +40,7 @@ class ImageFiles(Source):
     def name(self, index: int) -> str:
         return printable(self.files[index])
 
-    def place(self, index: int) -> str:
+    def place(self, index: int) -> str:  # where its class is told
         return ", ".join([*self.lines[index : index + 1], os.path.relpath(self.files[index], self.where)])
 
     def label(self, index: int) -> int | np.ndarray:

@@ -93,14 +93,13 @@ def epoch_order(
     ahead: the files are shuffled, and each sample moves by up to WINDOW places.
     """
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+    order = torch.randperm(length, generator=generator)
     if len(shards) > 1 and length > WINDOW:
         parts = torch.arange(length).split(shards)
         order = torch.cat([parts[i] for i in torch.randperm(len(parts), generator=generator)])
         moved = torch.arange(length) + WINDOW * torch.rand(length, generator=generator, dtype=torch.float64)
-        order = order[moved.argsort()].tolist()
-    else:
-        order = torch.randperm(length, generator=generator).tolist()
-    return order, [sides[i] for i in torch.randint(len(sides), (length,), generator=generator).tolist()]
+        order = order[moved.argsort()]
+    return order.tolist(), [sides[i] for i in torch.randint(len(sides), (length,), generator=generator).tolist()]
 
 
 def stream_keys(

@@ -16,7 +16,7 @@ from timm.data import IterableImageDataset
 from torch.utils.data import IterableDataset
 
 from ..errors import InputError
-from .classes import class_number, text_classes
+from .classes import class_number, class_numbers, text_classes
 from .contents import read_bytes
 from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import Unreadable, as_rgb, printable, read_rgb
@@ -62,9 +62,9 @@ class ShardFiles(Source):
 
     def read_classes(self, numeric: bool) -> None:
         """Takes the classes for numbers, or for names."""
-        labels = map(int, self.texts) if numeric else self.texts
-        self.classes, numbers = ([], None) if numeric else text_classes(self.texts)
-        self.labels = [class_number(label, numbers, None, self.name(i)) for i, label in enumerate(labels)]
+        labels = list(map(int, self.texts)) if numeric else self.texts
+        self.classes, numbers = ([], None) if numeric else text_classes(labels)
+        self.labels = class_numbers(labels, numbers, self.name)
 
     def name(self, index: int) -> str:
         return printable(f"{self.paths[self.places[3 * index]]}, {self.names[index]}")

@@ -38,10 +38,6 @@ class Source:
         """The name of an image in messages."""
         return f"image {index}"
 
-    def place(self, index: int) -> str:
-        """Where an image's class is told."""
-        return self.name(index)
-
     def described(self, index: int) -> tuple | None:
         """The name, the classes and the size in bytes of an image; None where it has no file."""
 
