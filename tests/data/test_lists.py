@@ -76,7 +76,7 @@ TABLES = [
     (b"file;classes\r\na.jpg;cat, dog\r\ns.png; \r\n", CAT_DOG),
     (b'"b c,d;e.jpg"\tcat\na.jpg\tcat;dog\n', [("b c,d;e.jpg", ["cat"]), ("a.jpg", ["cat", "dog"])]),
     (b'"b c,d;e.jpg";"a;b"\r', [("b c,d;e.jpg", ["a;b"])]),
-    (b"id,breed\nsub/0001,cat\nmask,dog\n", [("sub/0001.jpg", ["cat"]), ("mask.jpg", ["dog"])]),
+    (b"image.id,breed\nsub/0001,cat\nmask,dog\n", [("sub/0001.jpg", ["cat"]), ("mask.jpg", ["dog"])]),
     (b"sub\\0001,id\nback\\slash.jpg,x\n", [("sub/0001.jpg", ["id"]), ("back\\slash.jpg", ["x"])]),
 ]
 
@@ -86,7 +86,7 @@ def test_a_table_gives_the_classes_of_each_image(content, rows, folder, caplog):
     (folder / "labels.csv").write_bytes(content)
     with caplog.at_level("INFO"):
         assert [row[1:] for row in read_table(folder.absolute() / "labels.csv")] == rows
-    said = f"{folder.absolute()}/labels.csv, line 1 (id, breed) is taken for a header"
+    said = f"{folder.absolute()}/labels.csv, line 1 (image.id, breed) is taken for a header"
     assert caplog.messages == ([said] if b"breed" in content else [])
 
 

@@ -58,11 +58,9 @@ def library_classes(dataset: object) -> tuple[list[str], dict | None]:
     else:
         for name, number in index.items():
             names.setdefault(int(number), []).append(str(name))
-    if not names:
-        return [], None
     places = {number: place for place, number in enumerate(sorted(names))}
     numbers = {name: places[number] for number, some in names.items() for name in some} | places
-    return [", ".join(names[number]) for number in places], numbers
+    return [", ".join(names[number]) for number in places], numbers or None
 
 
 def class_number(label: object, numbers: Mapping | None, count: int | None, where: str) -> int:
@@ -133,8 +131,8 @@ def imagenet_numbers(names: Sequence[str]) -> list[int]:
     """ImageNet's numbers of classes by either of their names; the places of others."""
     from timm.data import ImageNetInfo
 
-    numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
-    return [numbers.get(name, place) for place, name in enumerate(_wordnet(names))]
+    found = places_by_name(names, ImageNetInfo().label_names())
+    return [place if number is None else number for place, number in enumerate(found)]
 
 
 def _wordnet(names: Sequence[str]) -> list[str]:

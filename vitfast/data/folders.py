@@ -2,14 +2,13 @@
 
 import logging
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
 from .classes import first_of, ordered
-from .image_files import PassedOver, image_files, is_clutter, is_image, suffix, visible_files
+from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
 from .images import Unreadable, opened, printable, read_rgb
 from .lists import read_table
 from .sources import Source
@@ -102,8 +101,8 @@ def _is_split(folder: Path, beside: bool) -> bool:
 
 def _is_flat(folder: Path) -> bool:
     """Whether images lie right in a folder."""
-    files = (e for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
-    return any(is_image(e.name, partial(open, e.path, "rb"), PassedOver()) for e in files)
+    files = (e.path for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
+    return any(images_among(files, PassedOver()))
 
 
 # ---- class folders
@@ -185,7 +184,7 @@ def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFil
         labels = [tuple(numbers[name] for name in some) if several else numbers[some[0]] for some in names]
         found.append(ImageFiles(files, labels, classes, min_size, str(root), list(lines)))
         listed, passed = set(map(os.path.abspath, files)), PassedOver()
-        for path in visible_files(str(root)):
+        for path in visible_files(str(root), passed):
             if os.path.abspath(path) not in listed and suffix(path) not in (".csv", ".json"):
                 passed[f"{suffix(path) or 'files'} that {_labels_file(root).name} does not list"] += 1
         passed.say(root)

@@ -6,8 +6,9 @@ import os
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -79,14 +80,18 @@ def image_files(path: str | os.PathLike, say: bool = True, refuse_circles: bool 
     if not os.path.isdir(path):
         yield path
         return
-    for file in visible_files(path, refuse_circles=refuse_circles):
-        if is_image(file, lambda file=file: _regular(file), passed):
-            found = True
-            yield file
+    for file in images_among(visible_files(path, passed, refuse_circles), passed):
+        found = True
+        yield file
     if say:
         passed.say(path)
     if not found:
         raise InputError(f"no images in {path}; images are files that Pillow can open, such as .jpg and .png")
+
+
+def images_among(paths: Iterable[str], passed: PassedOver) -> Iterator[str]:
+    """Those of the paths of files that are images."""
+    return (path for path in paths if is_image(path, partial(_regular, path), passed))
 
 
 def _regular(path: str) -> BinaryIO:
@@ -96,23 +101,26 @@ def _regular(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def visible_files(folder: str, above: tuple[str, ...] = (), refuse_circles: bool = False) -> Iterator[str]:
+def visible_files(folder: str, passed: PassedOver, refuse_circles: bool = False, above: tuple = ()) -> Iterator[str]:
     """The path of each file below a folder, in the order of names; links are followed.
 
-    Clutter, pipes, sockets and devices are left out, and so are links back to a folder around them; with refuse_circles
-    these raise InputError. above: the real paths of the folders around this one.
+    Clutter is left out. Pipes, sockets, devices and links back to a folder around them are noted in `passed`; with
+    refuse_circles such links raise InputError. above: the real paths of the folders around this one.
     """
     here = os.path.realpath(folder)
     if here in above:
         if refuse_circles:
             link = next(path for path in (Path(folder), *Path(folder).parents) if path.is_symlink())
             raise InputError(f"{printable(str(link))} links back to a folder around it; remove the link")
+        passed["links back to a folder around them"] += 1
         return
     with os.scandir(folder) as found:
         entries = sorted((entry for entry in found if not is_clutter(entry.name)), key=lambda entry: entry.name)
     for entry in entries:
         is_link = entry.is_symlink()
         if os.path.isdir(entry.path) if is_link else entry.is_dir():  # is_dir would raise for a link to itself
-            yield from visible_files(entry.path, (*above, here), refuse_circles)
+            yield from visible_files(entry.path, passed, refuse_circles, (*above, here))
         elif is_link or entry.is_file():
             yield entry.path
+        else:
+            passed["pipes, sockets or devices"] += 1

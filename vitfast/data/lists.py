@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from PIL import Image
+
 from ..errors import InputError
 from .image_files import SUFFIXES, suffix
 from .images import printable
@@ -186,7 +188,7 @@ def _labels(file: Iterable[bytes], name: str, find: _Finder) -> list[tuple[str, 
 
 def _is_header(cells: tuple[str, ...] | list[str], where: str, find: _Finder) -> bool:
     """Whether the first of a row's cells can be no file, which is logged."""
-    is_header = not os.path.splitext(cells[0].replace("\\", "/"))[1] and not find(cells[0], where)
+    is_header = suffix(cells[0]) not in Image.registered_extensions() and not find(cells[0], where)
     if is_header and tuple(cells) != ("file", "classes"):
         logger.info("%s (%s) is taken for a header", where, ", ".join(map(printable, cells)))
     return is_header

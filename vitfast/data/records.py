@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
-from .image_files import SUFFIXES, PassedOver, image_files, is_clutter, suffix
+from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
 from .images import Unreadable, printable
 from .lists import PATHS, is_list, read_paths
 from .shards import Slice, tar_images
@@ -34,7 +34,8 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
     """
     files, root = _files(spec) if spec != "-" else ([], "")
     kinds = sorted({kind for kind in map(_kind, files) if kind})
-    if kinds and os.path.isdir(spec) and any(suffix(name) in SUFFIXES for name in os.listdir(spec)):
+    others = (path for path in visible_files(spec, PassedOver()) if not _kind(path)) if os.path.isdir(spec) else ()
+    if kinds and any(images_among(others, PassedOver())):
         raise InputError(f"{spec} has both images and {kinds[0]} files; name those to embed, as {spec}/*{kinds[0]}")
     if len(kinds) > 1:
         raise InputError(f"{spec} has both {kinds[0]} and {kinds[1]} files; name those to embed, as {spec}/*{kinds[0]}")

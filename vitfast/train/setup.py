@@ -55,8 +55,7 @@ def set_up(
     keeps = checkpoint or (config.weights and config.task != "finetune")  # its head
     known = tuple(map(str, getattr(model, "class_names", None) or ())) if keeps else ()
     data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean, known)
-    numbers = [str(number) for number in range(len(data.classes))]  # of data without names
-    renamed = known and not checkpoint and data.classes not in (numbers, [*known])
+    renamed = known and not checkpoint and {*known} != {*data.classes} != {*map(str, range(len(data.classes)))}
     if not source:
         model = new_model(config, len(data.classes))
     elif model.num_classes != len(data.classes) or renamed or (config.task == "finetune" and not checkpoint):
