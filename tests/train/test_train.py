@@ -11,12 +11,13 @@ import pytest
 import torch
 import yaml
 from commands import make_folder
-from runs import QUICK, changed, cut_at, digits, records, same_runs
+from runs import QUICK, changed, cut_at, digits, records, same_runs, weights
 
 from vitfast import InputError, ViT
 from vitfast.data.transforms import transforms
 from vitfast.train.recipes import resolve
 from vitfast.train.resume import read_training_state
+from vitfast.train.step import TrainStep
 from vitfast.train.trainer import Trainer, TrainingError, train
 
 SMALL = dict(img_size=16, batch_size=16)
@@ -78,6 +79,50 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch,
     assert [once.get(name) for name in told] == [again.get(name) for name in told]
     steps = records(broken, "train", "step")
     assert steps == ["2", "4", "6", "7"]  # rows after the checkpoint were dropped before they were written again
+
+
+@pytest.mark.parametrize("warmup, before", [(True, False), (False, False), (False, True)])
+def test_the_average_is_that_of_its_equation_across_a_resume(tmp_path, monkeypatch, warmup, before):
+    """Float64: decay 0 at step 1, then min(d, 1 - n^(-2/3)) at step n, or d. before: of an earlier vitfast."""
+    settings = SMALL | dict(steps=7, save_every=4, ema_decay=0.6, accumulate=2)
+    config, call, truth = digits(tmp_path, ema_warmup=warmup, **settings), TrainStep.__call__, {}
+
+    def averaged(self, images, labels, step, total, **count):
+        if cut == step:
+            raise KeyError("power cut")
+        result = call(self, images, labels, step, total, **count)
+        decay = (min(0.6, 1 - (step + 1) ** (-2 / 3)) if warmup else 0.6) if step else 0.0
+        for name, value in self.model.state_dict().items():
+            truth[name] = decay * truth.get(name, 0.0) + (1 - decay) * value.double()
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", averaged)
+    cut = 4  # as the cut comes right after a checkpoint, no step is taken twice
+    with pytest.raises(KeyError):
+        train(config)
+    if before:
+        file = tmp_path / "checkpoints/last/state/state.json"
+        told = json.loads(file.read_text())
+        assert told["settings"].pop("ema_warmup") is False
+        file.write_text(json.dumps(told))
+        config = changed(config, ema_warmup=True)
+    cut = None
+    train(config)
+    found = weights(tmp_path)
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-6)  # 7 roundings of float32
+
+
+def test_the_average_of_few_steps_has_learned_what_the_model_has(tmp_path):
+    """0.9998 over 60 steps; without a warm-up, 99 % of the average are the weights after the first step."""
+    loss = {}
+    for name, fields in dict(
+        plain={}, average=dict(ema_decay=0.9998), late=dict(ema_decay=0.9998, ema_warmup=False)
+    ).items():
+        config = digits(tmp_path / name, steps=60, eval_every=60, lr=3e-3, warmup_steps=5, **SMALL, **fields)
+        loss[name] = train(config)["loss"]
+    assert loss["average"] < 1.25 * loss["plain"] < 0.8 * loss["late"], loss
 
 
 @pytest.mark.parametrize(

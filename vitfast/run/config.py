@@ -144,6 +144,11 @@ class Recipe:
         ("stop", "skip"), "what a run does at a step whose gradients are not finite: stop, or skip the step"
     )
     ema_decay: float | None = within(None, "[0, 1)", "the decay of a moving average of the weights, which is evaluated")
+    ema_warmup: bool = plain(
+        True,
+        "the decay at step n is at most 1 - n^(-2/3), as with timm's warm-up, so that averages of few steps have learned; "
+        "a run that began before this setting existed continues without",
+    )
 
     objective: str = choice(
         ("softmax", "sigmoid", "masked"), "the loss: cross-entropy by softmax or by sigmoid, or masked patch prediction"
@@ -298,7 +303,7 @@ RUN_ONLY = frozenset(
 )
 
 # The values that runs had from before there were these fields.
-BEFORE = dict(exif_orientation=False)
+BEFORE = dict(exif_orientation=False, ema_warmup=False)
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))
 _TYPES = typing.get_type_hints(Config)

@@ -70,7 +70,7 @@ class TrainStep:
         if mixing:
             smoothing = config.label_smoothing
             self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=smoothing, num_classes=classes)
-        self.ema = ModelEmaV3(model, decay=config.ema_decay) if config.ema_decay else None
+        self.ema = ModelEmaV3(model, config.ema_decay, use_warmup=config.ema_warmup) if config.ema_decay else None
         self.unsharded = copy.deepcopy(self.averaged).to("meta") if sharded else None
         vit = model.vit if self.masked else model
         if isinstance(vit, ViT):  # before torch.compile, for which it is a constant

@@ -23,6 +23,7 @@ FIELDS = dict(
     clip_norm="largest norm of the gradients",
     non_finite="where gradients are not finite",
     ema_decay="decay of the averaged weights (EMA)",
+    ema_warmup="warm-up of that decay",
     mask_target="what masked patches predict",
     mask_share="share of masked patches",
     sizes="range of image sizes",
