@@ -172,6 +172,22 @@ def test_resampled_positions_equal_timms_in_every_dtype():
         assert_close(mine, theirs, atol=0)
 
 
+@pytest.mark.parametrize("new", [(7, 5), (2, 9), (1, 1), (3, 6)])
+@pytest.mark.parametrize("how", ["bicubic_antialias", "bicubic", "bilinear_antialias"])
+def test_resampling_as_weights_is_interpolate(how, new):
+    """Of the map that packed images and deterministic training take, and of what every other call takes."""
+    table = torch.randn(2, 1 + 4 * 6, 16, dtype=torch.float64)
+    options = dict(mode=how.partition("_")[0], antialias="antialias" in how)
+    plane = torch.nn.functional.interpolate(table[:, 1:].mT.unflatten(2, (4, 6)), size=new, **options)
+    truth = torch.cat([table[:, :1], plane.flatten(2).mT], 1)
+    assert_close(resample(table, (4, 6), new, 1, how), truth, atol=0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_close(resample(table, (4, 6), new, 1, how), truth, atol=1e-12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_sincos_table_from_the_formula():
     """Of a grid that is no square; test_originals.py has every entry of one that is."""
     table, row, column = sincos_2d((3, 5), 24, prefix=1), 2, 3

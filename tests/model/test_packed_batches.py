@@ -33,6 +33,8 @@ KINDS = {
     "norms and gates": dict(qk_norm=True, norm_layer="rmsnorm", swiglu_mlp=True, init_values=0.1, pre_norm=True),
     "fp32 stream": dict(residual_in_fp32=True),
     "no pooling": dict(global_pool=""),
+    "positions without antialias": dict(pos_resample="bicubic", reg_tokens=1),
+    "SigLIP 2's positions": dict(pos_resample="bilinear_antialias", class_token=False, global_pool="map"),
 }
 ON_KERNELS = ("class token", "average", "DINOv3's rope", "norms and gates")
 

@@ -19,6 +19,7 @@ Keep = Literal["auto", "all", "least"]  # see activation_memory.py
 Pool = Literal["token", "avg", "map", ""]
 PosEmbed = Literal["learn", "learn2d", "factorized", "sincos2d", "relative", "none", ""]  # see positions.py
 PosEmbedPlace = Literal["stem", "layers", "layers_shared"]
+PosResample = Literal["bicubic_antialias", "bicubic", "bilinear_antialias"]  # the filters of F.interpolate
 Rope = Literal["dinov3", "cat"]  # timm's
 CropMode = Literal["center", "squash", "border"]  # timm's
 Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]  # Pillow's, by its numbers
@@ -177,6 +178,11 @@ class ViTConfig:
         'for rope="cat": the grid of patches (down, across) to which coordinates are scaled; (16, 16) in EVA-02; None:'
         " the grid of the image",
         some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)"),
+    )
+    pos_resample: PosResample = argument(
+        "bicubic_antialias",
+        'how positions are resampled for another grid: "bicubic_antialias" as timm does, "bicubic" as transformers does'
+        ' (ViT, DeiT, DINOv2 without registers, CLIP, SigLIP), "bilinear_antialias" as SigLIP 2 does',
     )
 
     def __post_init__(self):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..ops import reference as ref
 from ..ops.packed import PackedImages, TokenLayout, token_rows
 from ..ops.reference import owners, packed_tokens
-from .config import ROPES
+from .config import ROPES, PosResample
 from .layers import Attention
 
 Grid = tuple[int, int]
@@ -38,6 +38,7 @@ class Positions:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._config.setdefault("pos_resample", "bicubic_antialias")  # pickled by a version that had no other
         if self._config["pos_embed"] == "relative":  # pickled by a version that had one class for both
             for block in self.blocks:
                 if type(block.attn) is Attention:
@@ -80,7 +81,8 @@ class Positions:
         if not self.dynamic_img_size or isinstance(images, PackedImages):
             return tables
         grids = stem.grid_size, stem.dynamic_feat_size(images.shape[2:])
-        return {name: resize_table(name, table, *grids, self._pos_prefix) for name, table in tables.items()}
+        how = self._pos_prefix, self._config["pos_resample"]
+        return {name: resize_table(name, table, *grids, *how) for name, table in tables.items()}
 
     def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
         """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
@@ -89,7 +91,8 @@ class Positions:
         if not tables or kind == "relative":
             return None, None, [None] * depth
         if isinstance(images, PackedImages):
-            table, slots = packed_positions(kind, tables, images, self.patch_embed.grid_size, self._pos_prefix)
+            how = self.patch_embed.grid_size, self._pos_prefix, self._config["pos_resample"]
+            table, slots = packed_positions(kind, tables, images, *how)
             stem, first = table[0], None if slots is None else slots[:1]
             slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
             rows = token_rows(images.offsets, len(images.patches), prefix)
@@ -123,13 +126,15 @@ def token_layout(images: PackedImages, prefix: int) -> TokenLayout:
 
 
 @torch.fx.wrap  # it looks at shapes in Python
-def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
+def resize_table(
+    name: str, table: Tensor, old: Grid, new: Grid, prefix: int, how: PosResample = "bicubic_antialias"
+) -> Tensor:
     """The table of this name, which was made for an `old` grid (h, w), resampled for a `new` one."""
     if name == "pos_embed_x":
-        return resample(table, (1, old[1]), (1, new[1]))
+        return resample(table, (1, old[1]), (1, new[1]), how=how)
     if name == "pos_embed_y":
-        return resample(table, (1, old[0]), (1, new[0]))
-    return resample_offsets(table, old, new) if name == "pos_embed_rel" else resample(table, old, new, prefix)
+        return resample(table, (1, old[0]), (1, new[0]), how=how)
+    return resample_offsets(table, old, new, how) if name == "pos_embed_rel" else resample(table, old, new, prefix, how)
 
 
 def absolute(kind: str, tables: dict[str, Tensor]) -> Tensor | None:
@@ -157,16 +162,23 @@ def packed_places(images: PackedImages) -> tuple[tuple[Tensor, Tensor], tuple[Te
     return (number // width, number % width), (height, width)
 
 
-def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> Tensor:
+def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype, how: PosResample) -> Tensor:
     """(N, old) in `dtype`: the weights of `old` positions along an axis at `place` (N,) of `size` (N,).
 
-    They are the rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched if it shrinks, normalised.
+    They are the rows of `resample`'s linear map, PyTorch's. With antialias the filter (Keys, 1981, a = -1/2; or a
+    triangle) is stretched if the axis shrinks, and normalised; without, a = -3/4, and the border is repeated.
     """
+    mode, antialias = how.removesuffix("_antialias"), how.endswith("_antialias")
+    a, border = (-0.5, 0) if antialias else (-0.75, 2)
     scale = old / size.to(dtype)
-    centre, width = scale * (place + 0.5), scale.clamp(min=1.0)
-    t = ((torch.arange(old, device=place.device, dtype=dtype) + 0.5 - centre[:, None]) / width[:, None]).abs()
-    near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2
-    weights = torch.where(t <= 1, near, torch.where(t < 2, far, 0.0))
+    centre, width = scale * (place + 0.5), scale.clamp(min=1.0) if antialias else torch.ones_like(scale)
+    source = torch.arange(-border, old + border, device=place.device, dtype=dtype) + 0.5
+    t = ((source - centre[:, None]) / width[:, None]).abs()
+    near, far = ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+    weights = torch.where(t <= 1, near, torch.where(t < 2, far, 0.0)) if mode == "bicubic" else (1 - t).clamp(min=0.0)
+    if border:
+        index = torch.arange(-border, old + border, device=place.device).clamp(0, old - 1)
+        weights = weights.new_zeros(len(weights), old).index_add(1, index, weights)
     return weights / weights.sum(1, keepdim=True)
 
 
@@ -176,7 +188,7 @@ def _without_autocast(x: Tensor):
 
 
 def packed_positions(
-    kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int
+    kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int, how: PosResample
 ) -> tuple[Tensor, Tensor | None]:
     """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
 
@@ -185,7 +197,7 @@ def packed_positions(
     """
     first = next(iter(tables.values()))
     work = torch.promote_types(first.dtype, torch.float32)
-    down, across = (axis_weights(*axis, work) for axis in zip(*packed_places(images), grid))
+    down, across = (axis_weights(*axis, work, how) for axis in zip(*packed_places(images), grid))
     with _without_autocast(first):  # as resample computes
         product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
@@ -249,11 +261,13 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
     return torch.cat([table.new_zeros(prefix, dim), table])[None].float()
 
 
-def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
+def resample(
+    pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0, how: PosResample = "bicubic_antialias"
+) -> Tensor:
     """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
-    Prefix positions stay as they are, and so does the dtype. The filter is timm's, bicubic with antialias, computed in
-    fp32 at least (the ViT paper, 3.2).
+    Prefix positions stay as they are, and so does the dtype. The filter is F.interpolate's, computed in fp32 at least
+    (the ViT paper, 3.2).
     """
     if tuple(old) == tuple(new):
         return pos_embed
@@ -266,13 +280,14 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
     # Compiled, torch 2.14 has no derivative of interpolate to sizes that may change; on a GPU it adds in any order.
     compiled = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and table.requires_grad
     if torch.are_deterministic_algorithms_enabled() or compiled:
-        places = (torch.arange(n, device=table.device) for n in new)
-        down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
+        places = [(at, torch.full_like(at, len(at))) for at in (torch.arange(n, device=table.device) for n in new)]
+        down, across = (axis_weights(*at, n, table.dtype, how) for at, n in zip(places, old))
         with _without_autocast(table):
             table = torch.einsum("yh,xw,nhwd->nyxd", down, across, table)
     else:
         table = table.permute(0, 3, 1, 2)
-        table = F.interpolate(table, size=new, mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+        mode, antialias = how.removesuffix("_antialias"), how.endswith("_antialias")
+        table = F.interpolate(table, size=new, mode=mode, antialias=antialias).permute(0, 2, 3, 1)
     return torch.cat([first, table.flatten(1, 2).to(pos_embed.dtype)], dim=1)
 
 
@@ -316,7 +331,7 @@ class RelativeAttention(Attention):
         return relative_attention(*self.heads(x), relative)
 
 
-def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
+def resample_offsets(table: Tensor, old: Grid, new: Grid, how: PosResample = "bicubic_antialias") -> Tensor:
     """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
     A grid is (h, w), N = h*w. An offset o stands for the displacements (dy, dx) with o = w*dy + dx, which another grid
@@ -332,7 +347,7 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
             f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
         )
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
-    plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new))
+    plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new), how=how)
     plane = plane.to(torch.promote_types(plane.dtype, torch.float32))
     made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
     made = made.index_add(1, after, plane * pairs[:, None])

@@ -239,8 +239,8 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         """Sets the image size; the patch size stays, and the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
-        grids = old, self.patch_embed.grid_size
-        self._change_tables(lambda name, table: resize_table(name, table, *grids, self._pos_prefix))
+        how = old, self.patch_embed.grid_size, self._pos_prefix, self._config["pos_resample"]
+        self._change_tables(lambda name, table: resize_table(name, table, *how))
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -226,7 +226,7 @@ def test_fields_of_text_generation_and_of_facebooks_code(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["Siglip2VisionModel", "Siglip2Model"])
-def test_siglip2_for_any_aspect_at_its_own_size(tmp_path, name, caplog):
+def test_siglip2_for_any_aspect(tmp_path, name):
     """It takes patches with their channels last; its positions are resized to every other grid."""
     from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
@@ -235,16 +235,41 @@ def test_siglip2_for_any_aspect_at_its_own_size(tmp_path, name, caplog):
     config = cls.config_class(vision_config=vision, text_config=TEXT) if name == "Siglip2Model" else None
     truth = randomised(cls(config or cls.config_class(**vision)))
     truth.save_pretrained(tmp_path)
-    x = images()
-    patches = torch.stack([convert_image_to_patches(image, 8) for image in x])
-    tower = getattr(truth, "vision_model", truth)
-    with torch.no_grad():
-        theirs = tower(patches, torch.ones(2, 16), torch.tensor([[4, 4]] * 2)).pooler_output
-    with caplog.at_level(logging.WARNING, "vitfast"):
-        model = ViT.from_pretrained(tmp_path)
-    agree(model, lambda x: theirs, x)
-    assert "positions are SigLIP 2's at its own square size alone" in caplog.text
+    model = ViT.from_pretrained(tmp_path)
     assert model.patch_embed.img_size == (32, 32)
+    tower, model.dynamic_img_size = getattr(truth, "vision_model", truth), True
+    for height, width in ((4, 4), (3, 5), (6, 2)):
+        x = images(height * 8, width * 8)
+        patches = torch.stack([convert_image_to_patches(image, 8) for image in x])
+        with torch.no_grad():
+            theirs = tower(patches, torch.ones(2, height * width), torch.tensor([[height, width]] * 2)).pooler_output
+        agree(model, lambda x, theirs=theirs: theirs, x)
+
+
+RESAMPLING = "ViTModel DeiTModel Dinov2Model Dinov2WithRegistersModel SiglipVisionModel CLIPVisionModel".split()
+
+
+@pytest.mark.parametrize("size", [(48, 48), (24, 56)])
+@pytest.mark.parametrize("name", RESAMPLING)
+def test_another_size_has_transformers_positions(tmp_path, name, size):
+    """Loaded at that size, taking any size, and packed; also once saved and read again, and from bare tensors."""
+    truth, x = made(name), images(*size)
+    truth.save_pretrained(tmp_path)
+    options = {} if name.startswith("Dinov2") else dict(interpolate_pos_encoding=True)
+    with torch.no_grad():
+        theirs = truth(x, **options).last_hidden_state
+        model = ViT.from_pretrained(tmp_path)
+        model.save_pretrained(tmp_path / "ours")
+        theirs = model.norm(theirs) if "CLIP" in name else theirs
+        for source in (tmp_path, tmp_path / "ours", tmp_path / "model.safetensors"):
+            heads = dict(num_heads=HEADS) if source.suffix else {}
+            again = ViT.from_pretrained(source, **heads, img_size=size, norm_eps=model.config["norm_eps"]).eval()
+            torch.testing.assert_close(again.forward_features(x), theirs, **TOL)
+        model.eval().dynamic_img_size = True
+        torch.testing.assert_close(model.forward_features(x), theirs, **TOL)
+        torch.testing.assert_close(torch.stack(model.forward_features(list(x))), theirs, **TOL)
+    other = ViT.from_pretrained(tmp_path, pos_resample="bilinear_antialias", img_size=size)
+    assert (other.pos_embed - again.pos_embed).abs().max() > 0.01  # the way matters
 
 
 def test_timm_models_in_transformers_wrapper(tmp_path):

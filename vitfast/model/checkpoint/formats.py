@@ -147,6 +147,7 @@ TORCHVISION_RENAMES: Renames = (
 )
 
 
+_SHARP = dict(pos_resample="bicubic")  # transformers resamples positions without antialias
 _HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
 _ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
@@ -183,11 +184,11 @@ FORMATS = (
         "Hugging Face CLIP",
         r"(^|\.)embeddings\.class_embedding$",
         *_TOWER,
-        _CLIP,
+        _CLIP | _SHARP,
         ("num_heads", "act_layer"),
         towers.prepare_tower,
     ),
-    Format("Hugging Face SigLIP", _PATCHES, *_TOWER, _TANH | HALF, _HEADS, towers.prepare_tower),
+    Format("Hugging Face SigLIP", _PATCHES, *_TOWER, _TANH | HALF | _SHARP, _HEADS, towers.prepare_tower),
     Format(
         "OpenAI CLIP",
         r"^(visual\.)?class_embedding$",
@@ -197,9 +198,15 @@ FORMATS = (
         ("num_heads", "act_layer", "global_pool", "norm_eps"),
         towers.prepare_openai,
     ),
-    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET, _HEADS),
-    Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET, _NUMBERS),
-    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF, _NUMBERS),
+    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET | _SHARP, _HEADS),
+    Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET | _SHARP, _NUMBERS),
+    Format(
+        "Hugging Face ViT",
+        r"(^|\.)embeddings\.patch_embeddings\.",
+        *_HUGGING_FACE,
+        _ERF_1E_12 | HALF | _SHARP,
+        _NUMBERS,
+    ),
     Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET, _HEADS),
     Format(
         "Facebook DINOv2", r"^(mask_token|register_tokens)$", TIMM_RENAMES, r"^mask_token$", _ERF | IMAGENET, _HEADS
@@ -271,6 +278,7 @@ def to_timm_names(content: dict) -> Checkpoint:
     if not any(key.startswith(("norm.", "fc_norm.")) for key in state):
         raise InputError("a ViT without a norm after its last block is not supported yet")
     if "register_tokens" in state:  # DINOv2's, which have no positions: the class token takes its own
+        facts |= dict(pos_resample="bicubic_antialias")  # as transformers and Facebook do where there are registers
         facts["no_embed_class"], state["reg_token"] = True, state.pop("register_tokens")
         if "cls_token" in state and "pos_embed" in state:
             state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]

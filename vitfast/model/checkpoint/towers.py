@@ -35,7 +35,7 @@ def prepare_tower(source: State) -> tuple[State, dict]:
         if 3 * side * side != patch.shape[1]:
             raise InputError(f"a projection of {patch.shape[1]} numbers is of no square patches of 3 channels")
         state["embeddings.patch_embedding.weight"] = patch.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
-        facts["note"] = "positions are SigLIP 2's at its own square size alone: elsewhere it resizes them otherwise"
+        facts["pos_resample"] = "bilinear_antialias"
     state = split(state, "head.attention.in_proj_", {"head.attention.q.": 1, "head.attention.kv.": 2})
     if "classifier.weight" in state:
         if "embeddings.class_embedding" in state:
