@@ -146,8 +146,8 @@ class Recipe:
     ema_decay: float | None = within(None, "[0, 1)", "the decay of a moving average of the weights, which is evaluated")
     ema_warmup: bool = plain(
         True,
-        "the decay at step n is at most 1 - n^(-2/3), as with timm's warm-up, so that averages of few steps have learned; "
-        "a run that began before this setting existed continues without",
+        "the decay at step n is at most 1 - n^(-2/3), as with timm's warm-up, so that averages of few steps have "
+        "learned; a run that began before this setting existed continues without",
     )
 
     objective: str = choice(
