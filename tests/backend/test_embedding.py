@@ -42,6 +42,13 @@ def rearranged(s, x, B):
     return s.linear(x.reshape(B, 3, 4, P, 4, P).permute(0, 2, 4, 3, 5, 1).reshape(B, 16, -1)) + s.patch_pos
 
 
+def wide(s, x, B):
+    """Patches of 4 x 16, which have as many pixels as those of 8 x 8."""
+    return s.linear(
+        x.unflatten(3, (2, 16)).unflatten(2, (8, 4)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).flatten(2)
+    )
+
+
 def numbers(values):
     return torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
 
@@ -57,6 +64,12 @@ FLOATS = {
     "rearranged": rearranged,
     "unfolded": unfolded,
     "F.unfold": lambda s, x, B: s.linear(F.unfold(x, P, stride=P).transpose(1, 2)),
+    "patches of 4 x 16": wide,
+    "F.unfold by 16 x 4": lambda s, x, B: s.linear(F.unfold(x, (16, 4), stride=(16, 4)).transpose(1, 2)) + s.patch_pos,
+    "one channel": lambda s, x, B: F.linear(
+        x[:, :1].clone().reshape(B, 1, 2, 16, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(B, 16, -1),
+        s.linear.weight[:, :64],
+    ),
 }
 PIXELS = {
     "buffers": lambda s, x, B: s.patches(((x / 255 - s.mean) / s.std).double()) + s.patch_pos,

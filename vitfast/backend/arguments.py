@@ -1,7 +1,5 @@
 """Arguments of the operations made from a model's tensors: functions that the graph calls."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -125,15 +123,12 @@ def factors(drop_path: Tensor, factor: float) -> Tensor:
     return drop_path.flatten() if factor == 1 else drop_path.flatten() * factor
 
 
-def patch_weight(weight: Tensor, chans: int, order: tuple[int, ...]) -> Tensor:
-    """The weight (D, C P P) of a linear layer as that of a convolution (D, C, P, P).
+def patch_weight(weight: Tensor, sizes: tuple[int, int, int], order: tuple[int, ...]) -> Tensor:
+    """The weight (D, C P Q) of a linear layer as that of a convolution (D, C, P, Q).
 
-    order: the places of channel, row and column of a patch among its columns."""
-    side = math.isqrt(weight.shape[1] // chans)
-    sizes = [0, 0, 0]
-    for place, length in zip(order, (chans, side, side)):
-        sizes[place] = length
-    return weight.view(-1, *sizes).permute(0, *(place + 1 for place in order))
+    sizes: (C, P, Q). order: the places of channel, row and column of a patch among its columns."""
+    lengths = dict(zip(order, sizes))
+    return weight.view(-1, *(lengths[place] for place in range(3))).permute(0, *(place + 1 for place in order))
 
 
 def whole_patches(images: Tensor, weight: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Proposes ops.patch_embed: patches of floats or of uint8 images, prefix tokens and positions."""
 
 import itertools
-import math
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -88,19 +88,35 @@ def _linear_of_patches(node: Node) -> tuple | None:
     None for other nodes, and where the input is no rearrangement of images."""
     if (layer := linear_of(node)) is None or name_of(node) != "linear":
         return None
-    images, weight = layer.x, layer.weight
+    images, weight, passed = layer.x, layer.weight, []
     while images is not None and name_of(images) in REARRANGEMENTS and len(images.all_input_nodes) == 1:
+        passed.append(images)
         images = images.args[0]
     shape = shape_of(images) or ()
-    if images is layer.x or len(shape) != 4 or shape[1] < 1:
+    if not passed or len(shape) != 4 or shape[1] < 1 or layer.columns % shape[1]:
         return None
-    chans, columns = shape[1], layer.columns
-    side = math.isqrt(max(0, columns // chans))
-    if side < 2 or chans * side * side != columns or shape[2] % side or shape[3] % side:
-        return None
-    orders = itertools.permutations(range(3))
-    weights = [lambda call, order=order: call(patch_weight, weight, chans, order) for order in orders]
-    return images, weight, layer.bias, weights
+    chans, height, width = shape[1:]
+    sizes = [
+        (chans, p, area // p)
+        for area in [layer.columns // chans]
+        for p in range(1, area + 1)
+        if area > 1 and area % p == 0 and any(_cuts(node, (height, width), (p, area // p)) for node in passed)
+    ]
+    both = itertools.product(sizes, itertools.permutations(range(3)))
+    weights = [lambda call, sizes=sizes, order=order: call(patch_weight, weight, sizes, order) for sizes, order in both]
+    return (images, weight, layer.bias, weights) if weights else None
+
+
+def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
+    """Whether a rearrangement has axes for the patches of an image and for their pixels, or is F.unfold by patches."""
+    shape = shape_of(node) or ()
+    if any(side % p for side, p in zip(image, patch)):
+        return False
+    if name_of(node) == "unfold" and len(shape) == 3:
+        kernel = argument(node, 1, "kernel_size")
+        return patch == (tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel, kernel))
+    axes = Counter(patch) + Counter(side // p for side, p in zip(image, patch))
+    return not axes - Counter(shape[1:])
 
 
 def _normalisation(images: Node) -> tuple[Node, list[Node]]:
