@@ -148,7 +148,7 @@ def test_a_row_group_is_let_go_with_its_last_image(tmp_path):
 
     parquet(tmp_path / "a.parquet", image=CONTENTS)
     found = list(records(str(tmp_path / "a.parquet")))
-    groups = [weakref.ref(record.content.group) for record in found[::3]]
+    groups = [weakref.ref(record.content.column) for record in found[::3]]
     found.reverse()
     for left in (2, 1, 0):
         for _ in range(min(3, len(found))):

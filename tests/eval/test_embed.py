@@ -1,5 +1,6 @@
 """`vitfast embed`: shards that are whole, resumed to the same bytes, refused where they are another job's."""
 
+import hashlib
 import json
 import os
 import random
@@ -9,12 +10,14 @@ import time
 
 import numpy as np
 import pictures
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from children import limited
 from commands import run_cli
 from frozen import tiny
+from PIL import Image
 from processes import Child, command_line, done, ranks
 
 from vitfast import Embedder
@@ -57,14 +60,18 @@ def test_files_hold_what_the_embedder_returns(source, capsys):
     truth = Embedder(source / "w", device="cpu").embed([source / "photos" / name for name in good])
     torch.testing.assert_close(torch.from_numpy(vectors), truth, atol=1e-6, rtol=1e-5)
     rows = [row for k in range(6) for row in pq.read_table(source / "out" / f"index-{k:05d}.parquet").to_pylist()]
-    assert [row["id"] for row in rows] == names and set(rows[0]) == {"id", "row", "height", "width", "error"}
+    assert [row["id"] for row in rows] == names
+    assert list(rows[0]) == ["id", "row", "height", "width", "error", "bytes", "modified", "content"]
     for row in rows:
         bad = row["id"] in ("05.png", "10.png")
         number = int(row["id"][-6:-4])
         assert (row["row"] is None) == (row["error"] is not None) == bad
         assert bad or (row["height"], row["width"]) == (20 + number, 40)
+        file = (source / "photos" / row["id"]).stat()
+        assert (row["bytes"], row["modified"]) == (file.st_size, file.st_mtime_ns)
     manifest = json.loads((source / "out" / "manifest.json").read_text())
     assert (manifest["images"], manifest["shards"], manifest["dim"], manifest["dtype"]) == (24, 6, 32, "float32")
+    assert manifest["parts"] == [dict(images=24, shards=6)]
     assert manifest["preprocessing"]["size"] == [16, 16] and len(manifest["weights_sha256"]) == 64
     before = content(source / "out")
     code, out, _ = run_cli(capsys, *arguments(source), "--json")
@@ -138,21 +145,149 @@ def test_another_job_in_the_same_folder_is_refused_and_keeps_its_files(source, c
     torch.testing.assert_close(torch.from_numpy(read(source / "out")[1][:1]), truth, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["added", "removed", "all removed but one", "resized"])
-def test_a_source_that_has_changed_is_one_line(source, capsys, change):
+@pytest.mark.parametrize("removed", [1, 22])
+def test_images_that_are_gone_are_one_line(source, capsys, removed):
     run_cli(capsys, *arguments(source))
-    photos = source / "photos"
-    if change == "added":
-        pictures.smooth(0).save(photos / "zz.png")
-    elif change == "removed":
-        (photos / "more" / "21.png").unlink()
-    elif change == "resized":
-        pictures.smooth(0, 99, 99).save(photos / "02.png")
-    else:
-        for path in [*photos.glob("*.png"), *(photos / "more").glob("*.png")][1:]:
-            path.unlink()
+    before = content(source / "out")
+    for path in sorted((source / "photos").rglob("*.png"))[-removed:]:
+        path.unlink()
     code, _, err = run_cli(capsys, *arguments(source))
-    assert code == 2 and "the source has changed: shard" in err and "--resume never to embed all of them again" in err
+    gone = f"{removed} images in {source / 'out'} are no longer in the source ("
+    assert (
+        code == 2 and gone in err and "--resume never to embed all again" in err and content(source / "out") == before
+    )
+
+
+def compare(source, ids, vectors) -> None:
+    """The vectors of these images are those that an Embedder makes of the files as they are now."""
+    truth = Embedder(source / "w", device="cpu").embed([source / "photos" / name for name in ids])
+    torch.testing.assert_close(torch.from_numpy(vectors), truth, atol=1e-6, rtol=1e-5)
+
+
+def test_new_images_become_shards_at_the_end(source, capsys):
+    """Between the others, by three processes; then one more, after which the last shard of both is not full."""
+    run_cli(capsys, *arguments(source))
+    before, ids = content(source / "out"), read(source / "out")[0]
+    for name in ("00a.png", "more/10.png", "a/b.png", "zz.png", "12a.png"):
+        (source / "photos" / name).parent.mkdir(exist_ok=True)
+        pictures.smooth(7, 30, 31).save(source / "photos" / name)
+    outputs = done(ranks(3, command_line, arguments(source)))
+    assert sum(int(re.search(r": (\d+) images,", out)[1]) for out in outputs) == 5
+    found, vectors = read(source / "out")
+    assert found == [*ids, "00a.png", "12a.png", "a/b.png", "more/10.png", "zz.png"]
+    compare(source, found, vectors)
+    after = content(source / "out")
+    assert all(after[name] == before[name] for name in before if name != "manifest.json")
+    pictures.smooth(8, 30, 31).save(source / "photos" / "0.png")
+    code, out, _ = run_cli(capsys, *arguments(source), "--json")
+    assert code == 0 and (json.loads(out)["kept"], json.loads(out)["images"]) == (29, 1)
+    assert read(source / "out")[0] == [*found, "0.png"]
+    manifest = json.loads((source / "out" / "manifest.json").read_text())
+    parts = [dict(images=24, shards=6), dict(images=5, shards=2), dict(images=1, shards=1)]
+    assert (manifest["parts"], manifest["images"], manifest["shards"]) == (parts, 30, 9)
+    before = content(source / "out")
+    assert run_cli(capsys, *arguments(source))[0] == 0 and content(source / "out") == before
+
+
+def test_new_images_and_shards_that_are_absent(source, capsys):
+    """Each image is there once, and whole shards stay as they are."""
+    run_cli(capsys, *arguments(source))
+    for shard in (1, 3, 5):
+        (source / "out" / f"embeddings-{shard:05d}.npy").unlink()
+    before = content(source / "out")
+    for i in range(6):
+        pictures.smooth(i, 30, 31).save(source / "photos" / f"0{i}a.png")
+    assert sum(out.count(" were there already") for out in done(ranks(2, command_line, arguments(source)))) == 1
+    found, vectors = read(source / "out")
+    names = {str(path.relative_to(source / "photos")) for path in (source / "photos").rglob("*.png")}
+    assert len(found) == len(set(found)) == 28 and set(found) == names - {"05.png", "10.png"}
+    compare(source, found, vectors)
+    kept = [f"{name}-{shard:05d}" for shard in (0, 2, 4) for name in ("embeddings", "index")]
+    after = content(source / "out")
+    assert all(after[name] == before[name] for name in before if name.partition(".")[0] in kept)
+
+
+def replace(path, data: bytes) -> None:
+    """Writes a file that was modified a second after the one that it replaces."""
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def test_an_image_that_was_replaced_is_embedded_again(source, capsys):
+    """By one of equal size, of another size, a broken one by a good one; but not one that is only newer."""
+    photos = source / "photos"
+    for name in ("02.png", "04.png"):
+        Image.fromarray(np.full((20, 20, 3), 50, np.uint8)).save(photos / name, "BMP")
+    run_cli(capsys, *arguments(source))
+    before = content(source / "out")
+    replace(photos / "00.png", (photos / "00.png").read_bytes())
+    code, out, err = run_cli(capsys, *arguments(source), "--json")
+    assert json.loads(out)["kept"] == 24 and "again" not in err and content(source / "out") == before
+    replace(photos / "02.png", (photos / "02.png").read_bytes().replace(bytes([50] * 9), bytes([90] * 9)))
+    code, out, err = run_cli(capsys, *arguments(source), "--json")
+    assert code == 0 and json.loads(out)["images"] == 4
+    assert "shard 0 is computed again: of its 4 images some were replaced since (02.png)" in err
+    compare(source, *read(source / "out"))
+    after = content(source / "out")
+    assert {name for name in before if after[name] != before[name]} == {"embeddings-00000.npy", "index-00000.parquet"}
+    pictures.smooth(3, 50, 60).save(photos / "05.png")
+    (photos / "04.png").write_bytes((photos / "06.png").read_bytes())
+    code, out, err = run_cli(capsys, *arguments(source), "--json")
+    ids, vectors = read(source / "out")
+    assert code == 0 and "05.png" in ids and len(ids) == 23
+    compare(source, ids, vectors)
+    assert run_cli(capsys, *arguments(source), "--json")[1].count('"kept": 24') == 1
+
+
+def test_the_output_of_an_earlier_version_is_read_and_goes_on(source, capsys):
+    """It says of each shard a hash of sizes and names, and no parts."""
+    run_cli(capsys, *arguments(source))
+    out, vectors = source / "out", read(source / "out")[1]
+    for index in out.glob("index-*.parquet"):
+        table = pq.read_table(index)
+        lines = (f"{row['bytes']} {row['id']}\n" for row in table.to_pylist())
+        told = {b"vitfast.source": hashlib.sha256("".join(lines).encode()).hexdigest().encode()}
+        older = table.select(["id", "row", "height", "width", "error"])
+        pq.write_table(older.replace_schema_metadata(table.schema.metadata | told), index)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "parts"}))
+    before = content(out)
+    assert np.array_equal(read(out)[1], vectors)
+    pictures.smooth(7, 30, 31).save(source / "photos" / "0.png")
+    code, said, _ = run_cli(capsys, *arguments(source), "--json")
+    assert code == 0 and (json.loads(said)["kept"], json.loads(said)["images"]) == (24, 1)
+    after = content(out)
+    assert all(after[name] == before[name] for name in before if name != "manifest.json")
+    assert json.loads((out / "manifest.json").read_text())["parts"] == [
+        dict(images=24, shards=6),
+        dict(images=1, shards=1),
+    ]
+    pictures.smooth(9, 99, 99).save(source / "photos" / "22.png")
+    code, said, err = run_cli(capsys, *arguments(source), "--json")
+    assert code == 0 and json.loads(said)["images"] == 4 and "is computed again" in err
+    compare(source, *read(out))
+
+
+def test_rows_that_are_new_in_a_parquet_file_are_embedded_alone(source, capsys):
+    """The file is another; its images are known by their contents."""
+    photos, path = source / "photos", source / "images.parquet"
+    files = {name: (photos / name).read_bytes() for name in ("00.png", "02.png", "04.png", "06.png", "08.png")}
+    given = arguments(source)
+    given[1] = str(path)
+    for names, kept, embedded in ((list(files)[1:], 0, 4), (list(files), 4, 1), (list(files), 5, 0)):
+        table = pa.table(dict(id=names, image=[files[name] for name in names]))
+        pq.write_table(table, path)
+        out = run_cli(capsys, *given, "--json")[1]
+        assert (json.loads(out)["kept"], json.loads(out)["images"]) == (kept, embedded)
+    ids, vectors = read(source / "out")
+    assert ids == [*list(files)[1:], "00.png"]
+    compare(source, ids, vectors)
+    files["04.png"] = (photos / "12.png").read_bytes()
+    (photos / "04.png").write_bytes(files["04.png"])
+    pq.write_table(pa.table(dict(id=list(files), image=list(files.values()))), path)
+    assert json.loads(run_cli(capsys, *given, "--json")[1])["images"] == 4
+    compare(source, *read(source / "out"))
 
 
 def test_damage_is_one_line(source, capsys):

@@ -42,8 +42,9 @@ def weights(run: Path) -> dict:
 
 
 def training_tensors(run: Path) -> dict:
-    """The tensors that a run needs to continue."""
-    return load_file(run / "checkpoints" / "last" / "state" / "state.safetensors")
+    """The tensors that a run needs to continue, without those that say which images it has."""
+    found = load_file(run / "checkpoints" / "last" / "state" / "state.safetensors")
+    return {name: tensor for name, tensor in found.items() if not name.startswith("images.")}
 
 
 def same(a: dict, b: dict) -> bool:

@@ -15,7 +15,7 @@ from vitfast.errors import InputError
 from vitfast.run.distributed import Ranks, join, leave, run_facts
 from vitfast.train import trainer
 
-FILE = r"\('resized/val/b/1.jpg', 1, \d+\)"
+FILE = r"\('b/1.jpg', 1, \d+\)"
 REFUSED_RUNS = [
     "classes; place 2 is 'B' on rank 2 and 'b' on the first rank",
     rf"validation images; place 6 is {FILE} on rank 2 and {FILE} on the first rank",
@@ -83,5 +83,5 @@ def test_every_rank_refuses_what_is_not_the_same_on_all(tmp_path):
 
 
 def test_machines_may_have_folders_and_devices_of_their_own():
-    other = config(about="text", output="there", data_dir="disk", device="cuda:3", workers=5)
+    other = config(about="text", data="elsewhere", output="there", data_dir="disk", device="cuda:3", workers=5)
     assert run_facts(other) == run_facts(config()) != run_facts(config(eval_every=3))

@@ -10,11 +10,12 @@ from runs import FOLDER, QUICK, digits, records, same_runs
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT
-from vitfast.data.datasets import fingerprint
 from vitfast.data.folders import ImageFiles
+from vitfast.data.identity import fingerprint
 from vitfast.model.baselines import baseline
 from vitfast.train import trainer as trainer_module
-from vitfast.train.resume import check_data, read_training_state
+from vitfast.train.resume import read_training_state
+from vitfast.train.run_data import check_data
 from vitfast.train.step import TrainStep
 from vitfast.train.trainer import Trainer, train
 
@@ -67,10 +68,10 @@ def test_other_labels_are_told_but_not_of_an_earlier_checkpoint(tmp_path):
     files = [str(tmp_path / "a.png"), str(tmp_path / "gone.png")]
     earlier = dict(classes=["x", "y"], train_images=2, val_images=2)
     saved, now = (
-        earlier | {f"val_{kind}": value for kind, value in fingerprint(source).items()}
+        earlier | {f"val_{kind}": value for kind, value in fingerprint(source)[0].items()}
         for source in (ImageFiles(files, labels, ["x", "y"], (1, 1)) for labels in ([(0,), (1,)], [(0, 1), (1,)]))
     )
-    assert saved["val_names"] == now["val_names"] and saved["val_sizes"] == now["val_sizes"]
+    assert saved["val_paths"] == now["val_paths"] and saved["val_sizes"] == now["val_sizes"]
     with pytest.raises(InputError, match=r"\(val_images: files of other classes\); restore it"):
         check_data(saved, now, Path("run"))
     check_data(earlier, now, Path("run"))

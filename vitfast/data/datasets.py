@@ -1,11 +1,10 @@
 """Data sets: a folder of class folders, the digits, synthetic noise, or any data set that timm names."""
 
-import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,12 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ..errors import InputError
+from ..run import hub
 from ..run.config import NAMED_DATA, Config
 from .classes import class_number, class_numbers, count_classes, first_of, library_classes, places_by_name, text_classes
 from .folders import TRAINING, VALIDATION, open_folder
 from .images import Unreadable, as_rgb, printable, read_rgb
+from .records import Cell
 from .samples import mix_seed
 from .shards import NUMBER, Shards, local_shards, stream_files
 from .sources import Source, Subset, split
@@ -61,6 +62,38 @@ class Synthetic(Source):
         return self.pixels[index % len(self.pixels)], self.labels[index]
 
 
+def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] | None]:
+    """Images' paths from their root, [] without, and a function that gives what holds each; None where nothing says.
+
+    dataset: torchvision's, without a reader, or that of timm's reader of Hugging Face datasets.
+    """
+    if reader is not None:
+        from pyarrow.compute import binary_length, struct_field
+
+        table = getattr(reader.dataset, "data", None)
+        if table is None or reader.dataset._indices is not None:
+            return [], None
+        images, files = table.column(reader.image_key), [each["filename"] for each in reader.dataset.cache_files]
+        paths, data = struct_field(images, "path").to_pylist(), struct_field(images, "bytes")
+        sizes, newest = binary_length(data).to_pylist(), max(files, key=os.path.getmtime, default=None)
+        if newest is None:  # in memory
+            return [], lambda index: data[index].as_py()
+        alone = [os.path.dirname(path) for path, size in zip(paths, sizes) if size is None]  # files, not in the table
+        folder = os.path.commonpath(alone) if alone else ""
+
+        def content(index: int) -> object:
+            return paths[index] if sizes[index] is None else Cell(data, index, newest, sizes[index])
+
+        return [(path or "").removeprefix(folder).lstrip(os.sep) for path in paths], content
+    if (pixels := getattr(dataset, "data", None)) is not None:
+        return [], lambda index: np.asarray(pixels[index]).tobytes()
+    root, pairs = str(getattr(dataset, "root", "")), getattr(dataset, "samples", getattr(dataset, "imgs", None))
+    if pairs is None and hasattr(dataset, "all_categories"):  # iNaturalist
+        pairs = [(os.path.join(root, dataset.all_categories[kind], name), kind) for kind, name in dataset.index]
+    files = [str(path) for path, *_ in pairs or ()]
+    return [path.removeprefix(root).lstrip(os.sep) for path in files], files.__getitem__ if files else None
+
+
 class Named(Source):
     """A data set of timm's factory that is read by index (torchvision, Hugging Face datasets)."""
 
@@ -68,6 +101,7 @@ class Named(Source):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
         self.reader = getattr(dataset, "reader", None)  # torchvision has none
         self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
+        self.paths, self.contents = library_files(dataset, self.reader)
         if (labels := self._column()) is None:
             return
         if self.numbers is None:
@@ -91,6 +125,12 @@ class Named(Source):
 
     def name(self, index: int) -> str:
         return f"{self.spec}[{index}]"
+
+    def path(self, index: int) -> str:
+        return self.paths[index] if self.paths else str(index)
+
+    def content(self, index: int) -> object:
+        return self.contents and self.contents(index)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
@@ -124,25 +164,6 @@ class InMemory(Source):
         return self.stream.image(self.contents[index], index), self.labels[index]
 
 
-def fingerprint(source: Source) -> dict[str, str]:
-    """Hashes of the names, the classes and the sizes in bytes of a source's images.
-
-    The images are not read. A source without files has no hashes: its spec and its length say as much. The size of each
-    file is asked for once, 16 at a time for the sake of network disks; the 1.3 million of ImageNet take about 8 s on a
-    local disk.
-    """
-    if source.described(0) is None:
-        return {}
-    parts = [range(len(source))[first : first + 1000] for first in range(0, len(source), 1000)]
-    hashes = dict(names=hashlib.sha256(), labels=hashlib.sha256(), sizes=hashlib.sha256())
-    with ThreadPoolExecutor(16) as pool:
-        for described in pool.map(lambda part: [source.described(i) for i in part], parts):
-            for values in described:
-                for each, value in zip(hashes.values(), values):
-                    each.update(f"{value}\0".encode("utf-8", "surrogateescape"))
-    return {name: each.hexdigest() for name, each in hashes.items()}
-
-
 def take(source: Source, count: int) -> Source:
     """`count` images of a training source, always the same, or all where it has no more."""
     if isinstance(source, Shards):
@@ -157,12 +178,18 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
     if spec.startswith("torch/"):
         root = root or os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "vitfast")
         options["download"] = True
+    where, unheard = f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''}", ""
     try:
-        return create_dataset(spec, root=root, split=split, **options)
+        if spec.startswith(("hfds/", "hfids/")) and not os.path.exists(spec.partition("/")[2]):
+            unheard = hub.silence()
+        with hub.cache_alone() if unheard else nullcontext():
+            return create_dataset(spec, root=root, split=split, **options)
     except (Exception, SystemExit) as error:  # each library raises its own
+        if unheard and isinstance(error, ConnectionError):
+            raise hub.Unreachable(f"{where}: not", unheard) from error
         text = str(error).strip().splitlines() or [type(error).__name__]
-        where = f" in {root}" if root else ""
-        raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
+        told = "; ".join(filter(None, (text[0], hub.advice(error))))
+        raise InputError(f"{where} cannot be opened: {told}") from error
 
 
 def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool) -> Named | None:
@@ -171,7 +198,7 @@ def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool)
         try:
             dataset = _open_named(spec, data_dir, name)
         except InputError as error:
-            if needed and name == names[-1]:
+            if isinstance(error, hub.Unreachable) or (needed and name == names[-1]):
                 raise
             logger.warning("%s", error)
         else:

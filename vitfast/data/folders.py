@@ -50,13 +50,11 @@ class ImageFiles(Source):
         target[list(self.labels[index])] = 1
         return target
 
-    def described(self, index: int) -> tuple[str, int | tuple[int, ...], int]:
-        """The path, the classes and the size in bytes of an image, the size -1 where the path leads nowhere."""
-        try:
-            size = os.stat(self.files[index]).st_size
-        except OSError:
-            size = -1
-        return self.files[index], self.labels[index], size
+    def path(self, index: int) -> str:
+        return self.files[index].removeprefix(self.where).lstrip(os.sep)
+
+    def content(self, index: int) -> str:
+        return self.files[index]
 
     def opened(self, index: int):
         """A context that gives the image with its header read. Raises Unreadable."""

@@ -91,10 +91,10 @@ def image_files(path: str | os.PathLike, say: bool = True, refuse_circles: bool 
 
 def images_among(paths: Iterable[str], passed: PassedOver) -> Iterator[str]:
     """Those of the paths of files that are images."""
-    return (path for path in paths if is_image(path, partial(_regular, path), passed))
+    return (path for path in paths if is_image(path, partial(open_regular, path), passed))
 
 
-def _regular(path: str) -> BinaryIO:
+def open_regular(path: str | os.PathLike) -> BinaryIO:
     """An opened file. Raises ValueError for a pipe, which would wait for a writer."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("no regular file")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
+from .identity import stamp
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
 from .images import Unreadable, printable
 from .lists import PATHS, is_list, read_paths
@@ -21,6 +22,7 @@ class Record(NamedTuple):
     id: str
     content: object  # a path, or an object with `read_bytes`
     size: int  # in bytes, which shows that it has changed; of the file that holds it where its own is not known
+    modified: int = 0  # when the file that holds it was, in ns
 
 
 def records(spec: str, column: str | None = None) -> Iterable[Record]:
@@ -82,12 +84,12 @@ def _files(spec: str) -> tuple[list[str], str]:
 def _of_folder(spec: str) -> Iterator[Record]:
     for path in image_files(spec):
         name = os.path.relpath(path, spec) if os.path.isdir(spec) else os.path.basename(path)
-        yield Record(printable(name), path, os.path.getsize(path) if os.path.exists(path) else -1)
+        yield Record(printable(name), path, *stamp(path))
 
 
 def _of_list(spec: str) -> Iterator[Record]:
     for written, path in read_paths(spec):
-        yield Record(printable(written), path, os.path.getsize(path) if os.path.isfile(path) else -1)
+        yield Record(printable(written), path, *stamp(path))
 
 
 # ---- WebDataset
@@ -98,7 +100,8 @@ def _of_tar(path: str, root: str) -> Iterator[Record]:
     shard, found, passed = os.path.relpath(path, root or "."), False, PassedOver()
     for member in tar_images(path, passed):
         found = True
-        yield Record(printable(f"{shard}/{member.name}"), Slice(path, member.offset_data, member.size), member.size)
+        content = Slice(path, member.offset_data, member.size)
+        yield Record(printable(f"{shard}/{member.name}"), content, *stamp(content))
     passed.say(path)
     if not found:
         raise InputError(f"no image in shard {path}; images are files that Pillow can open, such as .jpg and .png")
@@ -108,7 +111,7 @@ def _of_tar(path: str, root: str) -> Iterator[Record]:
 
 
 class _Group:
-    """The images of a row group, read when the first of them is asked for."""
+    """A column of a row group, read when the first of its values is asked for."""
 
     def __init__(self, path: str, number: int, column: str):
         self.path, self.number, self.column = path, number, column
@@ -121,17 +124,19 @@ class _Group:
             if self.values is None:
                 with pq.ParquetFile(self.path) as file:
                     self.values = file.read_row_group(self.number, columns=[self.column]).column(0)
-            return self.values[row].as_py()
+            return self.values[row]
 
 
-class _Cell(NamedTuple):
-    """An image of a Parquet file: bytes, a path that starts from the file's folder, or a struct of both."""
+class Cell(NamedTuple):
+    """An image in a table of Arrow: bytes, a path that starts from the file's folder, or a struct of both."""
 
-    group: _Group
+    column: object
     row: int
+    path: str  # of the table's file
+    size: int | None = None  # of the image in bytes, where it is known without reading
 
     def read_bytes(self) -> bytes:
-        value = self.group[self.row]
+        value = self.column[self.row].as_py()
         path = None
         if isinstance(value, dict):  # as Hugging Face writes images
             value, path = value.get("bytes"), value.get("path")
@@ -141,7 +146,7 @@ class _Cell(NamedTuple):
             raise Unreadable("its row has no image")
         if value is not None:
             return value
-        file = Path(os.path.dirname(self.group.path), path)
+        file = Path(os.path.dirname(self.path), path)
         if file.exists() and not file.is_file():
             raise Unreadable("it is no regular file")  # reading a pipe would wait for a writer
         return file.read_bytes()
@@ -152,7 +157,7 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    name, size, row = os.path.relpath(path, root or "."), os.path.getsize(path), itertools.count()
+    name, size, row = os.path.relpath(path, root or "."), stamp(path), itertools.count()
     try:
         with pq.ParquetFile(path) as file:
             column = _column(file.schema_arrow, path, column)
@@ -163,7 +168,7 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
                 ids = file.read_row_group(number, columns=named).column(0).to_pylist() if named else [None] * count
                 for place, own in enumerate(ids):
                     fallback = f"{name}:{next(row)}"
-                    yield Record(fallback if own is None else printable(str(own)), _Cell(group, place), size)
+                    yield Record(fallback if own is None else printable(str(own)), Cell(group, place, path), *size)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from None
 

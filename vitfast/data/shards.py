@@ -69,12 +69,15 @@ class ShardFiles(Source):
     def name(self, index: int) -> str:
         return printable(f"{self.paths[self.places[3 * index]]}, {self.names[index]}")
 
-    def described(self, index: int) -> tuple[str, int, int]:
-        return self.names[index], self.labels[index], self.places[3 * index + 2]
+    def path(self, index: int) -> str:
+        return self.names[index]
+
+    def content(self, index: int) -> Slice:
+        shard, offset, size = self.places[3 * index : 3 * index + 3]
+        return Slice(self.paths[shard], offset, size)
 
     def __getitem__(self, index: int):
-        shard, offset, size = self.places[3 * index : 3 * index + 3]
-        content = read_bytes(Slice(self.paths[shard], offset, size), self.name(index))
+        content = read_bytes(self.content(index), self.name(index))
         return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
 
 

@@ -38,8 +38,12 @@ class Source:
         """The name of an image in messages."""
         return f"image {index}"
 
-    def described(self, index: int) -> tuple | None:
-        """The name, the classes and the size in bytes of an image; None where it has no file."""
+    def path(self, index: int) -> str:
+        """The name of an image that does not depend on where the data lies: its path from the root."""
+        return str(index)
+
+    def content(self, index: int) -> object:
+        """What holds an image, as `identity.stamp` has it; None where the data does not say."""
 
 
 class Subset(Source):
@@ -71,8 +75,11 @@ class Subset(Source):
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
 
-    def described(self, index: int) -> tuple | None:
-        return self.source.described(self.indices[index])
+    def path(self, index: int) -> str:
+        return self.source.path(self.indices[index])
+
+    def content(self, index: int) -> object:
+        return self.source.content(self.indices[index])
 
 
 def labels_of(source: Source) -> list[int]:

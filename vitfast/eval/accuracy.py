@@ -15,7 +15,7 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..data.classes import imagenet_numbers
-from ..data.datasets import fingerprint
+from ..data.identity import fingerprint
 from ..data.loader import Data, open_data
 from ..data.resize import INSTALLED
 from ..data.samples import PADDING, counts
@@ -253,8 +253,8 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
     index, theirs = record.get("data", {}), record.get("settings", {}).get("data") or ""
 
     def is_part(source: Source, part: str) -> bool:
-        found = fingerprint(source) if len(source) and index else {}
-        return bool(found) and all(index.get(f"{part}_{kind}") == found[kind] for kind in ("labels", "sizes"))
+        found = fingerprint(source)[0] if f"{part}_sizes" in index else {}
+        return "sizes" in found and all(index.get(f"{part}_{kind}", value) == value for kind, value in found.items())
 
     own, seen = is_part(share, "val"), ""
     if own or is_part(whole, "train"):

@@ -1,11 +1,14 @@
 """Embeddings of many images in files: in shards, by any number of processes, resumed if stopped.
 
     embeddings-00000.npy      (n, D) fp32, the vectors of the images of this shard that could be read
-    index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read
-    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards
+    index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read;
+                              bytes, modified, content: its size, time of modification (ns) and `content_hash`
+    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards, and
+                              those of each part: the images of the first time, and of each time that some were new
 
-A shard holds the same images whoever computes it, and its two files are there once they are whole. So ranks need not
-talk, and a job that was killed goes on with the shards that are absent.
+The images that are in no shard yet, in the order of the source, fill the shards that are absent, in the order of their
+numbers. So a shard holds the same images whoever computes it, and whichever others are there: ranks need not talk, a
+job that was killed goes on, and new images become shards at the end. Its two files are there once they are whole.
 """
 
 import hashlib
@@ -18,6 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +31,9 @@ import PIL
 import torch
 from torch import nn
 
+from ..data.classes import first_of
+from ..data.identity import LOST, THREADS, content_hash
+from ..data.image_files import open_regular
 from ..data.records import Record
 from ..errors import InputError
 from ..kernels.launch import batch_invariant
@@ -38,7 +45,7 @@ from .embedder import Embedded, Embedder, Stages
 MANIFEST, SOURCE, JOB = "manifest.json", b"vitfast.source", b"vitfast.job"  # the two are metadata of an index
 LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
 FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
-TOTALS = ("images", "shards")  # in the manifest of a job that has ended
+TOTALS = ("images", "shards", "parts")  # in the manifest of a job that has ended
 MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
 logger = logging.getLogger("vitfast")
 
@@ -75,8 +82,9 @@ def embed_to(
     This process, `rank` of `world`, computes every world-th shard. resume: keep the shards that are there; False
     starts again. on_progress(progress, error): called after each image; error: why it could not be read, or None.
 
-    Raises InputError if the folder holds embeddings of other weights, settings or images, which stay as they are, and
-    OSError if the folder cannot be written.
+    Images are known by their names. What was written stays as it is, but that the shard of an image whose file was
+    replaced is computed again. Raises InputError if the folder holds embeddings of other weights or settings, or of
+    images that are gone, and OSError if the folder cannot be written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not folder.is_dir():
@@ -100,34 +108,43 @@ def _embed_to(
     manifest = dict(describe(embedder), shard_size=shard_size)
     job = _job(manifest)
     _remove(folder, LEFT, rank, world)
-    ended = None  # the shards of a job that has ended
+    before = {}
     if resume:
-        ended = _check_manifest(folder, manifest, rank).get("shards")
+        before = _check_manifest(folder, manifest, rank)
     else:
         _manifest_of(folder)
         _remove(folder, FILE, rank, world)
         _write_manifest(folder, manifest, rank)
-    waiting: dict[int, tuple[list[str], bytes]] = {}  # shards that are being read: the names, the source's hash
-    images = shards = 0
+    written = _Written(folder, job, resume)
+    absent = (shard for shard in itertools.count() if shard not in written.counts)
+    waiting: dict[int, list[_Image]] = {}  # the shards that are being read
+    images, last = 0, max(written.counts, default=-1)
+
+    def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
+        nonlocal last
+        last = max(last, shard)
+        if shard % world == rank:
+            waiting[shard] = [_Image(record) for record in part]
+            yield from ((shard, image, image.id) for image in list(waiting[shard]))
 
     def wanted() -> Iterator[tuple[int, object, str]]:
-        nonlocal images, shards
-        stream = iter(records)
-        while part := list(itertools.islice(stream, shard_size)):
-            shard, images, shards = shards, images + len(part), shards + 1
-            if ended is not None and shard >= ended:
-                raise _changed(folder, shard)
-            if shard % world != rank:
-                continue
-            source = _hash(part)
-            if resume and _is_done(folder, shard, source, job):
-                progress.kept += len(part)
-                continue
-            waiting[shard] = [record.id for record in part], source
-            part.reverse()
-            while part:  # contents that were read are let go
-                record = part.pop()
-                yield shard, record.content, record.id
+        nonlocal images
+        new: list[Record] = []
+        for record in records:
+            images += 1
+            shard, whole = written.place(record)
+            if shard is None:
+                new.append(record)
+                if len(new) == shard_size:
+                    yield from begin(next(absent), new)
+                    new = []
+            elif whole and shard % world == rank:
+                if _is_same(folder, shard, whole):
+                    progress.kept += len(whole)
+                else:
+                    yield from begin(shard, whole)
+        if new:
+            yield from begin(next(absent), new)
 
     results = embedder.stream_groups(wanted(), progress.stages)
     for shard, group in itertools.groupby(results, key=itemgetter(0)):
@@ -137,13 +154,93 @@ def _embed_to(
             progress.unreadable += found.error is not None
             on_progress(progress, found.error)
             computed.append(found)
-        _write(folder, shard, *waiting.pop(shard), job, computed, embedder)
+        _write(folder, shard, waiting.pop(shard), job, computed, embedder)
     if not images:
         raise InputError("there is no image to embed")
-    if beyond := [shard for shard in _shards(folder) if shard >= shards and resume]:
-        raise _changed(folder, beyond[0])
-    _write_manifest(folder, manifest | dict(images=images, shards=shards), rank)
+    if gone := written.gone():
+        advice = "bring them back, give another --output, or --resume never to embed all again"
+        raise InputError(f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)}); {advice}")
+    for shard in itertools.takewhile(lambda shard: shard < last, absent):  # of images that are gone, before they were
+        if shard % world == rank:
+            _write(folder, shard, [], job, [], embedder)
+    totals = dict(images=images, shards=last + 1)
+    parts = before.get("parts") or [{name: before[name] for name in totals if name in before}]  # an earlier vitfast's
+    parts = parts if TOTALS[1] in before else []
+    more = {name: total - sum(part[name] for part in parts) for name, total in totals.items()}
+    parts += [more] * (more["shards"] > 0)
+    _write_manifest(folder, manifest | totals | dict(parts=parts), rank)
     return progress
+
+
+class _Image:
+    """An image of a shard, as an Embedder takes it. Its content is let go once it is read, and its hash kept."""
+
+    def __init__(self, record: Record):
+        self.id, self.content, self.size, self.modified = record
+        self.hash = LOST
+
+    def read_bytes(self) -> bytes:
+        content, self.content = self.content, None
+        if isinstance(content, (str, os.PathLike)):
+            with open_regular(content) as file:
+                found = file.read()
+        else:
+            found = content.read_bytes()
+        self.hash = content_hash(found)
+        return found
+
+
+class _Written:
+    """The images in the shards that are there, known by their names. Raises InputError for shards of another job."""
+
+    def __init__(self, folder: Path, job: bytes, resume: bool):
+        self.folder, self.job = folder, job
+        self.counts: dict[int, int] = {}  # of images, by shard
+        self.met: dict[int, dict[int, Record]] = {}  # the images of the source by shard and row, until all are there
+        places = [np.empty((0, 3), np.int64)]  # a hash of the name, the shard and the row of each image
+        for shard in _shards(folder) if resume else ():
+            if all(path.is_file() for path in _paths(folder, shard)):
+                ids = self._ids(shard)
+                self.counts[shard] = len(ids)
+                places.append(np.array([(hash(name), shard, row) for row, name in enumerate(ids)]).reshape(-1, 3))
+        found = np.concatenate(places)
+        self.places = found[np.argsort(found[:, 0], kind="stable")]
+        self.used = np.zeros(len(found), bool)
+
+    def _ids(self, shard: int) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        index = _paths(self.folder, shard)[1]
+        try:
+            table = pq.read_table(index, columns=["id"])
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{index} is damaged ({' '.join(str(error).split())}); remove it and run again") from None
+        if (table.schema.metadata or {}).get(JOB) != self.job:
+            raise _other_job(self.folder, shard)
+        return table.column("id").to_pylist()
+
+    def place(self, record: Record) -> tuple[int | None, list[Record]]:
+        """The shard of an image, None where it is new; and the images of that shard if this is the last of them."""
+        key = hash(record.id)
+        at = np.searchsorted(self.places[:, 0], key)
+        while at < len(self.used) and self.places[at, 0] == key and self.used[at]:  # a name may be there twice
+            at += 1
+        if at == len(self.used) or self.places[at, 0] != key:
+            return None, []
+        self.used[at] = True
+        _, shard, row = self.places[at].tolist()
+        part = self.met.setdefault(shard, {})
+        part[row] = record
+        if len(part) < self.counts[shard]:
+            return shard, []
+        return shard, [record for _, record in sorted(self.met.pop(shard).items())]
+
+    def gone(self) -> list[str]:
+        """The names of the images that no `place` was asked for."""
+        lost = self.places[~self.used]
+        ids = {shard: self._ids(shard) for shard in np.unique(lost[:, 1]).tolist()}
+        return [ids[shard][row] for _, shard, row in lost[np.lexsort(lost.T[1:][::-1])].tolist()]
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
@@ -227,31 +324,29 @@ def _shards(folder: Path) -> list[int]:
     return sorted({int(found[2]) for name in os.listdir(folder) if (found := FILE.fullmatch(name))})
 
 
-def _hash(part: list[Record]) -> bytes:
-    """A hash of the names and sizes of a shard's images."""
-    digest = hashlib.sha256()
-    for record in part:
-        digest.update(f"{record.size} {record.id}\n".encode())
-    return digest.hexdigest().encode()
+def _is_same(folder: Path, shard: int, part: list[Record]) -> bool:
+    """Whether the images of a shard, in its order, are what they were; where not, it is logged.
 
-
-def _is_done(folder: Path, shard: int, source: bytes, job: bytes) -> bool:
-    """Whether both files of a shard are there. Raises InputError for those of other images or jobs."""
-    import pyarrow as pa
+    Those whose files were modified at another time are read. An index of an earlier vitfast has a hash of the sizes.
+    """
     import pyarrow.parquet as pq
 
-    vectors, index = _paths(folder, shard)
-    if not vectors.is_file() or not index.is_file():
-        return False
-    try:
-        told = pq.read_schema(index).metadata or {}
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{index} is damaged ({' '.join(str(error).split())}); remove it and run again") from None
-    if told.get(JOB) != job:
-        raise _other_job(folder, shard)
-    if told.get(SOURCE) != source:
-        raise _changed(folder, shard)
-    return True
+    table = pq.read_table(_paths(folder, shard)[1])
+    if before := table.schema.metadata.get(SOURCE):
+        digest = hashlib.sha256()
+        for record in part:
+            digest.update(f"{record.size} {record.id}\n".encode())
+        replaced = [] if digest.hexdigest().encode() == before else [record.id for record in part]
+    else:
+        facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
+        other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
+        with ThreadPoolExecutor(THREADS) as pool:
+            now = list(pool.map(content_hash, (record.content for record, _ in other)))
+        replaced = [record.id for (record, before), after in zip(other, now) if before != after]
+    if replaced:
+        said = "shard %d is computed again: of its %d images some were replaced since (%s)"
+        logger.warning(said, shard, len(part), first_of(replaced))
+    return not replaced
 
 
 def _job(manifest: dict) -> bytes:
@@ -267,13 +362,8 @@ def _other_job(folder: Path, shard: int) -> InputError:
     return InputError(f"shard {shard} in {folder} is of another job than {MANIFEST}; run again with --resume never")
 
 
-def _changed(folder: Path, shard: int) -> InputError:
-    said = f"the source has changed: shard {shard} in {folder} has not the images that there are now"
-    return InputError(f"{said}; give another --output, or --resume never to embed all of them again")
-
-
 def _write(
-    folder: Path, shard: int, ids: list[str], source: bytes, job: bytes, results: list[Embedded], embedder: Embedder
+    folder: Path, shard: int, images: list[_Image], job: bytes, results: list[Embedded], embedder: Embedder
 ) -> None:
     """Writes the two files of a shard; the vectors come last, each file whole."""
     import pyarrow as pa
@@ -282,17 +372,21 @@ def _write(
     vectors = [found.vector for found in results if found.vector is not None]
     rows = iter(range(len(vectors)))
     columns = dict(
-        id=pa.array(ids, pa.string()),
+        id=pa.array([image.id for image in images], pa.string()),
         row=pa.array([None if found.vector is None else next(rows) for found in results], pa.int32()),
         height=pa.array([found.height for found in results], pa.int32()),
         width=pa.array([found.width for found in results], pa.int32()),
         error=pa.array([found.error for found in results], pa.string()),
+        bytes=pa.array([image.size for image in images], pa.int64()),
+        modified=pa.array([image.modified for image in images], pa.int64()),
+        content=pa.array([image.hash for image in images], pa.int64()),
     )
-    table = pa.table(columns).replace_schema_metadata({SOURCE: source, JOB: job})
+    table = pa.table(columns).replace_schema_metadata({JOB: job})
     paths = _paths(folder, shard)
     with staged(folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
         np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
         pq.write_table(table, scratch / paths[1].name)
+        paths[0].unlink(missing_ok=True)  # of images that were replaced since
 
 
 def _manifest_of(folder: Path) -> dict | None:

@@ -27,7 +27,7 @@ from .config import Config, as_plain
 from .device import choose_device
 
 GO, STOP, FAILED = 0, 1, 2  # the ranks' flags before every step; the largest counts
-OWN = frozenset("about output device workers data_dir".split())  # settings that may differ between machines
+OWN = frozenset("about data output device workers data_dir".split())  # settings that may differ between machines
 
 
 def world_size() -> int:

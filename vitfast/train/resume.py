@@ -12,10 +12,11 @@ import copy
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,9 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..data.datasets import fingerprint
-from ..data.folders import first_of
-from ..data.loader import Data
+from ..data.classes import first_of
 from ..errors import InputError, both_ends
 from ..model.checkpoint.writers import write_safetensors
 from ..run.config import BEFORE, Config, as_plain, changes, course, total_steps
@@ -48,39 +47,20 @@ from .step import TrainStep
 logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
-CHANGED = dict(names="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
-SPLITS = dict(train="training images", val="validation images")
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # what state.json must have, with the types
 
 
-def data_index(data: Data, record: dict, checkpoint: Path | None) -> dict:
-    """The classes, the numbers of images and the `fingerprint` of a run's data, alike on all ranks.
-
-    record: that of the checkpoint that the run goes on from, or {}. Every rank asks for the size of each file. Raises
-    InputError where ranks differ in the data or in the step of the checkpoint, and where the checkpoint has other data.
-    """
-    facts, listed = {"step to go on from": record.get("step"), "classes": list(data.classes)}, {}
-    index = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
-    for (split, said), source in zip(SPLITS.items(), (data.train, data.val)):
-        found = {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
-        index |= found
-        facts[said] = [len(source), found]
-        listed[said] = partial(list, map(source.described, range(len(source))))
-    data.ranks.check_same(facts, listed)
-    if record:
-        data.ranks.on_first(check_data, record["data"], index, checkpoint)
-    return index
-
-
-def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
+def save_checkpoint(run: Path, train_step: TrainStep, record: dict, images: dict[str, np.ndarray]) -> None:
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
     record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py), `unreadable` (the
-    messages on images that could not be read) and, for images of many sizes, `packing`. Every rank calls this, and the
-    first one writes. The other checkpoints stay as they are until the new one is whole.
+    messages on images that could not be read) and, for images of many sizes, `packing`. images: what `run_data` knows
+    of each. Every rank calls this, and the first one writes. The other checkpoints stay as they are until the new one
+    is whole.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
+    sections["images"] = {name: torch.from_numpy(values.copy()) for name, values in images.items()}
     if train_step.optimizer.state:  # before the first step torch would invent the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
         named = train_step.model.named_parameters()  # those without a gradient yet have no state
@@ -110,7 +90,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
     for name, value in read_training_state(checkpoint).items():
         section, _, rest = name.partition(".")
         sections.setdefault(section, {})[rest] = value
-    with _readable(checkpoint):
+    with reading(checkpoint):
         for name, model in train_step.models.items():
             odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch ignores what is missing
             if odd:
@@ -139,7 +119,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
 
 
 @contextlib.contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
+def reading(checkpoint: Path) -> Iterator[None]:
     """Turns the errors of damaged files, and of values that do not fit, into `unreadable`."""
     try:
         yield
@@ -151,7 +131,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 def read_record(checkpoint: Path) -> dict:
     """The content of a checkpoint's state.json, RECORD checked. Raises InputError if it is damaged."""
-    with _readable(checkpoint), safe_open(checkpoint / "model.safetensors", "pt"):
+    with reading(checkpoint), safe_open(checkpoint / "model.safetensors", "pt"):
         texts = [(checkpoint / name).read_text(encoding="utf-8") for name in ("config.json", "state/state.json")]
         _, record = map(json.loads, texts)
         whole = all(isinstance(record[name], kind) for name, kind in RECORD.items()) and record["step"] >= 0
@@ -163,7 +143,7 @@ def read_record(checkpoint: Path) -> dict:
 def read_training_state(checkpoint: Path) -> dict:
     """The names and values in a checkpoint's state/. Raises InputError if it or its model is damaged."""
     record = read_record(checkpoint)
-    with _readable(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
+    with reading(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
         step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
         if step != str(record["step"]):  # copied while the run wrote it
             raise ValueError(f"state.json is of step {record['step']}, state.safetensors of {step}")
@@ -192,35 +172,16 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
     return InputError(f"the training state in {checkpoint} {said}; {advice}")
 
 
-def check_settings(config: Config, saved: dict, source: Path) -> None:
+def check_settings(config: Config, saved: dict, source: Path, data: bool = True) -> None:
     """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course.
 
-    A run goes on with BEFORE's values whatever is asked; see `as_begun`.
+    A run goes on with BEFORE's values whatever is asked; see `as_begun`. data: whether its name counts, which does not
+    where the images are compared.
     """
+    saved = saved if data else saved | dict(data=config.data)
     if other := changes(course(saved), course(as_plain(config) | _before(saved))):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
         raise InputError(f"{source} holds a run with other settings ({'; '.join(other[:3])}); {advice}")
-
-
-def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
-    """Raises InputError where the data of a run (its `data_index`) is not what it was.
-
-    A checkpoint of an earlier vitfast has no fingerprint, and is compared without.
-    """
-    found, before, classes = [], now | saved, list(map(str, saved["classes"]))
-    if classes != now["classes"]:
-        there, here = set(classes), set(now["classes"])
-        sides = dict(gone=[c for c in classes if c not in here], new=[c for c in now["classes"] if c not in there])
-        named = [f"{first_of(names)} {word}" for word, names in sides.items() if names]
-        found.append(f"classes: {', '.join(named) or 'another order'}")
-    for name in (f"{split}_images" for split in SPLITS):
-        found += changes({name: saved.get(name)}, {name: now.get(name)})
-    for split in () if found else SPLITS:
-        keys = {f"{split}_{kind}": text for kind, text in CHANGED.items()}
-        found += [f"{split}_images: {text}" for key, text in keys.items() if before.get(key) != now.get(key)][:1]
-    if found:
-        advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
-        raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(found)}); {advice}")
 
 
 def _before(saved: dict) -> dict:
@@ -250,7 +211,7 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         if not own and (find_checkpoint(run) or read_summary(run)):
             raise InputError(f"{run} holds a run already; --resume auto goes on with it, or choose another --output")
         record = read_record(checkpoint)
-        check_settings(config, record["settings"], checkpoint)
+        check_settings(config, record["settings"], checkpoint, data="train_paths" not in record["data"])
         return checkpoint, record
     if resume == "auto":
         others = sorted(path for path in (run / "checkpoints").glob("[!.]*") if is_checkpoint(path))
@@ -285,8 +246,9 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     settings = read_settings(run) if summary else None
     if settings is None:
         return None
-    check_settings(config, settings, run)
-    if _longer(config, summary):
+    check_settings(config, settings, run, data=False)
+    same = os.path.realpath(settings.get("data") or "") == os.path.realpath(config.data)
+    if _longer(config, summary) or not same:  # where the name is another, the images tell
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

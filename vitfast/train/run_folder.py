@@ -54,7 +54,8 @@ def _is_own_best(best: Path) -> bool:
     """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
     try:
         own = read_settings(best.parent) or _saved_settings(find_checkpoint(best.parent))
-        return (best / BEST_RECORD).is_file() and course(_saved_settings(best)) == course(own)
+        here, there = (course(settings | dict(data="")) for settings in (own, _saved_settings(best)))
+        return (best / BEST_RECORD).is_file() and here == there
     except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
         return False
 

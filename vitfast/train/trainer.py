@@ -26,7 +26,8 @@ from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import as_begun, data_index, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
+from .resume import as_begun, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
+from .run_data import run_data
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
@@ -62,7 +63,7 @@ class Trainer:
         self.checkpoint, record = find_start(config, resume)
         self.config = config = as_begun(config, record)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
-        self.index = data_index(self.data, record, self.checkpoint)
+        self.index, self.images = run_data(self.data, record, self.checkpoint)
         introduce(config, model, self.data, self.device, self.dtype)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
@@ -179,7 +180,7 @@ class Trainer:
         record |= dict(pillow=INSTALLED)  # the order in which evaluations resized
         self.unreadable = record["unreadable"] = self.ranks.union(self.unreadable)
         record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
-        self._write("checkpoints", save_checkpoint, self.run, self.train_step, record)
+        self._write("checkpoints", save_checkpoint, self.run, self.train_step, record, self.images)
         self.saved = self.step
 
     def evaluate(self) -> dict:

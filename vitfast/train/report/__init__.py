@@ -23,7 +23,8 @@ from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
 from ...run.lock import LOCK, locked
 from ..introduction import model_in_words
-from ..resume import CHANGED, SPLITS, read_record
+from ..resume import read_record
+from ..run_data import CHANGED, SPLITS
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
 from .commands import cpu_name, next_commands, origin

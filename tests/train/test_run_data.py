@@ -1,0 +1,154 @@
+"""Which data a run goes on with: the same images anywhere, and none that was replaced."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from runs import QUICK, digits, same_runs
+from safetensors import safe_open
+
+from vitfast import InputError
+from vitfast.data import datasets
+from vitfast.data.identity import ENDS, UNKNOWN, content_hash, fingerprint, hash_contents
+from vitfast.train import run_data as run_data_module
+from vitfast.train.resume import read_record
+from vitfast.train.trainer import Trainer, train
+
+
+def make(root: Path, count: int = 6) -> Path:
+    """Two classes of uncompressed images, all of one size in bytes."""
+    for kind in ("a", "b"):
+        for number in range(count):
+            for split in ("train", "val"):
+                path = root / split / kind / f"{number}.bmp"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.full((16, 16, 3), (20 * number + 130 * (kind == "b")) % 256, np.uint8)).save(path)
+    return root
+
+
+def config(output: Path, data: Path | str, steps: int, **fields):
+    return digits(output, data=str(data), steps=steps, **QUICK | fields)
+
+
+def later(path: Path, data: bytes | None = None) -> None:
+    """The time of modification of a file one second later; and other content."""
+    before = path.stat()
+    if data is not None:
+        path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def test_a_run_goes_on_with_the_same_data_elsewhere(tmp_path, monkeypatch, caplog):
+    """By another name of the folder, and in a copy whose files are newer, bit for bit as if it had stayed."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "photos")
+    train(config(tmp_path / "whole", "photos", 6))
+    train(config(tmp_path / "run", "photos", 2))
+    train(config(tmp_path / "run", "./photos/", 4))
+    for path in Path(shutil.copytree("photos", "local")).rglob("*.bmp"):
+        os.utime(path, (1, 1))
+    with caplog.at_level("INFO"):
+        assert train(config(tmp_path / "run", tmp_path / "local", 6))["steps"] == 6
+    assert "12 training images were modified at other times; their contents are compared" in caplog.text
+    assert same_runs(tmp_path / "run", tmp_path / "whole")
+    assert read_record(tmp_path / "run/checkpoints/last")["settings"]["data"] == str(tmp_path / "local")
+    caplog.clear()
+    with caplog.at_level("INFO"):  # it is finished, whatever its data is called
+        assert train(config(tmp_path / "run", "photos", 6))["steps"] == 6
+        assert train(config(tmp_path / "run", tmp_path / "photos", 6))["steps"] == 6
+    assert same_runs(tmp_path / "run", tmp_path / "whole")
+    for path in (tmp_path / "local").rglob("*.bmp"):  # another folder is not the run's, though it has ended
+        path.write_bytes(path.read_bytes()[:-9] + bytes(9))
+    with pytest.raises(InputError, match="the data is not what .* was trained on .train_images: files replaced by oth"):
+        train(config(tmp_path / "run", tmp_path / "local", 6))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_that_was_replaced_by_one_of_equal_size_is_told(split, tmp_path):
+    photos, run = make(tmp_path / "photos"), tmp_path / "run"
+    train(config(run, photos, 2))
+    for path in photos.rglob("[45].bmp"):
+        later(path)
+    train(config(run, photos, 3))
+    path = photos / split / "b" / "3.bmp"
+    later(path, path.read_bytes()[:-1] + b"\7")
+    said = (
+        rf"is not what .*last was trained on \({split}_images: files replaced by others of equal size: b/3.bmp\); res"
+    )
+    with pytest.raises(InputError, match=said):
+        train(config(run, photos, 4))
+    later(path, path.read_bytes()[:-1] + path.read_bytes()[:-1][-1:])
+    assert train(config(run, photos, 4))["steps"] == 4
+
+
+def test_what_is_hashed_late_is_recorded_later(tmp_path, monkeypatch):
+    """A run does not wait for more images than can be read in WAIT seconds; what is not known is not compared."""
+    photos, run = make(tmp_path / "photos"), tmp_path / "run"
+    monkeypatch.setattr(run_data_module, "hash_contents", lambda source, indices, hashes, *_: None)
+    train(config(run, photos, 2))
+    assert _saved(run)["images.train_hashes"].tolist() == [UNKNOWN] * 12
+    monkeypatch.undo()
+    path = photos / "train" / "b" / "3.bmp"
+    later(path, path.read_bytes()[:-1] + b"\7")
+    train(config(run, photos, 3))
+    hashes = _saved(run)["images.train_hashes"]
+    assert UNKNOWN not in hashes and len(set(hashes.tolist())) == 12
+    assert hashes[9] == content_hash(str(path)) == content_hash(path.read_bytes())
+
+
+def _saved(run: Path) -> dict[str, np.ndarray]:
+    with safe_open(run / "checkpoints/last/state/state.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy() for name in file.keys() if name.startswith("images.")}
+
+
+def test_one_thread_goes_on_hashing_after_the_wait(tmp_path):
+    photos = make(tmp_path / "photos", 100)
+    source, _ = datasets.open_folder(photos, (1, 1))
+    hashes = np.zeros(len(source), np.int64)
+    hash_contents(source, range(1, len(source)), hashes, 0.0)
+    import threading
+
+    for thread in threading.enumerate():
+        if thread.name == "vitfast-hash":
+            thread.join()
+    assert hashes[0] == UNKNOWN and hashes[1:].tolist() == [content_hash(file) for file in source.files[1:]]
+
+
+def test_the_ends_of_a_file_stand_for_it(tmp_path):
+    """And its size; a byte between the ends is missed."""
+    whole = bytes(range(256)) * 1024  # four times ENDS
+    found = {}
+    for at in (None, 0, ENDS - 1, ENDS, 2 * ENDS, 3 * ENDS - 1, 3 * ENDS, 4 * ENDS - 1):
+        data = bytearray(whole)
+        if at is not None:
+            data[at] ^= 1
+        (tmp_path / "a").write_bytes(data)
+        found[at] = content_hash(str(tmp_path / "a"))
+        assert found[at] == content_hash(bytes(data)) > 0
+    same = {at for at, each in found.items() if each == found[None]}
+    assert same == {None, ENDS, 2 * ENDS, 3 * ENDS - 1} and len(set(found.values())) == 5
+    assert len({content_hash(bytes(size)) for size in (0, 1, ENDS, ENDS + 1, 2 * ENDS, 2 * ENDS + 1, 9 * ENDS)}) == 7
+    assert content_hash(str(tmp_path / "gone")) == -1
+
+
+def test_a_run_of_an_earlier_version_is_known_by_the_name_of_its_data(tmp_path):
+    """Its checkpoint has hashes of paths as they were typed, and none of contents."""
+    photos, run = make(tmp_path / "photos"), tmp_path / "run"
+    train(config(run, photos, 2))
+    Trainer(config(run, photos, 3))
+    path = run / "checkpoints/last/state/state.json"
+    text = path.read_text()
+    path.write_text(text.replace("train_paths", "train_names").replace("val_paths", "val_names"))
+    shutil.copytree(photos, tmp_path / "copy")
+    with pytest.raises(InputError, match="holds a run with other settings .data: .*photos there, .*copy now"):
+        train(config(run, tmp_path / "copy", 3))
+    assert train(config(run, photos, 3))["steps"] == 3
+    assert fingerprint(Trainer(config(run, tmp_path / "copy", 4)).data.train)[0] == _paths(run)
+
+
+def _paths(run: Path) -> dict[str, str]:
+    data = read_record(run / "checkpoints/last")["data"]
+    return {kind: data[f"train_{kind}"] for kind in ("paths", "labels", "sizes")}

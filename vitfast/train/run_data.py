@@ -1,0 +1,105 @@
+"""Which data a run has: recorded with each checkpoint, alike on all ranks, and compared where the run goes on.
+
+Where the data lies does not matter. A checkpoint holds the classes and the `fingerprint` of both splits, and of each
+image when its file was modified and its `content_hash`. These are of the first rank; the others may read copies.
+"""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from ..data.classes import first_of
+from ..data.identity import UNKNOWN, described, fingerprint, hash_contents
+from ..data.loader import Data
+from ..data.sources import Source
+from ..errors import InputError
+from ..run.config import changes
+from .resume import reading
+
+CHANGED = dict(paths="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
+SPLITS = dict(train="training images", val="validation images")
+WAIT = 10.0  # seconds that a run waits for the hashes of its images; the rest is hashed while it trains
+logger = logging.getLogger("vitfast")
+
+
+def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, dict[str, np.ndarray]]:
+    """The record of a run's data, alike on all ranks; and SPLIT_modified, SPLIT_hashes of its images, (N,) int64.
+
+    Of the hashes some may be UNKNOWN at first. record: that of the checkpoint that the run goes on from, or {}. Every
+    rank asks for the size of each file. Raises InputError where ranks differ in the data or in the step of the
+    checkpoint, and where the checkpoint has other data.
+    """
+    facts, listed = {"step to go on from": record.get("step"), "classes": list(data.classes)}, {}
+    index, images = dict(classes=list(data.classes)), {}
+    sources = dict(train=data.train, val=data.val)
+    for split, source in sources.items():
+        found, times = fingerprint(source)
+        index |= {f"{split}_images": len(source)} | {f"{split}_{kind}": value for kind, value in found.items()}
+        images |= {f"{split}_modified": times, f"{split}_hashes": np.full_like(times, UNKNOWN)}
+        facts[SPLITS[split]] = [len(source), found]
+        listed[SPLITS[split]] = partial(_described, source)
+    data.ranks.check_same(facts, listed)
+
+    def of_first() -> None:
+        if record:
+            check_data(record["data"], index, checkpoint)
+            _check_contents(sources, images, checkpoint)
+        for split, source in sources.items():
+            hashes = images[f"{split}_hashes"]
+            hash_contents(source, np.flatnonzero(hashes == UNKNOWN).tolist(), hashes, WAIT)
+
+    data.ranks.on_first(of_first)
+    return index, images
+
+
+def _described(source: Source) -> list[tuple]:
+    return [described(source, index)[:3] for index in range(len(source))]
+
+
+def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
+    """Raises InputError where the data of a run (the record that `run_data` makes) is not what it was.
+
+    What a checkpoint of an earlier vitfast does not say is not compared.
+    """
+    found, before, classes = [], now | saved, list(map(str, saved["classes"]))
+    if classes != now["classes"]:
+        there, here = set(classes), set(now["classes"])
+        sides = dict(gone=[c for c in classes if c not in here], new=[c for c in now["classes"] if c not in there])
+        named = [f"{first_of(names)} {word}" for word, names in sides.items() if names]
+        found.append(f"classes: {', '.join(named) or 'another order'}")
+    for name in (f"{split}_images" for split in SPLITS):
+        found += changes({name: saved.get(name)}, {name: now.get(name)})
+    for split in () if found else SPLITS:
+        keys = {f"{split}_{kind}": text for kind, text in CHANGED.items()}
+        found += [f"{split}_images: {text}" for key, text in keys.items() if before.get(key) != now.get(key)][:1]
+    if found:
+        raise _other_data(checkpoint, ", ".join(found))
+
+
+def _check_contents(sources: dict[str, Source], images: dict[str, np.ndarray], checkpoint: Path) -> None:
+    """Takes over the hashes that a checkpoint has of its images.
+
+    Images that were modified at another time are read. Raises InputError for those of another content.
+    """
+    with reading(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
+        saved = {name: file.get_tensor(f"images.{name}").numpy() for name in images if f"images.{name}" in file.keys()}
+    for split, source in sources.items() if saved else ():  # an earlier vitfast has none
+        before, hashes = saved[f"{split}_hashes"], images[f"{split}_hashes"]
+        hashes[:] = before
+        moved = np.flatnonzero(saved[f"{split}_modified"] != images[f"{split}_modified"])
+        if len(moved):
+            said = "%d %s were modified at other times; their contents are compared"
+            logger.info(said, len(moved), SPLITS[split])
+            hash_contents(source, moved.tolist(), hashes)
+        other = moved[(before[moved] != hashes[moved]) & (before[moved] != UNKNOWN)]
+        if len(other):
+            names = first_of([source.path(index) for index in other[:4]])
+            raise _other_data(checkpoint, f"{split}_images: files replaced by others of equal size: {names}")
+
+
+def _other_data(checkpoint: Path, what: str) -> InputError:
+    advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
+    return InputError(f"the data is not what {checkpoint} was trained on ({what}); {advice}")
