@@ -1,14 +1,22 @@
 """Which data a run goes on with: the same images anywhere, and none that was replaced."""
 
+import io
+import json
 import os
 import shutil
+import tarfile
+import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import timm.data.dataset_factory
 from PIL import Image
 from runs import QUICK, digits, same_runs
 from safetensors import safe_open
+from torchvision.datasets import CIFAR10
 
 from vitfast import InputError
 from vitfast.data import datasets
@@ -109,8 +117,6 @@ def test_one_thread_goes_on_hashing_after_the_wait(tmp_path):
     source, _ = datasets.open_folder(photos, (1, 1))
     hashes = np.zeros(len(source), np.int64)
     hash_contents(source, range(1, len(source)), hashes, 0.0)
-    import threading
-
     for thread in threading.enumerate():
         if thread.name == "vitfast-hash":
             thread.join()
@@ -152,3 +158,73 @@ def test_a_run_of_an_earlier_version_is_known_by_the_name_of_its_data(tmp_path):
 def _paths(run: Path) -> dict[str, str]:
     data = read_record(run / "checkpoints/last")["data"]
     return {kind: data[f"train_{kind}"] for kind in ("paths", "labels", "sizes")}
+
+
+# ---- libraries' data sets
+
+
+def _bytes(number: int) -> bytes:
+    Image.fromarray(np.full((16, 16, 3), number, np.uint8)).save(file := io.BytesIO(), "BMP")
+    return file.getvalue()
+
+
+def _torch_arrays(root: Path, numbers: list[int], monkeypatch) -> dict:
+    class Arrays(CIFAR10):
+        def __init__(self, root, train, download):
+            self.data = np.array([np.full((16, 16, 3), number, np.uint8) for number in numbers])
+            self.targets, self.class_to_idx, self.classes = [0, 1] * 4, dict(a=0, b=1), ["a", "b"]
+            self.transform = self.target_transform = None
+
+    monkeypatch.setitem(timm.data.dataset_factory._TORCH_BASIC_DS, "cifar10", Arrays)
+    return dict(data="torch/cifar10")
+
+
+def _torch_files(root: Path, numbers: list[int], _) -> dict:
+    for place, number in enumerate(numbers):
+        for split in ("train", "validation"):
+            path = root / split / "ab"[place % 2] / f"{place}.bmp"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_bytes(number))
+    return dict(data="torch/image_folder", data_dir=str(root))
+
+
+def _hugging_face_files(root: Path, numbers: list[int], monkeypatch) -> dict:
+    return dict(data=f"hfds/{_torch_files(root, numbers, monkeypatch)['data_dir']}")
+
+
+def _hugging_face_table(root: Path, numbers: list[int], _) -> dict:
+    root.mkdir()
+    table = pa.table(dict(image=[dict(bytes=_bytes(n), path=None) for n in numbers], label=["a", "b"] * 4))
+    for split in ("train", "validation"):
+        told = {b"huggingface": json.dumps(dict(info=dict(features=FEATURES))).encode()}
+        pq.write_table(table.replace_schema_metadata(told), root / f"{split}-0.parquet")
+    return dict(data=f"hfds/{root}")
+
+
+FEATURES = dict(image=dict(_type="Image"), label=dict(_type="Value", dtype="string"))
+
+
+def _shards(root: Path, numbers: list[int], _) -> dict:
+    root.mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
+            for place, number in enumerate(numbers):
+                for name, content in ((f"{place}.bmp", _bytes(number)), (f"{place}.cls", b"%d" % (place % 2))):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return dict(data=f"wds/{root}")
+
+
+@pytest.mark.parametrize("build", [_torch_arrays, _torch_files, _hugging_face_files, _hugging_face_table, _shards])
+def test_data_of_a_library_is_known_by_its_images(build, tmp_path, monkeypatch):
+    """A copy elsewhere is the same; one in which an image was replaced by one of equal size is not."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    numbers = [0, 200, 10, 210, 20, 220, 30, 230]
+    fields = QUICK | dict(workers=0, output=tmp_path / "run")
+    train(digits(**fields, steps=2, **build(tmp_path / "first", numbers, monkeypatch)))
+    copied = build(tmp_path / "copy", numbers, monkeypatch)
+    assert train(digits(**fields, steps=3, **copied))["steps"] == 3
+    other = build(tmp_path / "other", [*numbers[:5], 221, *numbers[6:]], monkeypatch)
+    with pytest.raises(InputError, match=r"train_images: files replaced by others of equal size: \S*[56]\S*\)"):
+        train(digits(**fields, steps=4, **other))

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -84,7 +85,7 @@ def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] |
         def content(index: int) -> object:
             return paths[index] if sizes[index] is None else Cell(data, index, newest, sizes[index])
 
-        return [(path or "").removeprefix(folder).lstrip(os.sep) for path in paths], content
+        return [(path or str(i)).removeprefix(folder).lstrip(os.sep) for i, path in enumerate(paths)], content
     if (pixels := getattr(dataset, "data", None)) is not None:
         return [], lambda index: np.asarray(pixels[index]).tobytes()
     root, pairs = str(getattr(dataset, "root", "")), getattr(dataset, "samples", getattr(dataset, "imgs", None))
@@ -174,22 +175,29 @@ def take(source: Source, count: int) -> Source:
 
 def _open_named(spec: str, data_dir: str, split: str, **options):
     """timm's create_dataset, with every failure as an InputError of one line."""
-    root = data_dir or None
-    if spec.startswith("torch/"):
+    root, (library, _, name) = data_dir or None, spec.partition("/")
+    if library == "torch":
         root = root or os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "vitfast")
         options["download"] = True
     where, unheard = f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''}", ""
+    patience = socket.getdefaulttimeout()
     try:
-        if spec.startswith(("hfds/", "hfids/")) and not os.path.exists(spec.partition("/")[2]):
-            unheard = hub.silence()
+        socket.setdefaulttimeout(patience or 10)  # of silence, in which torchvision would wait for ever
+        if library in ("hfds", "hfids") and not os.path.exists(name):
+            unheard = hub.silence(f"datasets/{name}/resolve/main/README.md")
         with hub.cache_alone() if unheard else nullcontext():
             return create_dataset(spec, root=root, split=split, **options)
     except (Exception, SystemExit) as error:  # each library raises its own
         if unheard and isinstance(error, ConnectionError):
-            raise hub.Unreachable(f"{where}: not", unheard) from error
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        told = "; ".join(filter(None, (text[0], hub.advice(error))))
-        raise InputError(f"{where} cannot be opened: {told}") from error
+            raise hub.unreachable(f"{where}: not", unheard) from error
+        text, advice = (str(error).strip().splitlines() or [type(error).__name__])[0], hub.advice(error)
+        if library == "torch" and isinstance(error, OSError | RuntimeError):
+            advice = "check the network, or bring its files there"
+        if advice:
+            raise hub.Refused(f"{where} cannot be opened: {text}; {advice}") from error
+        raise InputError(f"{where} cannot be opened: {text}") from error
+    finally:
+        socket.setdefaulttimeout(patience)
 
 
 def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool) -> Named | None:
@@ -198,7 +206,7 @@ def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool)
         try:
             dataset = _open_named(spec, data_dir, name)
         except InputError as error:
-            if isinstance(error, hub.Unreachable) or (needed and name == names[-1]):
+            if isinstance(error, hub.Refused) or (needed and name == names[-1]):
                 raise
             logger.warning("%s", error)
         else:

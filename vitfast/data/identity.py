@@ -21,10 +21,11 @@ UNKNOWN, LOST = 0, -1  # content hashes of an image that none has been made of, 
 def stamp(content) -> tuple[int, int]:
     """The size in bytes of an image and when the file that holds it was modified, in ns; (-1, 0) where it is gone.
 
-    content: a path, bytes, or an object with `read_bytes`, and the `path` and perhaps its `size` in a larger file.
+    content: a path; an object with `read_bytes`, the `path` of the file that holds it and, where it is known, its
+    `size`; or bytes, which have no time: it is their `content_hash`.
     """
     if isinstance(content, bytes):
-        return len(content), 0
+        return len(content), content_hash(content)
     try:
         found = os.stat(getattr(content, "path", content))
     except OSError:
