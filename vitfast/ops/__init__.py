@@ -1,6 +1,5 @@
 """The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
-from . import sdpa
 from ._dispatch import use_kernels
 from .attention import attention
 from .attention_block import attention_block
@@ -27,5 +26,3 @@ __all__ = [
     "rms_norm",
     "use_kernels",
 ]
-
-sdpa.register()
