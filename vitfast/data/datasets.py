@@ -1,5 +1,6 @@
 """Data sets: a folder of class folders, the digits, synthetic noise, or any data set that timm names."""
 
+import functools
 import itertools
 import logging
 import os
@@ -27,6 +28,7 @@ from .sources import Source, Subset, split
 NAMED = tuple(NAMED_DATA)
 STREAMED = NAMED[3:]
 HELD_OUT = 0.1  # share of data without a validation split, class by class, that validates: at least one image of two
+PATIENCE = 10  # seconds of silence, in which torchvision's downloads would wait for ever
 logger = logging.getLogger("vitfast")
 
 
@@ -102,7 +104,6 @@ class Named(Source):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
         self.reader = getattr(dataset, "reader", None)  # torchvision has none
         self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
-        self.paths, self.contents = library_files(dataset, self.reader)
         if (labels := self._column()) is None:
             return
         if self.numbers is None:
@@ -128,10 +129,14 @@ class Named(Source):
         return f"{self.spec}[{index}]"
 
     def path(self, index: int) -> str:
-        return self.paths[index] if self.paths else str(index)
+        return self._files[0][index] if self._files[0] else str(index)
 
     def content(self, index: int) -> object:
-        return self.contents and self.contents(index)
+        return self._files[1] and self._files[1](index)
+
+    @functools.cached_property
+    def _files(self) -> tuple[list[str], Callable[[int], object] | None]:
+        return library_files(self.dataset, self.reader)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
@@ -182,7 +187,7 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
     where, unheard = f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''}", ""
     patience = socket.getdefaulttimeout()
     try:
-        socket.setdefaulttimeout(patience or 10)  # of silence, in which torchvision would wait for ever
+        socket.setdefaulttimeout(patience or PATIENCE)
         if library in ("hfds", "hfids") and not os.path.exists(name):
             unheard = hub.silence(f"datasets/{name}/resolve/main/README.md")
         with hub.cache_alone() if unheard else nullcontext():
@@ -193,25 +198,33 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         text, advice = (str(error).strip().splitlines() or [type(error).__name__])[0], hub.advice(error)
         if library == "torch" and isinstance(error, OSError | RuntimeError):
             advice = "check the network, or bring its files there"
-        if advice:
-            raise hub.Refused(f"{where} cannot be opened: {text}; {advice}") from error
-        raise InputError(f"{where} cannot be opened: {text}") from error
+        raise InputError("; ".join(filter(None, (f"{where} cannot be opened: {text}", advice)))) from error
     finally:
         socket.setdefaulttimeout(patience)
 
 
-def _named_split(spec: str, data_dir: str, names: tuple[str, ...], needed: bool) -> Named | None:
-    """The first of these splits that can be opened; of the others it is logged why not."""
-    for name in names:
-        try:
-            dataset = _open_named(spec, data_dir, name)
-        except InputError as error:
-            if isinstance(error, hub.Refused) or (needed and name == names[-1]):
-                raise
-            logger.warning("%s", error)
+def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None]:
+    """The training and validation splits of a data set that is read by index, None for one that cannot be opened.
+
+    training: whether there must be a training split. Of the others it is logged why not.
+    """
+    found, failed = [], []
+    for names in (("train",), ("validation", "test")):
+        for name in names:
+            try:
+                dataset = _open_named(spec, data_dir, name)
+            except InputError as error:
+                failed.append(error)
+            else:
+                found.append(Named(spec, dataset, name))
+                break
         else:
-            return Named(spec, dataset, name)
-    return None
+            found.append(None)
+        if found == [None] * (1 if training else 2):
+            raise failed[0]
+    for error in failed:
+        logger.warning("%s", error)
+    return found
 
 
 def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
@@ -258,8 +271,7 @@ def open_sources(
     if spec.startswith(STREAMED):
         return _streams(spec, data_dir, config.batch_size, config.seed)
     if spec.startswith(NAMED):
-        train = _named_split(spec, data_dir, ("train",), config.task != "eval")
-        return train, _named_split(spec, data_dir, ("validation", "test"), train is None)
+        return tuple(_named_splits(spec, data_dir, config.task != "eval"))
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")

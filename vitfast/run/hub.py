@@ -1,0 +1,71 @@
+"""Whether the Hugging Face hub answers: its libraries try for minutes, for each file again."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from unittest.mock import patch
+
+from ..errors import InputError, both_ends
+
+# What to do about exceptions of the hub's libraries, which may not be installed.
+ADVICE = dict(
+    GatedRepoError="ask for access on its page there, and set HF_TOKEN",
+    RepositoryNotFoundError="check the name; for a private one set HF_TOKEN",
+    DatasetNotFoundError="check the name; for a private or gated one set HF_TOKEN",
+    RevisionNotFoundError="check what stands after @",
+    HFValidationError="write owner/name",
+    HfHubHTTPError="check the name and HF_TOKEN",
+)
+
+
+def unreachable(lacking: str, why: str) -> InputError:
+    """The error where the hub's cache lacks something, and the hub does not answer, as `silence` says."""
+    from huggingface_hub import constants
+
+    advice = "check the network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder"
+    return InputError(f"{lacking} in the hub's cache, and {constants.ENDPOINT} gives no answer ({why}); {advice}")
+
+
+def silence(path: str) -> str:
+    """Why the hub gives no answer about a path, in one line; "" where it gives any. It is asked once a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 4))
+    return _ask(f"{constants.ENDPOINT}/{path}", seconds, time.monotonic() // 60)
+
+
+@lru_cache(maxsize=1)
+def _ask(url: str, seconds: float, minute: float) -> str:
+    """`silence` about an address. The seconds are for the look-up of its name and all that it stands for together."""
+    from huggingface_hub.utils import get_session
+
+    found = [f"none in {seconds:g} s; HF_HUB_ETAG_TIMEOUT=30 waits for longer"]
+
+    def ask() -> None:
+        try:
+            status = get_session().head(url, timeout=seconds).status_code
+            found.append(f"status {status}" if status in (407, 429) or status >= 500 else "")
+        except Exception as error:  # of one library or another
+            found.append(both_ends(f"{type(error).__name__}: {error}", 160))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[-1]
+
+
+def advice(error: BaseException, other: str = "") -> str:
+    """What to do about an exception of the hub's libraries; `other` for one that is not known."""
+    return next((ADVICE[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ADVICE), other)
+
+
+@contextmanager
+def cache_alone() -> Iterator[None]:
+    """A context in which Hugging Face's datasets use their cache and no network."""
+    with patch("datasets.config.HF_HUB_OFFLINE", True), patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+        yield
