@@ -145,17 +145,21 @@ def test_another_job_in_the_same_folder_is_refused_and_keeps_its_files(source, c
     torch.testing.assert_close(torch.from_numpy(read(source / "out")[1][:1]), truth, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("removed", [1, 22])
-def test_images_that_are_gone_are_one_line(source, capsys, removed):
+@pytest.mark.parametrize("change", ["one", "all but one", "another folder"])
+def test_images_that_are_gone_are_one_line_and_nothing_is_written(source, capsys, change):
     run_cli(capsys, *arguments(source))
-    before = content(source / "out")
-    for path in sorted((source / "photos").rglob("*.png"))[-removed:]:
+    before, files = content(source / "out"), sorted((source / "photos").rglob("*.png"))
+    for path in files[-1:] if change == "one" else files[1:]:
         path.unlink()
+    for i in range(9):  # new ones, which are more than a shard
+        pictures.smooth(i).save(source / "photos" / f"{i:03d}.png")
+    if change == "another folder":
+        files[0].unlink()
+    count = {"one": 1, "all but one": 23, "another folder": 24}[change]
     code, _, err = run_cli(capsys, *arguments(source))
-    gone = f"{removed} images in {source / 'out'} are no longer in the source ("
-    assert (
-        code == 2 and gone in err and "--resume never to embed all again" in err and content(source / "out") == before
-    )
+    assert f"{count} images in {source / 'out'} are no longer in the source (" in err and code == 2
+    assert "; nothing new was embedded; bring them back, give another --output, or --resume never" in err
+    assert content(source / "out") == before
 
 
 def compare(source, ids, vectors) -> None:

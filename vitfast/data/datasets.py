@@ -28,6 +28,7 @@ from .sources import Source, Subset, split
 NAMED = tuple(NAMED_DATA)
 STREAMED = NAMED[3:]
 HELD_OUT = 0.1  # share of data without a validation split, class by class, that validates: at least one image of two
+ADVICE = dict(torch="check the network, or bring its files there", hfds=hub.CHECK, hfids=hub.CHECK)
 PATIENCE = 10  # seconds of silence, in which torchvision's downloads would wait for ever
 logger = logging.getLogger("vitfast")
 
@@ -195,10 +196,10 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
     except (Exception, SystemExit) as error:  # each library raises its own
         if unheard and isinstance(error, ConnectionError):
             raise hub.unreachable(f"{where}: not", unheard) from error
-        text, advice = (str(error).strip().splitlines() or [type(error).__name__])[0], hub.advice(error)
-        if library == "torch" and isinstance(error, OSError | RuntimeError):
-            advice = "check the network, or bring its files there"
-        raise InputError("; ".join(filter(None, (f"{where} cannot be opened: {text}", advice)))) from error
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if library in ADVICE and isinstance(error, OSError | RuntimeError):
+            said += f"; {ADVICE[library]}"
+        raise InputError(f"{where} cannot be opened: {said}") from error
     finally:
         socket.setdefaulttimeout(patience)
 

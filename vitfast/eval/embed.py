@@ -135,16 +135,20 @@ def _embed_to(
             shard, whole = written.place(record)
             if shard is None:
                 new.append(record)
-                if len(new) == shard_size:
-                    yield from begin(next(absent), new)
-                    new = []
             elif whole and shard % world == rank:
                 if _is_same(folder, shard, whole):
                     progress.kept += len(whole)
                 else:
                     yield from begin(shard, whole)
-        if new:
-            yield from begin(next(absent), new)
+            while written.missing == 0 and len(new) >= shard_size:  # before, this may be another source
+                yield from begin(next(absent), new[:shard_size])
+                del new[:shard_size]
+        if gone := written.gone() if images else []:
+            advice = "bring them back, give another --output, or --resume never to embed all again"
+            said = f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)})"
+            raise InputError(f"{said}; nothing new was embedded; {advice}")
+        for first in range(0, len(new), shard_size):
+            yield from begin(next(absent), new[first : first + shard_size])
 
     results = embedder.stream_groups(wanted(), progress.stages)
     for shard, group in itertools.groupby(results, key=itemgetter(0)):
@@ -157,9 +161,6 @@ def _embed_to(
         _write(folder, shard, waiting.pop(shard), job, computed, embedder)
     if not images:
         raise InputError("there is no image to embed")
-    if gone := written.gone():
-        advice = "bring them back, give another --output, or --resume never to embed all again"
-        raise InputError(f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)}); {advice}")
     for shard in itertools.takewhile(lambda shard: shard < last, absent):  # of images that are gone, before they were
         if shard % world == rank:
             _write(folder, shard, [], job, [], embedder)
@@ -205,7 +206,8 @@ class _Written:
                 places.append(np.array([(hash(name), shard, row) for row, name in enumerate(ids)]).reshape(-1, 3))
         found = np.concatenate(places)
         self.places = found[np.argsort(found[:, 0], kind="stable")]
-        self.used = np.zeros(len(found), bool)
+        self.keys = self.places[:, 0].copy()
+        self.used, self.missing = np.zeros(len(found), bool), len(found)
 
     def _ids(self, shard: int) -> list[str]:
         import pyarrow as pa
@@ -223,12 +225,13 @@ class _Written:
     def place(self, record: Record) -> tuple[int | None, list[Record]]:
         """The shard of an image, None where it is new; and the images of that shard if this is the last of them."""
         key = hash(record.id)
-        at = np.searchsorted(self.places[:, 0], key)
-        while at < len(self.used) and self.places[at, 0] == key and self.used[at]:  # a name may be there twice
+        at = np.searchsorted(self.keys, key)
+        while at < len(self.keys) and self.keys[at] == key and self.used[at]:  # a name may be there twice
             at += 1
-        if at == len(self.used) or self.places[at, 0] != key:
+        if at == len(self.keys) or self.keys[at] != key:
             return None, []
         self.used[at] = True
+        self.missing -= 1
         _, shard, row = self.places[at].tolist()
         part = self.met.setdefault(shard, {})
         part[row] = record
