@@ -10,15 +10,7 @@ from unittest.mock import patch
 
 from ..errors import InputError, both_ends
 
-# What to do about exceptions of the hub's libraries, which may not be installed.
-ADVICE = dict(
-    GatedRepoError="ask for access on its page there, and set HF_TOKEN",
-    RepositoryNotFoundError="check the name; for a private one set HF_TOKEN",
-    DatasetNotFoundError="check the name; for a private or gated one set HF_TOKEN",
-    RevisionNotFoundError="check what stands after @",
-    HFValidationError="write owner/name",
-    HfHubHTTPError="check the name and HF_TOKEN",
-)
+CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated"  # where the hub refuses
 
 
 def unreachable(lacking: str, why: str) -> InputError:
@@ -35,15 +27,15 @@ def silence(path: str) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 4))
-    return _ask(f"{constants.ENDPOINT}/{path}", seconds, time.monotonic() // 60)
+    return _ask(f"{constants.ENDPOINT}/{path}", time.monotonic() // 60)
 
 
 @lru_cache(maxsize=1)
-def _ask(url: str, seconds: float, minute: float) -> str:
-    """`silence` about an address. The seconds are for the look-up of its name and all that it stands for together."""
+def _ask(url: str, minute: float) -> str:
+    """`silence` about an address. A thread, because the look-up of a name and each address have limits of their own."""
     from huggingface_hub.utils import get_session
 
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 4))
     found = [f"none in {seconds:g} s; HF_HUB_ETAG_TIMEOUT=30 waits for longer"]
 
     def ask() -> None:
@@ -57,11 +49,6 @@ def _ask(url: str, seconds: float, minute: float) -> str:
     thread.start()
     thread.join(seconds)
     return found[-1]
-
-
-def advice(error: BaseException, other: str = "") -> str:
-    """What to do about an exception of the hub's libraries; `other` for one that is not known."""
-    return next((ADVICE[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ADVICE), other)
 
 
 @contextmanager

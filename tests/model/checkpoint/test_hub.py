@@ -13,16 +13,17 @@ from vitfast.data.datasets import open_sources
 from vitfast.run.config import Config
 
 EVAL = Config(task="eval", epochs=1)
+CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated$"
 ANSWERS = {  # of a repository of this name: status, X-Error-Code, what is said
-    "gated": (403, "GatedRepo", "GatedRepoError: .*ask for access on its page there, and set HF_TOKEN"),
-    "private": (401, "RepoNotFound", "RepositoryNotFoundError: .*check the name; for a private one set HF_TOKEN"),
-    "gone": (404, "RepoNotFound", "RepositoryNotFoundError: .*check the name; for a private one set HF_TOKEN"),
-    "token": (401, "", "HfHubHTTPError: .*check the name and HF_TOKEN"),
-    "revision": (404, "RevisionNotFound", "RevisionNotFoundError: .*check what stands after @"),
+    "gated": (403, "GatedRepo", f"GatedRepoError: .*{CHECK}"),
+    "private": (401, "RepoNotFound", f"RepositoryNotFoundError: .*{CHECK}"),
+    "gone": (404, "RepoNotFound", f"RepositoryNotFoundError: .*{CHECK}"),
+    "token": (401, "", f"401 Unauthorized.*{CHECK}"),
+    "revision": (404, "RevisionNotFound", f"RevisionNotFoundError: .*{CHECK}"),
     "empty": (404, "EntryNotFound", "no model.safetensors or pytorch_model.bin .RemoteEntryNotFoundError"),
     "down": (503, "", "gives no answer .status 503.; check the network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE"),
     "limited": (429, "", "gives no answer .status 429."),
-    "portal": (200, "", "FileMetadataError: .*check the name, the network and HF_TOKEN"),
+    "portal": (200, "", f"no model.safetensors or .*{CHECK}"),
 }
 
 

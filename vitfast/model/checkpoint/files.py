@@ -28,7 +28,6 @@ from ..presets import PRESETS
 
 HUB = "hf-hub:"
 EXAMPLE = f"{HUB}timm/vit_base_patch16_224.augreg2_in21k_ft_in1k"
-_CHECK = "check the name, the network and HF_TOKEN"
 _REPOSITORY = r"[\w-][\w.-]*/[\w.-]+(@.+)?"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
@@ -287,7 +286,7 @@ def _download(source: str) -> Path:
         except EntryNotFoundError as error:
             absent[name] = error
         except Exception as error:
-            said = f"the hub did not give {name} ({_line(error)}); {hub.advice(error, _CHECK)}"
+            said = f"the hub did not give {name} ({_line(error)}); {hub.CHECK}"
             raise InputError(f"{source}: {said}") from error
 
     weights = next(filter(None, map(get, _IN_ORDER[:4])), None)
@@ -295,8 +294,7 @@ def _download(source: str) -> Path:
         why, none = absent[WEIGHTS[0]], f"{source}: no {' or '.join(WEIGHTS[:2])}"
         if unheard:
             raise hub.unreachable(none, unheard) from why
-        why = why.__cause__ if isinstance(why, LocalEntryNotFoundError) and why.__cause__ else why  # what the hub said
-        raise InputError(f"{none} ({_line(why)}); {hub.advice(why, _CHECK)}") from why
+        raise InputError(f"{none} ({_line(why)}); {hub.CHECK}") from why
     # Without a config.json that merely is not cached, the weights would get defaults that may not be theirs.
     if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
         raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
