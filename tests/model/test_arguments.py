@@ -57,6 +57,7 @@ WRONG = {
     "swiglu_mlp": ("yes",),
     "scale_mlp_norm": (0,),
     "rope": ("axial", True, 1, {}),
+    "pos_resample": ("nearest", True, None, ["bicubic"]),
     "rope_temperature": (0, -1, "100", True, math.nan, 1e10),
     "ref_feat_shape": (16, (16,), (16, 0), "16", (16.0, 16.0)),
     "crop_mode": ("middle", 1, []),

@@ -241,9 +241,8 @@ def _siglip2(model: nn.Module, run, pool: str | None, processor, patch: tuple[in
         given = dict(pixel_attention_mask=valid.int(), spatial_shapes=torch.tensor(grids, device=patches.device))
         return _vector(run(pixel_values=patches, **given), pool, 0, valid)
 
-    side = math.isqrt(most)
-    size = side * patch[0], side * patch[1]
-    return Backbone(model, OwnSize(size_of, kind), embed, size, patch, 0, mean, std)
+    own = size_of(*patch)  # a square image's
+    return Backbone(model, OwnSize(size_of, kind), embed, own, patch, 0, mean, std)
 
 
 def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) -> Tensor:

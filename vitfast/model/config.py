@@ -19,7 +19,7 @@ Keep = Literal["auto", "all", "least"]  # see activation_memory.py
 Pool = Literal["token", "avg", "map", ""]
 PosEmbed = Literal["learn", "learn2d", "factorized", "sincos2d", "relative", "none", ""]  # see positions.py
 PosEmbedPlace = Literal["stem", "layers", "layers_shared"]
-PosResample = Literal["bicubic_antialias", "bicubic", "bilinear_antialias"]  # the filters of F.interpolate
+Resample = Literal["bicubic_antialias", "bicubic", "bilinear_antialias"]  # the filters of F.interpolate
 Rope = Literal["dinov3", "cat"]  # timm's
 CropMode = Literal["center", "squash", "border"]  # timm's
 Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]  # Pillow's, by its numbers
@@ -179,7 +179,7 @@ class ViTConfig:
         " the grid of the image",
         some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)"),
     )
-    pos_resample: PosResample = argument(
+    pos_resample: Resample = argument(
         "bicubic_antialias",
         'how positions are resampled for another grid: "bicubic_antialias" as timm does, "bicubic" as transformers does'
         ' (ViT, DeiT, DINOv2 without registers, CLIP, SigLIP), "bilinear_antialias" as SigLIP 2 does',
@@ -276,9 +276,9 @@ def type_name(annotation) -> str:
 
 def _row(*cells: str) -> str:
     """A row of a table whose cells are as many lines high as they need."""
-    columns = [textwrap.wrap(cell, width, break_long_words=False) for cell, width in zip(cells, (19, 26, 12, 56))]
+    columns = [textwrap.wrap(cell, width, break_long_words=False) for cell, width in zip(cells, (19, 22, 19, 55))]
     rows = zip_longest(*columns, fillvalue="")
-    return "\n".join("{:<20}{:<27}{:<13}{}".format(*row).rstrip() for row in rows)
+    return "\n".join("{:<20}{:<24}{:<21}{}".format(*row).rstrip() for row in rows)
 
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ from .vit import ViT
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = """
-    num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape pos_resample
+    num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
 """.split()
 _OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
 _ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # asked by errors of a bare file

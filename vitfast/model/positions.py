@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..ops import reference as ref
 from ..ops.packed import PackedImages, TokenLayout, token_rows
 from ..ops.reference import owners, packed_tokens
-from .config import ROPES, PosResample
+from .config import ROPES, Resample
 from .layers import Attention
 
 Grid = tuple[int, int]
@@ -127,7 +127,7 @@ def token_layout(images: PackedImages, prefix: int) -> TokenLayout:
 
 @torch.fx.wrap  # it looks at shapes in Python
 def resize_table(
-    name: str, table: Tensor, old: Grid, new: Grid, prefix: int, how: PosResample = "bicubic_antialias"
+    name: str, table: Tensor, old: Grid, new: Grid, prefix: int, how: Resample = "bicubic_antialias"
 ) -> Tensor:
     """The table of this name, which was made for an `old` grid (h, w), resampled for a `new` one."""
     if name == "pos_embed_x":
@@ -162,7 +162,7 @@ def packed_places(images: PackedImages) -> tuple[tuple[Tensor, Tensor], tuple[Te
     return (number // width, number % width), (height, width)
 
 
-def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype, how: PosResample) -> Tensor:
+def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype, how: Resample) -> Tensor:
     """(N, old) in `dtype`: the weights of `old` positions along an axis at `place` (N,) of `size` (N,).
 
     They are the rows of `resample`'s linear map, PyTorch's. With antialias the filter (Keys, 1981, a = -1/2; or a
@@ -188,7 +188,7 @@ def _without_autocast(x: Tensor):
 
 
 def packed_positions(
-    kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int, how: PosResample
+    kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int, how: Resample
 ) -> tuple[Tensor, Tensor | None]:
     """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
 
@@ -261,9 +261,7 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
     return torch.cat([table.new_zeros(prefix, dim), table])[None].float()
 
 
-def resample(
-    pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0, how: PosResample = "bicubic_antialias"
-) -> Tensor:
+def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0, how: Resample = "bicubic_antialias") -> Tensor:
     """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
     Prefix positions stay as they are, and so does the dtype. The filter is F.interpolate's, computed in fp32 at least
@@ -331,7 +329,7 @@ class RelativeAttention(Attention):
         return relative_attention(*self.heads(x), relative)
 
 
-def resample_offsets(table: Tensor, old: Grid, new: Grid, how: PosResample = "bicubic_antialias") -> Tensor:
+def resample_offsets(table: Tensor, old: Grid, new: Grid, how: Resample = "bicubic_antialias") -> Tensor:
     """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
     A grid is (h, w), N = h*w. An offset o stands for the displacements (dy, dx) with o = w*dy + dx, which another grid

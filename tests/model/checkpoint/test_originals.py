@@ -187,7 +187,7 @@ def test_openais_clip(tmp_path, act, layout, caplog):
     with caplog.at_level(logging.WARNING, "vitfast"):
         model = ViT.from_pretrained(tmp_path / "clip.pth", num_heads=c.HEADS, **chosen)
     c.agree(model, truth.encode_image, x)
-    said = "the weights do not say act_layer='quick_gelu', global_pool='token', norm_eps=1e-05: assumed; pass those"
+    said = "the weights do not say img_size=32, act_layer='quick_gelu', global_pool='token', norm_eps=1e-05: assumed"
     assert (said in caplog.text) == (act == "quick_gelu")
     assert ("left out" in caplog.text and "text_projection" not in model.state_dict()) == (layout != "tower")
     features = ViT.from_pretrained(tmp_path / "clip.pth", num_heads=c.HEADS, num_classes=0, **chosen)

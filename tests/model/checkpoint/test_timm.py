@@ -15,7 +15,7 @@ import timm
 import torch
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver
-from timm_names import names, one_of_each_kind, ours, outcome, outcomes, small, tagged
+from timm_names import images, names, one_of_each_kind, ours, outcome, outcomes, small, tagged
 
 from vitfast import InputError, ViT, load_checkpoint
 from vitfast.model.checkpoint import timm as timm_config
@@ -86,7 +86,8 @@ def test_deit3_layer_scale(tmp_path):
     truth = c.small_timm(init_values=1e-5, no_embed_class=True)
     state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in truth.state_dict().items()}
     torch.save({"model": state}, tmp_path / "deit_3.pth")
-    c.agree(ViT.from_pretrained(tmp_path / "deit_3.pth", num_heads=c.HEADS, pos_embed="learn"), truth)
+    told = dict(num_heads=c.HEADS, pos_embed="learn", img_size=c.SIZE)
+    c.agree(ViT.from_pretrained(tmp_path / "deit_3.pth", **told), truth)
 
 
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.", "_orig_mod.", "model."])
@@ -106,8 +107,9 @@ def test_bare_tensors_say_what_is_assumed(tmp_path, caplog):
     safetensors.torch.save_file(c.small_timm().state_dict(), path)
     with caplog.at_level(logging.WARNING, "vitfast"):
         ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu_tanh", mean=0.1)
-        ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu", mean=0.1, **more)
-    said = "the weights do not say norm_eps=1e-06, std=0.5, global_pool='token': assumed; pass those that differ"
+        ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu", mean=0.1, img_size=c.SIZE, **more)
+    said = "the weights do not say img_size=32, no_embed_class=False, norm_eps=1e-06, std=0.5, global_pool='token'"
+    said += ": assumed; pass those that differ"
     assert [record.getMessage() for record in caplog.records] == [f"{path}: {said}"]
 
 
@@ -188,8 +190,8 @@ def test_dropout_that_the_vit_has_not_is_said(tmp_path, caplog):
 # ---- every name
 
 SEEN = re.compile("^equal$|^refused: ")
-# Bare tensors of these need the activation, rotary positions or the pooling, which the errors ask for.
-ASKED = "timm's models with these tensors differ: .*pass act_layer=|pass rope=|pass global_pool='map'"
+# Bare tensors of these need the activation, rotary positions, the pooling or the size, which the errors ask for.
+ASKED = "timm's models with these tensors differ: .*pass act_layer=|pass rope=|pass global_pool='map'|; pass those of"
 
 
 def check(name, folder):
@@ -204,7 +206,8 @@ def check(name, folder):
     else:
         assert found["folder"] == found["name"] == "equal", found
         assert found["bare"] == "equal" or re.search(ASKED, found["bare"]), found
-        assert outcome(folder / "bare.safetensors", model, **by_name(name)) == "equal"
+        size = dict(img_size=tuple(images(model).shape[2:]))
+        assert outcome(folder / "bare.safetensors", model, **by_name(name), **size) == "equal"
 
 
 # Names that differ from others of their kind in more than sizes.
@@ -294,6 +297,7 @@ def test_a_training_checkpoint_names_its_model(tmp_path):
 def test_a_training_checkpoint_says_its_pixels(tmp_path, caplog, kind):
     truth = c.randomised(timm.create_model(B16, **c.SMALL, fc_norm=False, global_pool="avg"))
     options = dict(gp="avg", model_kwargs=dict(fc_norm=False, num_heads=c.HEADS), mean=[0.1, 0.2, 0.3], std=[0.2] * 3)
+    options["img_size"] = c.SIZE
     torch.save(dict(state_dict=truth.state_dict(), arch=B16, args=kind(**options)), tmp_path / "last.pth.tar")
     with caplog.at_level(logging.WARNING, "vitfast"):
         model = ViT.from_pretrained(tmp_path / "last.pth.tar")

@@ -72,12 +72,14 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
     if shapes["pre_norm"] or known.get("rope") == "dinov3":  # CLIP's and DINOv3's eps, if nothing says it
         defaults = defaults | dict(norm_eps=1e-5)
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
-    result |= _positions(made.state, result, sizes, known.get("img_size"), where)
+    positions, guessed = _positions(made, result, sizes, known, where)
+    result |= positions
     if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
         raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has only 'silu'")
     result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
-    said = {*made.facts, *told, *known}
-    if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
+    said = {*made.facts, *told, *known, *(["num_heads"] if "num_heads" in shapes else [])}
+    unsaid = guessed + [name for name in made.form.unsaid if name not in said]
+    if assumed := [f"{name}={result[name]!r}" for name in unsaid]:
         notes.append(f"the weights do not say {', '.join(assumed)}: assumed; pass those that differ")
     names, more = class_names(config, shapes["num_classes"])
     return result | ({"class_names": names} if names else {}), notes + more
@@ -176,6 +178,8 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
     pooled = "avg" if fc_norm or "cls_token" not in tokens else "token"
     fc1, hidden = (state[f"blocks.0.mlp.{name}.weight"] for name in ("fc1", "fc2"))
     rows, hidden = fc1.shape[0], hidden.shape[1]
+    of_a_head = [state[name].shape[-1] for name in ("pos_embed_rel", "blocks.0.attn.q_norm.weight") if name in state]
+    heads = {"num_heads": dim // of_a_head[0]} if of_a_head and of_a_head[0] < dim else {}
     return dict(
         embed_dim=dim,
         in_chans=chans,
@@ -198,51 +202,78 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         global_pool="map" if "attn_pool.latent" in state else pooled,
         fc_norm=fc_norm,
         **hybrid,
+        **heads,
     )
 
 
-def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where: str) -> dict:
-    """img_size and no_embed_class from the length of the position table.
+def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where: str) -> tuple[dict, list[str]]:
+    """img_size and no_embed_class of the position tables, and the names of those that are assumed.
 
-    told: `img_size` of the model or `input_size` of its images, if config.json has them. The grid is that of img_size;
-    without one, the first of these that fits the table: input_size's, a square, and that of `asked`. Without a table
-    img_size is the one told, else `asked`, else left to the constructor's default.
+    told: `img_size` of the model or `input_size` of its images, if config.json has them. A reading of a table is a grid
+    (h, w) after a position for each prefix token, or alone (no_embed_class): config.json's; else that of the caller's
+    img_size, where it fits exactly; else a square. Raises InputError where none fits, or a second one too.
     """
-    own, meant, asked = (pair(size) if size else None for size in (told.get("img_size"), told.get("input_size"), asked))
-    if "pos_embed" not in state:
-        size = own or meant or asked
-        return dict(img_size=size) if size else {}
-    patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
-    prefix = int(config["class_token"]) + config["reg_tokens"]
-    patches = {False: length - prefix, True: length}  # the number of patches, by no_embed_class
-    if "no_embed_class" in config:
-        patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
-    sides = [math.isqrt(n) for n in patches.values() if n > 0 and math.isqrt(n) ** 2 == n]
-    squares = [(side * patch[0], side * patch[1]) for side in sides]
-    for size in filter(None, (own,) if own else (meant, *squares, asked)):
-        grid = size[0] // patch[0], size[1] // patch[1]
-        no_embed = next((no_embed for no_embed, n in patches.items() if n == grid[0] * grid[1]), None)
-        if no_embed is None:
-            continue
-        covered = grid[0] * patch[0], grid[1] * patch[1]
-        if covered != size and not asked:
-            cut = f"patches of {patch[0]} x {patch[1]} leave the last rows of images of {size[0]} x {size[1]} out"
-            raise InputError(f"{cut}; cut the images yourself and pass img_size=({covered[0]}, {covered[1]})")
-        square = covered[0] == covered[1]
-        return dict(img_size=covered[0] if square else covered, no_embed_class=bool(no_embed and prefix))
+    sizes = (told.get("img_size"), told.get("input_size"), known.get("img_size"))
+    own, meant, asked = (pair(size) if size else None for size in sizes)
+    (p, q), size = pair(config["patch_size"]), own or meant
+    kind = next((name for name in _TABLES if name in made.state), None)
+    if kind is None:
+        return dict(img_size=size or asked or 224), [] if size or asked else ["img_size"]
+    length, prefix = made.state[kind].shape[1], int(config["class_token"]) + config["reg_tokens"]
+    if kind == "pos_embed_x":
+        return dict(img_size=(made.state["pos_embed_y"].shape[1] * p, length * q)), []
+    patches = {False: length - prefix, True: length}  # their number, by no_embed_class
+    if kind == "pos_embed_rel" or not prefix:
+        patches, prefix = {False: length if kind == "pos_embed" else (length + 1) // 2}, 0
+    only = config.get("no_embed_class", known.get("no_embed_class", None if made.form.name == "timm" else False))
+    patches = {alone: n for alone, n in patches.items() if only in (None, alone) or not prefix}
+
+    def fit(size: tuple[int, int] | None) -> list[tuple[int, int, bool]]:
+        grid = (size[0] // p, size[1] // q) if size else ()
+        return [(*grid, alone) for alone, n in patches.items() if grid and n == math.prod(grid)]
+
+    by_json = fit(size)
+    by_caller = [] if by_json or own else fit(asked)
+    near = [(*grid, alone) for alone, n in patches.items() if (grid := _nearest_square(n))]
+    squares = [one for one in near if one[0] == one[1]]
+    usual = [one for one in squares if not one[2]]
+    fits = by_json or by_caller + (usual if by_caller and by_caller[0][2] else []) or (squares if usual else near)
     table = f"a position table of {length} entries is"
-    if own:
+    if own and not by_json:
         raise InputError(f"{where} says images of {own[0]} x {own[1]}, and {table} not theirs")
-    raise InputError(f"{table} no square grid; pass img_size=(height, width) of the checkpoint")
+    if len(fits) != 1 or not (by_json or by_caller or fits[0][0] == fits[0][1]):
+        both = [f"{h} x {w} + {prefix * (not a)} (img_size=({h * p}, {w * q}), no_embed_class={a})" for h, w, a in fits]
+        says = f"{' or '.join(both)}; pass those" if len(fits) > 1 else "no square grid; pass img_size=(height, width)"
+        raise InputError(f"{table} {says} of the checkpoint (vitfast convert has --img-size)")
+    ((h, w, alone),) = fits
+    if by_json and not asked and (h * p, w * q) != size:
+        cut = f"patches of {p} x {q} leave the last rows of images of {size[0]} x {size[1]} out"
+        raise InputError(f"{cut}; cut the images yourself and pass img_size=({h * p}, {w * q})")
+    sure = by_json or (by_caller and {*near} <= {*fits})
+    names = [] if sure else ["img_size", "no_embed_class"] if prefix and only is None else ["img_size"]
+    return dict(img_size=h * p if h * p == w * q else (h * p, w * q), no_embed_class=alone), names
+
+
+def _nearest_square(patches: int) -> tuple[int, int] | None:
+    """The grid (h, w) of this many patches that is nearest to a square; None beyond 1 to 4."""
+    h = next((h for h in range(math.isqrt(max(0, patches)), 0, -1) if patches % h == 0), 0)
+    return (h, patches // h) if h and patches <= 4 * h * h else None
 
 
 def _preset_heads(config: dict) -> int:
-    """The head count of the preset with this width and depth; one of the same family is preferred."""
-    dim, depth = config["embed_dim"], config["depth"]
-    found = [made for made in PRESETS.values() if (made["embed_dim"], made["depth"]) == (dim, depth)]
-    family = {name: config.get(name) for name in ("rope", "swiglu_mlp", "pre_norm")}
-    alike = [made for made in found if all(made.get(name) == (value or None) for name, value in family.items())]
-    if found:
-        return (alike or found)[0]["num_heads"]
-    no_preset = f"no preset has embed_dim={dim}, depth={depth}"
-    raise InputError(f"the weights do not say how many heads there are, and {no_preset}; pass num_heads=")
+    """The head count of the preset with this width and depth, of the same family and patch size where there is one."""
+    dim, depth, unsaid = config["embed_dim"], config["depth"], "the weights do not say how many heads there are"
+    kinds = ("rope", "swiglu_mlp", "pre_norm"), ("patch_size",)
+    alike = {
+        name: [all(made.get(field) == (config.get(field) or None) for field in kind) for kind in kinds]
+        for name, made in PRESETS.items()
+        if (made["embed_dim"], made["depth"]) == (dim, depth)
+    }
+    if not alike:
+        raise InputError(f"{unsaid}, and no preset has embed_dim={dim}, depth={depth}; pass num_heads=")
+    best = max(alike.values())
+    heads = {PRESETS[name]["num_heads"]: name for name, likeness in alike.items() if likeness == best}
+    if len(heads) > 1 and best[1]:
+        both = " or ".join(f"num_heads={count} ({name})" for count, name in heads.items())
+        raise InputError(f"{unsaid}; pass {both} (vitfast convert has --num-heads)")
+    return next(iter(heads))

@@ -24,8 +24,8 @@ class Format:
 
     mark: a pattern that some key of its files matches. renames: from its names to ours. ignored: a pattern of renamed
     keys that the ViT does not need. defaults: constructor arguments of this format. unsaid: arguments that differ from
-    model to model and that its tensors do not tell. prepare: source tensors -> tensors in PyTorch's layout, and the
-    constructor arguments that only the source tells, with a `note` if there is more to say.
+    model to model and that its tensors do not tell. prepare: source tensors and the arguments that are known -> tensors
+    in PyTorch's layout, and the arguments that only the source tells, with a `note` if there is more to say.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Format:
     ignored: str
     defaults: dict
     unsaid: tuple[str, ...] = ()
-    prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
+    prepare: Callable[[State, Mapping], tuple[State, dict]] = lambda state, told: (state, {})
 
 
 UNSURE = ("timm", "Facebook DINOv2")  # formats whose models may compute different things from the same tensors
@@ -147,10 +147,10 @@ TORCHVISION_RENAMES: Renames = (
 )
 
 
-_SHARP = dict(pos_resample="bicubic")  # transformers resamples positions without antialias
 _HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
-_ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
+_SHARP = dict(pos_resample="bicubic")  # transformers resamples positions without antialias
+_ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12) | _SHARP
 _TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
 _HEADS, _NUMBERS = ("num_heads",), ("num_heads", "act_layer", "norm_eps", "mean", "std")
 _CLIP = dict(act_layer="quick_gelu", norm_eps=1e-5) | CLIP
@@ -199,14 +199,8 @@ FORMATS = (
         towers.prepare_openai,
     ),
     Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET | _SHARP, _HEADS),
-    Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET | _SHARP, _NUMBERS),
-    Format(
-        "Hugging Face ViT",
-        r"(^|\.)embeddings\.patch_embeddings\.",
-        *_HUGGING_FACE,
-        _ERF_1E_12 | HALF | _SHARP,
-        _NUMBERS,
-    ),
+    Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET, _NUMBERS),
+    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF, _NUMBERS),
     Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET, _HEADS),
     Format(
         "Facebook DINOv2", r"^(mask_token|register_tokens)$", TIMM_RENAMES, r"^mask_token$", _ERF | IMAGENET, _HEADS
@@ -218,7 +212,7 @@ FORMATS = (
         r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # all computed
         _ERF | HALF,
         (*_NUMBERS, "global_pool"),
-        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
+        lambda state, told: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
     ),
 )
 
@@ -244,10 +238,11 @@ def detect(state: State) -> Format:
     raise InputError(f"not a Vision Transformer as {names} write one; {listing(ALWAYS, state)}")
 
 
-def to_timm_names(content: dict) -> Checkpoint:
+def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
     """Converts the content of a file in any format to timm's names.
 
-    Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
+    told: constructor arguments that are known; SigLIP 2's patches need in_chans and patch_size. Raises InputError as
+    `detect` does, and where the tensors of a ViT are missing, or are no weights.
     """
     source, outside = unwrap(content)
     form = detect(source)
@@ -256,7 +251,7 @@ def to_timm_names(content: dict) -> Checkpoint:
             kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else "sparse"
             raise InputError(f"{key} is {kind}, expected a dense tensor with values; export it again")
     try:
-        state, facts = form.prepare(source)
+        state, facts = form.prepare(source, told)
         state = rename(state, form.renames)
         left_out = [k for k in state if re.search(form.ignored, k)]
         state = {k: v for k, v in state.items() if k not in left_out}

@@ -1,6 +1,7 @@
 """Google's npz files, of the paper's code and big_vision, read and written."""
 
 import re
+from collections.abc import Mapping
 
 import torch
 
@@ -38,7 +39,7 @@ LAYOUTS = (
 PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
 
-def prepare(source: State) -> tuple[State, dict]:
+def prepare(source: State, told: Mapping) -> tuple[State, dict]:
     """Takes the image model out, unstacks stacked layers, turns every array to PyTorch's layout."""
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in source), "")
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}

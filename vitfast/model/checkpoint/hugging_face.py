@@ -7,7 +7,7 @@ import torch
 
 from ...errors import InputError
 from .. import config as arguments
-from ..checks import flag, shown, whole
+from ..checks import enforce, flag, shown, whole
 from ..config import POSITIVE, RATE, ROPES
 from ..presets import pair
 from . import names
@@ -16,6 +16,7 @@ from .names import State, join, rename, split, to_theirs
 
 # transformers' defaults for fields that are left out, where they differ from those of the tensors' format.
 _DEFAULTS, _DINOV3 = dict(num_attention_heads=12, image_size=224), dict(num_attention_heads=6, rope_theta=100.0)
+_SIGLIP2 = dict(num_channels=3, patch_size=16, num_patches=256)
 CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
 _TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
 # For each model_type, its classes and the format of its tensors.
@@ -103,7 +104,7 @@ def told(config: dict) -> tuple[dict, list[str]]:
         refuse_unknown(config, {*BESIDE, *GENERAL}, where)
         config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins
         where = "config.json: vision_config"
-    defaults = _DEFAULTS | (_DINOV3 if kind == "dinov3_vit" else {})
+    defaults = _DEFAULTS | (_DINOV3 if kind == "dinov3_vit" else _SIGLIP2 if "siglip2" in kind else {})
     config = defaults | {key: value for key, value in config.items() if value is not None}
     found, notes = read_fields(config, FIELDS, where)
     checks = arguments.ARGUMENTS
@@ -112,10 +113,15 @@ def told(config: dict) -> tuple[dict, list[str]]:
         found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
         if found.get("swiglu_mlp"):  # DINOv2's gated MLP has its own width and activation
             found |= dict(act_layer="silu", mlp_ratio=None)
-    if kind.startswith("siglip2"):  # the size at which its positions are not resized
-        count = read(config, "num_patches", arguments.SIDE, where) or 256
-        patch, side = pair(read(config, "patch_size", arguments.SIZE, where) or 16), math.isqrt(count)
-        found["img_size"] = (side * patch[0], side * patch[1]) if side * side == count else None
+    if "siglip2" in kind:  # the size at which its positions are not resized
+        count, (p, q) = (
+            enforce(arguments.SIDE, config["num_patches"], f"{where}: num_patches"),
+            pair(found["patch_size"]),
+        )
+        side = math.isqrt(count)
+        if side * side != count:
+            raise InputError(f"{where}: num_patches must be a square, as SigLIP 2's grid is, got {count}")
+        found["img_size"] = side * p, side * q
     notes += [
         f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
         for field in AUGMENTED

@@ -30,9 +30,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
     InputError if weights are missing, broken, or not a ViT of these formats.
     """
-    content = read_tensors(locate(path).weights)
-    with _named(path):
-        made = to_timm_names(content)
+    files = locate(path)
+    content = read_tensors(files.weights)
+    with _named(path):  # SigLIP 2's patches are rows of a matrix, which config.json describes
+        siglip2 = str(files.config.get("model_type")).startswith("siglip2")
+        made = to_timm_names(content, read_json(files.config)[0] if siglip2 else {})
     for note in made.notes:
         logger.warning("%s: %s", path, note)
     return made.state
@@ -135,10 +137,10 @@ def _named(source: str | Path):
 def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
     with _named(source):  # a config.json of another model is refused before its tensors are read
-        read_json(files.config)
+        told = known | read_json(files.config)[0]
     content = read_tensors(files.weights)
     with _named(source):
-        found = to_timm_names(content)
+        found = to_timm_names(content, told)
         found.config, notes = infer(found, files, known)
         found.notes = notes + found.notes
         if found.facts.get("pos_embed") == "sincos2d":

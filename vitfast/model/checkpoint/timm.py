@@ -166,4 +166,6 @@ def of_training(content: dict) -> dict:
         return {}
     given = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
     args = {"global_pool": given.get("gp")} | section(given, "model_kwargs", ARGS)
-    return dict(architecture=name, model_args=args, mean=given.get("mean"), std=given.get("std"))
+    side, pixels = given.get("img_size"), {name: given.get(name) for name in ("mean", "std", "input_size")}
+    size = {} if pixels["input_size"] or not side else dict(input_size=[3, side, side])
+    return dict(architecture=name, model_args=args) | pixels | size

@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Mapping
 
 import torch
 
 from ...errors import InputError
+from ..presets import pair
 from .names import HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, OPENAI, UNGATED, Renames, State, rename, split, to_ours
 
 TOWER_RENAMES: Renames = (*to_ours(HUGGING_FACE_TOWER), (r"^classifier\.", "head."))
@@ -25,17 +27,22 @@ def zero_key_bias(source: State) -> State:
     return source if zeros.keys() & source.keys() else source | zeros
 
 
-def prepare_tower(source: State) -> tuple[State, dict]:
+def prepare_tower(source: State, told: Mapping) -> tuple[State, dict]:
     """The image tower of Hugging Face's CLIP or SigLIP, by itself or in the whole model."""
     state, facts = {key.removeprefix("vision_model."): value for key, value in source.items()}, {}
     state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
     patch = state.get("embeddings.patch_embedding.weight")
     if patch is not None and patch.dim() == 2:  # SigLIP 2 for any aspect ratio: channels are last in a patch
-        side = math.isqrt(patch.shape[1] // 3)
-        if 3 * side * side != patch.shape[1]:
-            raise InputError(f"a projection of {patch.shape[1]} numbers is of no square patches of 3 channels")
-        state["embeddings.patch_embedding.weight"] = patch.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+        count, chans = patch.shape[1], told.get("in_chans", 3)
+        p, q = pair(told.get("patch_size") or math.isqrt(count // chans))
+        if p * q * chans != count:
+            raise InputError(
+                f"a patch of {count} numbers is no {p} x {q} of {chans} channels; pass in_chans=, patch_size="
+            )
+        state["embeddings.patch_embedding.weight"] = patch.unflatten(1, (p, q, chans)).permute(0, 3, 1, 2)
         facts["pos_resample"] = "bilinear_antialias"
+        if "in_chans" not in told:
+            facts["note"] = f"the weights do not say in_chans={chans}, patch_size={p}: assumed; pass those that differ"
     state = split(state, "head.attention.in_proj_", {"head.attention.q.": 1, "head.attention.kv.": 2})
     if "classifier.weight" in state:
         if "embeddings.class_embedding" in state:
@@ -58,7 +65,7 @@ def _with_bias(state: State, key: str) -> State:
     return state | {key.replace("weight", "bias"): state[key].new_zeros(len(state[key]))}
 
 
-def prepare_openai(source: State) -> tuple[State, dict]:
+def prepare_openai(source: State, told: Mapping) -> tuple[State, dict]:
     """The image tower of CLIP in OpenAI's or open_clip's names, by itself or in the whole model."""
     if not any(key.startswith("visual.") for key in source):
         source = {f"visual.{key}": value for key, value in source.items()}
@@ -70,7 +77,7 @@ def prepare_openai(source: State) -> tuple[State, dict]:
     return _with_bias(state, "visual.proj.weight"), {}
 
 
-def prepare_dinov3(source: State) -> tuple[State, dict]:
+def prepare_dinov3(source: State, told: Mapping) -> tuple[State, dict]:
     """Hugging Face's DINOv3."""
     state = {key.removeprefix("model."): value for key, value in zero_key_bias(source).items()}
     if not any(".mlp.gate_proj." in key for key in state):
@@ -78,7 +85,7 @@ def prepare_dinov3(source: State) -> tuple[State, dict]:
     return {key: value for key, value in state.items() if value.numel() or "register_tokens" not in key}, {}
 
 
-def prepare_meta(source: State) -> tuple[State, dict]:
+def prepare_meta(source: State, told: Mapping) -> tuple[State, dict]:
     """Meta's own files of DINOv3: biases masked, rotary positions as periods."""
     state, facts = dict(source), {}
     for key in [key for key in source if key.endswith(".bias_mask")]:
