@@ -22,7 +22,6 @@ import litserve as ls
 import numpy as np
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from PIL import Image
 from pydantic import BaseModel
 
 import vitfast
@@ -54,8 +53,8 @@ class EmbeddingAPI(ls.LitAPI):
         self.args = args
 
     def setup(self, device: str) -> None:
-        Image.MAX_IMAGE_PIXELS = self.args.max_pixels  # read from the header, before anything is decoded
-        self.embedder = vitfast.Embedder(self.args.weights, device=device, normalize=self.args.normalize)
+        options = dict(normalize=self.args.normalize, max_pixels=self.args.max_pixels)
+        self.embedder = vitfast.Embedder(self.args.weights, device=device, **options)
 
     def decode_request(self, request: EmbeddingRequest) -> tuple[EmbeddingRequest, list[bytes] | Refused]:
         """The request with the content of its image files."""
@@ -147,8 +146,8 @@ def main() -> None:
     add(
         "--max-pixels",
         type=int,
-        default=Image.MAX_IMAGE_PIXELS,
-        help="most pixels of an image (default: Pillow's limit)",
+        default=100_000_000,
+        help="most pixels of an image, known before it is decoded (default 100,000,000)",
     )
     add("--max-body", type=int, default=64 << 20, help="most bytes of a request (default 64 MiB)")
     args = parser.parse_args()

@@ -17,7 +17,7 @@ import vitfast
 from vitfast import Embedder
 from vitfast.data import jpeg
 from vitfast.data.contents import content, own
-from vitfast.data.images import opened, orientation, read_rgb
+from vitfast.data.images import Reading, opened, orientation, read_rgb
 from vitfast.data.loader import open_data
 from vitfast.data.records import records
 from vitfast.eval import embed
@@ -25,7 +25,7 @@ from vitfast.eval.predict import predict
 from vitfast.run.config import Config
 from vitfast.train.trainer import Trainer, train
 
-CPU = torch.device("cpu")
+CPU, STORED = torch.device("cpu"), Reading(upright=False)
 KINDS = {"JPEG": dict(quality=95), "PNG": {}, "WEBP": dict(lossless=True), "TIFF": {}}
 
 
@@ -68,17 +68,17 @@ def folder(tmp_path_factory):
 def test_pixels_and_sizes_of_every_orientation(kind, tag):
     file = stored(pictures.smooth(tag, 24, 40), tag, kind)
     truth = upright(file)
-    assert np.array_equal(read_rgb(io.BytesIO(file), "x", upright=True), truth)
-    assert np.array_equal(read_rgb(io.BytesIO(file), "x"), as_stored(file))  # as timm and torchvision read it
+    assert np.array_equal(read_rgb(io.BytesIO(file), "x"), truth)
+    assert np.array_equal(read_rgb(io.BytesIO(file), "x", STORED), as_stored(file))  # as timm and torchvision read it
     with opened(io.BytesIO(file), "x") as header:
-        found = jpeg.encoded(header, lambda: file, upright=True)
+        found = jpeg.encoded(header, Reading())
     assert (found.height, found.width) == truth.shape[:2]
     (pixels,) = jpeg.decode([found], ["x"], CPU)
     assert torch.equal(pixels, torch.from_numpy(truth.copy()).permute(2, 0, 1))
     for form in (file, Image.open(io.BytesIO(file)), Image.open(io.BytesIO(file)).convert("RGB")):
         if kind == "TIFF" and tag > 1 and not isinstance(form, bytes):
             continue  # Pillow has turned it, and its tag is gone
-        for once in (form, own(form)):  # a copy of an upright image is not turned again
+        for once in (form, own(form, Reading())):  # a copy of an upright image is not turned again
             made = content(once, "x")
             assert np.array_equal(made.content.permute(1, 2, 0), truth)
             assert (made.height, made.width) == truth.shape[:2]
@@ -93,7 +93,7 @@ def test_pixels_of_every_mode(mode):
     with Image.open(io.BytesIO(file)) as opened_image:
         turned = ImageOps.exif_transpose(opened_image)
     truth = np.asarray(turned) >> 8 if mode == "I;16" else np.asarray(turned.convert("RGB"))
-    got = np.asarray(read_rgb(io.BytesIO(file), "x", upright=True))
+    got = np.asarray(read_rgb(io.BytesIO(file), "x"))
     assert np.array_equal(got[..., 0] if mode == "I;16" else got, truth)
 
 
@@ -106,16 +106,16 @@ def test_a_draft_of_a_jpeg_is_turned_too():
 
 def test_sides_are_checked_as_they_are_once_turned():
     file = stored(pictures.smooth(0, 10, 40), 6)  # 40 high and 10 wide
-    assert read_rgb(io.BytesIO(file), "x", (32, 8), upright=True).size == (10, 40)
-    with pytest.raises(vitfast.InputError, match="less than one patch"):
-        read_rgb(io.BytesIO(file), "x", (8, 32), upright=True)
+    assert read_rgb(io.BytesIO(file), "x", Reading(min_size=(32, 8))).size == (10, 40)
+    with pytest.raises(vitfast.InputError, match="has 40 x 10 pixels, less than one patch .8 x 32"):
+        read_rgb(io.BytesIO(file), "x", Reading(min_size=(8, 32)))
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0damaged", b"Exif\0\0II*\0\xff\xff\xff\xff", b"", None])
 def test_damaged_or_missing_metadata_costs_no_image(exif):
     image, stream = pictures.smooth(0), io.BytesIO()
     image.save(stream, "JPEG", **({} if exif is None else dict(exif=exif)))
-    assert np.array_equal(read_rgb(io.BytesIO(stream.getvalue()), "x", upright=True), as_stored(stream.getvalue()))
+    assert np.array_equal(read_rgb(io.BytesIO(stream.getvalue()), "x"), as_stored(stream.getvalue()))
 
 
 def test_untagged_images_take_no_longer():

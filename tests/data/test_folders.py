@@ -25,12 +25,12 @@ def test_one_broken_image_stops_no_run_before_it_begins(tmp_path):
     root = pictures.folder(tmp_path / "data")
     (root / "train" / "a" / "0.jpg").write_bytes(b"")
     (root / "val" / "b" / "0.jpg").write_bytes(b"")
-    train, val = open_folder(root, (8, 8))
+    train, val = open_folder(root)
     assert (len(train), len(val)) == (8, 8)
     for image in (root / "val" / "b").iterdir():
         image.write_bytes(b"")
     with pytest.raises(InputError, match=f"{root / 'val'}: no image of the class 'b' can be read, the first: .*0.jpg"):
-        open_folder(root, (8, 8))
+        open_folder(root)
 
 
 def test_links_back_are_named(tmp_path):
@@ -40,29 +40,29 @@ def test_links_back_are_named(tmp_path):
         link = root / "train" / "a" / "again"
         link.symlink_to(target)
         with pytest.raises(InputError, match="again links back to a folder around it; remove the link"):
-            open_folder(root, (8, 8))
+            open_folder(root)
         link.unlink()
         link.symlink_to(tmp_path / "other")
         (tmp_path / "other").mkdir(exist_ok=True)
         back = tmp_path / "other" / "back"
         back.symlink_to(root / "train")
         with pytest.raises(InputError, match="links back"):
-            open_folder(root, (8, 8))
+            open_folder(root)
         back.unlink()
-        assert len(open_folder(root, (8, 8))[0]) == 8  # other links are followed
+        assert len(open_folder(root)[0]) == 8  # other links are followed
 
 
 def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
     root = pictures.folder(tmp_path / "data")
     (root / "train" / "a" / "5.jxl").write_bytes(b"\xff\x0a")
     with caplog.at_level("WARNING"):
-        assert len(open_folder(root, (8, 8))[0]) == 8
+        assert len(open_folder(root)[0]) == 8
     assert f"{root / 'train'}: passed over: 1 .jxl (Pillow cannot read them)" in caplog.text
     (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
-    assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
+    assert open_folder(root)[0].classes == ["a", "b"]
     pictures.smooth(0).save(root / "train" / "stray.jpg")
     with pytest.raises(InputError, match="stray.jpg lies in no class folder"):
-        open_folder(root, (8, 8))
+        open_folder(root)
     (root / "train" / "stray.jpg").unlink()
     scan = os.scandir
 
@@ -85,7 +85,7 @@ def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_
     for name in ("c9/._a.jpg", "c9/.b.png", ".thumbnails/1.png", "c10/.trash/deep/1.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures.smooth(1, 16, 16).save(tmp_path / name)
-    source = _class_folder(tmp_path, (8, 8))
+    source = _class_folder(tmp_path)
     assert list(zip(source.files, source.labels)) == theirs
     assert source.classes == list(numbers) == ["c9", "c10", "n01.440", "x", "x.jpg"]
 
@@ -96,7 +96,7 @@ def test_the_outermost_folder_is_the_class_as_in_torchvision(tmp_path, caplog):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures.smooth(1, 16, 16).save(tmp_path / name)
     with caplog.at_level("INFO"):
-        source = _class_folder(tmp_path, (8, 8))
+        source = _class_folder(tmp_path)
     theirs = ImageFolder(str(tmp_path))
     assert source.classes == theirs.classes == ["circle", "square"]
     assert sorted(zip(source.files, source.labels)) == sorted(theirs.samples)
@@ -106,7 +106,7 @@ def test_the_outermost_folder_is_the_class_as_in_torchvision(tmp_path, caplog):
     for name in ("circle", "square"):
         (tmp_path / name).rename(tmp_path / "above" / name)
     with pytest.raises(InputError, match="has one class only .'above'.*the folders in it are the classes.*above$"):
-        open_folder(tmp_path, (8, 8))
+        open_folder(tmp_path)
 
 
 def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
@@ -136,16 +136,16 @@ def folders(root, *names: str, count: int = 2):
 def test_splits_by_other_names_are_not_taken_for_classes(tmp_path, train, val):
     root = folders(tmp_path, *(f"{split}/{name}" for split in (train, val) for name in ("cat", "dog")))
     with pytest.raises(InputError, match="and no train/; name the folder of the training images .*/train, and that of"):
-        open_folder(root, (8, 8))
+        open_folder(root)
 
 
 def test_valid_validates_and_is_a_class_too(tmp_path):
     names = ("invalid", "valid")
     root = folders(tmp_path, *(f"{split}/{name}" for split in ("train", "valid") for name in names))
-    train, val = open_folder(root, (8, 8))
+    train, val = open_folder(root)
     assert train.classes == val.classes == [*names] and len(train) == len(val) == 4
     assert all("/valid/" in val.name(i).removeprefix(str(root)) for i in range(4))
-    assert open_folder(root / "valid", (8, 8))[0].classes == [*names]
+    assert open_folder(root / "valid")[0].classes == [*names]
 
 
 def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
@@ -153,7 +153,7 @@ def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
     for name in ("eel", ".hidden"):
         (root / name).mkdir()
     (root / "eel" / "notes.txt").write_text("none")
-    assert open_folder(root, (8, 8))[0].classes == ["cat", "dog"]
+    assert open_folder(root)[0].classes == ["cat", "dog"]
     assert f"{root}: there are no images in eel, so that there is no such class" in caplog.text
 
 
@@ -219,7 +219,7 @@ def test_a_table_beside_its_images_as_kaggle_has_it(tmp_path, caplog):
     (tmp_path / "train" / "a" / "x").mkdir(parents=True)  # class folders in train/ count, as before
     pictures.smooth(0, 16, 16).save(tmp_path / "train" / "a" / "x" / "1.png")
     with pytest.raises(InputError, match="lies in no class folder"):
-        open_folder(tmp_path, (8, 8))
+        open_folder(tmp_path)
 
 
 def test_a_folder_of_images_without_labels_beside_labelled_ones_is_passed_over(tmp_path, caplog):
@@ -244,7 +244,7 @@ WRONG = [  # what test_lists.py does not have
 @pytest.mark.parametrize("name, lines, said", WRONG)
 def test_wrong_labels_files_are_named_with_line_and_class(name, lines, said, tmp_path):
     with pytest.raises(InputError, match=said) as caught:
-        open_folder(listed(tmp_path, lines, name=name), (8, 8))
+        open_folder(listed(tmp_path, lines, name=name))
     assert "\n" not in str(caught.value)
 
 
@@ -256,9 +256,9 @@ def test_labels_files_of_two_splits_must_fit(tmp_path):
         open_data(digits(data=str(root), objective="sigmoid"), (16, 16), (8, 8), CPU)
     (root / "val" / "labels.csv").unlink()
     with pytest.raises(InputError, match="val has no labels file, which the training folder has"):
-        open_folder(root, (8, 8))
+        open_folder(root)
     with pytest.raises(InputError, match="two labels files"):
-        open_folder(listed(root, "{}", name="labels.json"), (8, 8))
+        open_folder(listed(root, "{}", name="labels.json"))
 
 
 def test_settings_that_need_one_class_an_image_are_refused(tmp_path):

@@ -105,10 +105,9 @@ def test_paths_in_parquet_files_that_cannot_be_read_say_why(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     parquet(tmp_path / "a.parquet", path=["pipe.png", "none.png", "a\0b.png"])
     found = Embedder(tiny(5), workers=0).embed([r.content for r in records(str(tmp_path / "a.parquet"))], errors="skip")
-    assert [reason.partition("(")[2] for _, reason in found.skipped] == [
-        "it is no regular file)",
-        "No such file or directory)",
-        "embedded null byte)",
+    assert [reason for _, reason in found.skipped] == [
+        f"images[{i}] cannot be read as an image ({why}); remove or replace it"
+        for i, why in enumerate(("it is no regular file", "No such file or directory", "embedded null byte"))
     ]
 
 

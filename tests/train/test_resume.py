@@ -69,7 +69,7 @@ def test_other_labels_are_told_but_not_of_an_earlier_checkpoint(tmp_path):
     earlier = dict(classes=["x", "y"], train_images=2, val_images=2)
     saved, now = (
         earlier | {f"val_{kind}": value for kind, value in fingerprint(source)[0].items()}
-        for source in (ImageFiles(files, labels, ["x", "y"], (1, 1)) for labels in ([(0,), (1,)], [(0, 1), (1,)]))
+        for source in (ImageFiles(files, labels, ["x", "y"]) for labels in ([(0,), (1,)], [(0, 1), (1,)]))
     )
     assert saved["val_paths"] == now["val_paths"] and saved["val_sizes"] == now["val_sizes"]
     with pytest.raises(InputError, match=r"\(val_images: files of other classes\); restore it"):

@@ -114,7 +114,7 @@ def _saved(run: Path) -> dict[str, np.ndarray]:
 
 def test_one_thread_goes_on_hashing_after_the_wait(tmp_path):
     photos = make(tmp_path / "photos", 100)
-    source, _ = datasets.open_folder(photos, (1, 1))
+    source, _ = datasets.open_folder(photos)
     hashes = np.zeros(len(source), np.int64)
     hash_contents(source, range(1, len(source)), hashes, 0.0)
     for thread in threading.enumerate():

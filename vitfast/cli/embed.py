@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 
 from ..errors import InputError
+from ..run.config import MAX_PIXELS
 from .options import add_shared, overrides
 
 logger = logging.getLogger("vitfast")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", choices=("host", "device"), default="host", help=decode)
     turn = "--no-exif-orientation: leave images as they are stored (default: turn them upright)"
     add("--exif-orientation", action=argparse.BooleanOptionalAction, default=True, help=turn)
+    add("--max-pixels", metavar="N", type=int, default=MAX_PIXELS, help=f"of an image (default {MAX_PIXELS:,})")
     add(
         "--workers",
         metavar="N",
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         sizes=args.sizes,
         decode=args.decode,
         exif_orientation=args.exif_orientation,
+        max_pixels=args.max_pixels,
         workers=args.workers,
     )
     if args.batch_size is not None:

@@ -1,16 +1,14 @@
 """An image in any of the forms that people have it in: a path, bytes, a PIL image, pixels."""
 
-import io
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from .images import Unreadable, as_rgb, opened, printable, read_rgb
+from .images import DEFAULT, Reading, Unreadable, opened, printable, read_rgb, sides
 from .jpeg import Encoded, encoded
 
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
@@ -23,22 +21,21 @@ def name_of(index: int | None, image: ImageLike) -> str:
     return "the image" if index is None else f"images[{index}]"
 
 
-def own(image: ImageLike, upright: bool = True) -> ImageLike:
+def own(image: ImageLike, reading: Reading) -> ImageLike:
     """A copy of an image in memory, since its iterator may change it before a thread reads it."""
     if isinstance(image, Image.Image):
-        with suppress(Exception):  # of a broken file, which `content` meets again
-            image = as_rgb(image, upright).copy()
+        with suppress(Unreadable):  # which `content` meets again
+            image = read_rgb(image, "", reading).copy()
     elif isinstance(image, (Tensor, np.ndarray)):
         image = image.clone() if isinstance(image, Tensor) else image.copy()
     return image
 
 
-def content(image: ImageLike, name: str, encode: bool = False, upright: bool = True) -> Encoded:
-    """The pixels (3, H, W) uint8 of an image, its height and its width. Raises Unreadable.
+def content(image: ImageLike, name: str, reading: Reading = DEFAULT, encode: bool = False) -> Encoded:
+    """The pixels (3, H, W) uint8 of an image, and its height and width as a whole. Raises Unreadable.
 
     Pixels are (3, H, W), (1, H, W) or (H, W); an array may be (H, W, 3) too, or (H, W, 4), whose alpha is left out.
-    encode: of a grey or RGB JPEG file, its bytes in place of the pixels (jpeg.encoded). upright: turn files and PIL
-    images as their EXIF orientation says.
+    encode: of a grey or RGB JPEG file, its bytes in place of the pixels (jpeg.encoded).
     """
     if isinstance(image, (Tensor, np.ndarray)):
         shape = tuple(image.shape)
@@ -49,30 +46,12 @@ def content(image: ImageLike, name: str, encode: bool = False, upright: bool = T
             raise Unreadable(f"{name} must be uint8 pixels {forms}; got {image.dtype} {shape}")
         pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
         pixels = pixels[..., :3].permute(2, 0, 1) if last else pixels[None] if len(shape) == 2 else pixels
+        reading.check(*pixels.shape[1:], name)
         return Encoded(pixels.expand(3, -1, -1), *pixels.shape[1:])
-    try:
-        if isinstance(image, Image.Image):
-            image = as_rgb(image, upright)
-            return Encoded(torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width)
-    except Exception as error:  # it may be read from its file only now
-        raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())})") from None
-    if hasattr(image, "read_bytes") and not isinstance(image, os.PathLike):  # a member of a larger file
-        image = read_bytes(image, name)
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        image = io.BytesIO(image)
-    elif not isinstance(image, (str, os.PathLike)):
-        raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
-    if encode:
-        read = image.getvalue if isinstance(image, io.BytesIO) else Path(image).read_bytes
-        with opened(image, name) as header:
-            return encoded(header, read, upright)
-    return content(read_rgb(image, name, upright=upright), name, upright=False)
-
-
-def read_bytes(image, name: str) -> bytes:
-    """The bytes of a member of a larger file. Raises Unreadable."""
-    try:
-        return image.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise Unreadable(f"{name} cannot be read ({reason})") from None
+    if not isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview, Image.Image)):
+        if not hasattr(image, "read_bytes"):
+            raise Unreadable(f"{name} must be a path, bytes, a PIL image or uint8 pixels, got {type(image)}")
+    with opened(image, name, reading) as header:
+        height, width = sides(header, reading)
+        found = encoded(header, reading, decode=not encode or header is image)
+        return found._replace(height=height, width=width)

@@ -19,7 +19,7 @@ from ..run import hub
 from ..run.config import NAMED_DATA, Config
 from .classes import class_number, class_numbers, count_classes, first_of, library_classes, places_by_name, text_classes
 from .folders import TRAINING, VALIDATION, open_folder
-from .images import Unreadable, as_rgb, printable, read_rgb
+from .images import Reading, printable, read_rgb, unreadable
 from .records import Cell
 from .samples import mix_seed
 from .shards import NUMBER, Shards, local_shards, stream_files
@@ -104,6 +104,8 @@ class Named(Source):
     def __init__(self, spec: str, dataset, split: str = "train"):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
         self.reader = getattr(dataset, "reader", None)  # torchvision has none
+        if hasattr(dataset, "loader"):  # torchvision's, which reads files
+            dataset.loader = os.fspath
         self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
         if (labels := self._column()) is None:
             return
@@ -140,18 +142,10 @@ class Named(Source):
         return library_files(self.dataset, self.reader)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        try:
-            if self.reader is not None:  # timm's own __getitem__ skips broken images without a word
-                stream, label = self.reader[index][:2]
-                with stream:
-                    image = read_rgb(stream, self.name(index))
-            else:
-                image, label = self.dataset[index]
-                image = as_rgb(image)
-        except Unreadable:
-            raise
-        except Exception as error:  # each library raises its own
-            raise Unreadable(f"{self.name(index)} is a broken image ({' '.join(str(error).split())})") from None
+        with unreadable(f"{self.name(index)} is a broken image"):  # timm's own __getitem__ skips it without a word
+            found, label = (self.dataset if self.reader is None else self.reader)[index][:2]
+        with found if hasattr(found, "read") else nullcontext():
+            image = read_rgb(found, self.name(index), self.reading)
         if self.labels is not None:
             return image, self.labels[index]
         return image, class_number(label, self.numbers, len(self.classes) or None, self.name(index))
@@ -241,47 +235,48 @@ def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shar
 
 
 def open_sources(
-    spec: str, data_dir: str, img_size: tuple[int, int], min_size: tuple[int, int], config: Config
+    spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], config: Config
 ) -> tuple[Source | None, Source | None]:
     """(training, validation) sources of a data SPEC, None where it has no such split. Raises InputError.
 
-    Class numbers are those of each source until `settle_classes`. min_size: the least sides of a readable image.
+    Class numbers are those of each source until `settle_classes`.
     """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
+    reading = Reading.of(config, patch_size)
     if spec == "digits":
-        return Digits(True), Digits(False)
-    if spec == "synthetic":
-        return Synthetic(True, img_size), Synthetic(False, img_size)
-    if spec in NAMED and not (spec == "wds/" and data_dir):
+        found = Digits(True), Digits(False)
+    elif spec == "synthetic":
+        found = Synthetic(True, img_size), Synthetic(False, img_size)
+    elif spec in NAMED and not (spec == "wds/" and data_dir):
         advice = f"write its name or folder after it, such as {NAMED_DATA[spec]}"
         raise InputError(f"--data {spec} names no data set; {advice}")
-    if spec.startswith("wds/"):
+    elif spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
         train, val = local_shards(root, TRAINING), local_shards(root, VALIDATION)
-        train = train if train or val else local_shards(root, ("",))
-        found = list(filter(None, (train, val)))
-        if not found:
+        found = train if train or val else local_shards(root, ("",)), val
+        shards = list(filter(None, found))
+        if not shards:
             raise InputError(f"no shards {root}/*.tar; WebDataset folders hold train-*.tar and val-*.tar")
-        texts = set(itertools.chain.from_iterable(source.texts for source in found))
-        for source in found:
+        texts = set(itertools.chain.from_iterable(source.texts for source in shards))
+        for source in shards:
             source.read_classes(all(NUMBER.fullmatch(text) for text in texts))
-        if others := sorted({*map(str, root.glob("*.tar"))} - {str(path) for each in found for path in each.paths}):
-            logger.info("%s: reads %s and passes over %s", root, found[-1].where, first_of(others))
-        return train, val
-    if spec.startswith(STREAMED):
-        return _streams(spec, data_dir, config.batch_size, config.seed)
-    if spec.startswith(NAMED):
-        return tuple(_named_splits(spec, data_dir, config.task != "eval"))
-    if not Path(spec).exists():
+        if others := sorted({*map(str, root.glob("*.tar"))} - {str(path) for each in shards for path in each.paths}):
+            logger.info("%s: reads %s and passes over %s", root, shards[-1].where, first_of(others))
+    elif spec.startswith(STREAMED):
+        found = _streams(spec, data_dir, config.batch_size, config.seed)
+    elif spec.startswith(NAMED):
+        found = tuple(_named_splits(spec, data_dir, config.task != "eval"))
+    elif not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
-    try:
-        found = open_folder(Path(spec), min_size, config.task != "eval")
-    except OSError as error:
-        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+    else:
+        try:
+            found = open_folder(Path(spec), reading, config.task != "eval")
+        except OSError as error:
+            raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
     for source in filter(None, found):
-        source.upright = config.exif_orientation
+        source.reading = reading
     return found
 
 

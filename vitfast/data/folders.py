@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import InputError
 from .classes import first_of, ordered
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
-from .images import Unreadable, opened, printable, read_rgb
+from .images import DEFAULT, Reading, Unreadable, opened, printable, read_rgb
 from .lists import read_table
 from .sources import Source
 
@@ -25,15 +25,11 @@ class ImageFiles(Source):
     """Image files of one split.
 
     labels: the class number of each image, or a tuple of them where an image has any number of classes. where: the
-    folder. lines: the line of a labels file that lists each image. upright: turn images as their EXIF orientation says.
+    folder. lines: the line of a labels file that lists each image.
     """
 
-    upright = True
-
-    def __init__(
-        self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int], where="", lines=()
-    ):
-        self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
+    def __init__(self, files: list[str], labels: list, classes: list[str], reading=DEFAULT, where="", lines=()):
+        self.files, self.labels, self.classes, self.reading = files, labels, classes, reading
         self.where, self.lines, self.multi_label = where, lines, isinstance(next(iter(labels), None), tuple)
 
     def name(self, index: int) -> str:
@@ -58,13 +54,13 @@ class ImageFiles(Source):
 
     def opened(self, index: int):
         """A context that gives the image with its header read. Raises Unreadable."""
-        return opened(self.files[index], self.name(index), self.min_size, self.upright)
+        return opened(self.files[index], self.name(index), self.reading)
 
     def __getitem__(self, index: int):
-        return read_rgb(self.files[index], self.name(index), self.min_size, self.upright), self.label(index)
+        return read_rgb(self.files[index], self.name(index), self.reading), self.label(index)
 
 
-def open_folder(root: Path, min_size: tuple[int, int], training: bool = True) -> list[ImageFiles | None]:
+def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -> list[ImageFiles | None]:
     """(training, validation) images of a folder, None where it has none for that. Raises InputError.
 
     A folder without train/ and val/ is for training, whole. training: whether the folder must be fit to train on.
@@ -88,7 +84,7 @@ def open_folder(root: Path, min_size: tuple[int, int], training: bool = True) ->
     if train is not root and (others := sorted(entries.keys() - {each.name for each in roots})):
         reads = " and ".join(f"{each.name}/" for each in roots)
         logger.info("%s: reads %s and passes over %s; --data can name another folder", root, reads, first_of(others))
-    found = _labels_files(roots, min_size) if listed else [_class_folder(each, min_size, training) for each in roots]
+    found = _labels_files(roots, reading) if listed else [_class_folder(each, reading, training) for each in roots]
     return [found[0] if train else None, found[-1] if vals else None]
 
 
@@ -106,7 +102,7 @@ def _is_flat(folder: Path) -> bool:
 # ---- class folders
 
 
-def _class_folder(folder: Path, min_size: tuple[int, int], training: bool = True) -> ImageFiles:
+def _class_folder(folder: Path, reading: Reading = DEFAULT, training: bool = True) -> ImageFiles:
     """The images below a class folder each, in the order of their names.
 
     A class is named by the folder in `folder`, as in torchvision; timm takes the innermost folder of an image.
@@ -129,7 +125,7 @@ def _class_folder(folder: Path, min_size: tuple[int, int], training: bool = True
     if empty := ordered(shown.difference(classes)):
         logger.warning("%s: there are no images in %s, so that there is no such class", folder, first_of(empty))
     numbers = {name: number for number, name in enumerate(classes)}
-    source = ImageFiles(files, [numbers[names[each]] for each in folders], classes, min_size, str(folder))
+    source = ImageFiles(files, [numbers[names[each]] for each in folders], classes, reading, str(folder))
     _check_class_folders(source, {*inside.values()}, training)
     return source
 
@@ -167,7 +163,7 @@ def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) ->
 # ---- labels files
 
 
-def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFiles]:
+def _labels_files(roots: list[Path], reading: Reading) -> list[ImageFiles]:
     """The images that the labels files in these folders list, with one class each where all have one."""
     tables = [[(*row, list(dict.fromkeys(some))) for *row, some in read_table(_labels_file(root))] for root in roots]
     several = any(len(names) != 1 for table in tables for *_, names in table)
@@ -180,7 +176,7 @@ def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFil
         lines, files, names = zip(*table)
         files = [os.path.join(root, file) for file in files]
         labels = [tuple(numbers[name] for name in some) if several else numbers[some[0]] for some in names]
-        found.append(ImageFiles(files, labels, classes, min_size, str(root), list(lines)))
+        found.append(ImageFiles(files, labels, classes, reading, str(root), list(lines)))
         listed, passed = set(map(os.path.abspath, files)), PassedOver()
         for path in visible_files(str(root), passed):
             if os.path.abspath(path) not in listed and suffix(path) not in (".csv", ".json"):

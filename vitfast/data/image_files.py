@@ -15,8 +15,9 @@ from typing import BinaryIO
 from PIL import Image, ImageFile
 
 from ..errors import InputError, both_ends
+from ..run.config import MAX_PIXELS
 from ..run.distributed import is_first_rank
-from .images import formats, printable
+from .images import formats, pillows_limit, printable
 
 SUFFIXES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())  # images without a look inside
 # What systems and network disks put beside people's files.
@@ -56,7 +57,7 @@ def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -
     # Formats that no file's beginning tells are for files of their own suffixes.
     likely = [each for each in formats() if Image.OPEN[each][1] or Image.registered_extensions().get(kind) == each]
     found = False
-    with suppress(Exception), warnings.catch_warnings(), open_file() as file:
+    with suppress(Exception), warnings.catch_warnings(), pillows_limit(MAX_PIXELS), open_file() as file:
         warnings.simplefilter("ignore")
         with Image.open(file, formats=likely) as image:
             found = not isinstance(image, ImageFile.StubImageFile) and image.format != "MPEG"

@@ -1,31 +1,90 @@
-"""An image file as 8-bit RGB, whatever it holds; files that cannot be read."""
+"""An image as 8-bit RGB, whatever it is and wherever it comes from; images that cannot be read."""
 
+import io
 import os
 import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ..errors import InputError
+from ..run.config import MAX_PIXELS, Config
 
 
 class Unreadable(InputError):
     """An image that cannot be read; the message says which and why."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How images are read, the same wherever they come from.
+
+    upright: turn them as their EXIF orientation says, which timm and torchvision ignore. min_size: the least height and
+    width, once they are turned. max_pixels: the most pixels; an image with more is refused before it is decoded.
+    """
+
+    upright: bool = True
+    min_size: tuple[int, int] = (1, 1)
+    max_pixels: int = MAX_PIXELS
+
+    @classmethod
+    def of(cls, config: Config, patch_size: tuple[int, int]) -> "Reading":
+        """The Reading of a run's settings; at their own sizes, images may be less than one patch."""
+        return cls(config.exif_orientation, (1, 1) if config.sizes == "native" else patch_size, config.max_pixels)
+
+    def check(self, height: int, width: int, name: str) -> None:
+        """Raises Unreadable for an image, its sides those once it is turned, that is too small or too large."""
+        pixels = f"{name} has {height} x {width} pixels"
+        if height * width > self.max_pixels:
+            raise Unreadable(f"{pixels}, more than the limit of {self.max_pixels}; {TOO_LARGE}")
+        if height < self.min_size[0] or width < self.min_size[1]:
+            raise Unreadable(f"{pixels}, less than one patch ({self.min_size[0]} x {self.min_size[1]}); remove it")
+
+
+DEFAULT = Reading()
+
+
+class _PillowsLimit(int):
+    """PIL.Image.MAX_IMAGE_PIXELS as it was, in whose place `pillows_limit` sets another in one thread.
+
+    Pillow has one limit for the whole process, which is the user's. It warns of images with more pixels, and refuses
+    those with more than twice as many.
+    """
+
+    here: ContextVar[int | None] = ContextVar("here", default=None)
+
+    def __lt__(self, pixels: int) -> bool:
+        return self.here.get() is None and int(self) < pixels
+
+    def __rmul__(self, two: int) -> int:
+        return self.here.get() or two * int(self)
+
+
+@contextmanager
+def pillows_limit(limit: int) -> Iterator[None]:
+    """In this thread Pillow refuses images with more than `limit` pixels, and warns of none."""
+    if Image.MAX_IMAGE_PIXELS is not None and not isinstance(Image.MAX_IMAGE_PIXELS, _PillowsLimit):
+        Image.MAX_IMAGE_PIXELS = _PillowsLimit(min(Image.MAX_IMAGE_PIXELS, sys.maxsize))
+    before = _PillowsLimit.here.set(limit)
+    try:
+        yield
+    finally:
+        _PillowsLimit.here.reset(before)
+
+
 # EXIF's orientations and how Pillow turns an image upright that is stored so, as PIL.ImageOps.exif_transpose does.
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+T = Image.Transpose
+TURNS = {2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE}
+TURNS |= {6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90}
+TOO_LARGE = "make it smaller, or raise max_pixels"
 ON_ITS_SIDE = range(5, 9)  # the orientations whose height is the width of the image once it is upright
+LARGE = 2**30 // 12  # pixels of a JPEG from which on it is decoded smaller; a camera's with 50 million is read whole
+AMPLE = 4096  # pixels of a side that such a JPEG keeps: four times what the largest models take
 
 
 def orientation(image: Image.Image) -> int:
@@ -40,16 +99,23 @@ def orientation(image: Image.Image) -> int:
     return found if found in TURNS else 1
 
 
-def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """The image as 8-bit RGB without alpha.
+def sides(image: Image.Image, reading: Reading) -> tuple[int, int]:
+    """Height and width of an image, its header read, once it is turned."""
+    turns = reading.upright and image.width != image.height and orientation(image) in ON_ITS_SIDE
+    return image.size if turns else image.size[::-1]
 
-    upright: turn it as its EXIF orientation says, which timm and torchvision ignore; the result has no tags any more,
-    so that nothing turns it twice.
+
+def as_rgb(image: Image.Image, reading: Reading) -> Image.Image:
+    """The image of `opened` as 8-bit RGB without alpha, turned as `reading` says, then without tags.
 
     16-bit values keep their high byte: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB in this way, but clips
-    16-bit grey to white. Raises ValueError for 32-bit numbers, whose range no file tells.
+    16-bit grey to white. A JPEG file with more than LARGE pixels is decoded at 1/2, 1/4 or 1/8 of its size, as JPEG's
+    transform allows, as far as no side becomes less than AMPLE. Raises ValueError for 32-bit numbers, whose range no
+    file tells.
     """
-    turn = TURNS.get(orientation(image)) if upright else None
+    turn = TURNS.get(orientation(image)) if reading.upright else None
+    if image.width * image.height > LARGE:
+        image.draft(None, (AMPLE, AMPLE))
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # older Pillows use I
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
@@ -74,49 +140,50 @@ def formats() -> list[str]:
 
 
 @contextmanager
-def opened(file, name: str, min_size: tuple[int, int] = (1, 1), upright: bool = False) -> Iterator[Image.Image]:
-    """The image in a file (path or binary stream), its header read.
+def opened(source, name: str, reading: Reading = DEFAULT) -> Iterator[Image.Image]:
+    """An image, the header of its file read; a PIL image is loaded.
 
-    upright: its sides are those that it has once it is turned. Raises Unreadable where they are less than `min_size`,
-    where it has more pixels than Pillow's limit for decompression bombs, and for whatever goes wrong here or in the
-    block: damaged files may raise any exception.
+    source: a path, bytes, a binary stream, an object with `read_bytes` (a member of a larger file), or a PIL image.
+    Raises Unreadable for what `reading` refuses, and for whatever goes wrong here or in the block: damaged files may
+    raise any exception.
     """
-    try:
-        if not hasattr(file, "read") and stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-            raise ValueError("it is no regular file")  # opening a pipe would wait for a writer
-        image = Image.open(file, formats=formats())
-    except Exception as error:
-        raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
-    with image:
-        least = min_size
-        if upright and min_size[0] != min_size[1] and orientation(image) in ON_ITS_SIDE:
-            least = min_size[::-1]
-        if image.height < least[0] or image.width < least[1]:
-            pixels, patch = f"{image.height} x {image.width}", f"{min_size[0]} x {min_size[1]}"
-            raise Unreadable(f"{name} has {pixels} pixels, less than one patch ({patch}); remove it")
-        if Image.MAX_IMAGE_PIXELS and image.height * image.width > Image.MAX_IMAGE_PIXELS:
-            limit = f"more than Pillow's limit of {Image.MAX_IMAGE_PIXELS}"
-            raise Unreadable(f"{name} has {image.height} x {image.width} pixels, {limit}; make it smaller")
-        try:
+    with pillows_limit(reading.max_pixels), unreadable(f"{name} cannot be read as an image"):
+        if hasattr(source, "read_bytes") and not isinstance(source, os.PathLike):
+            source = source.read_bytes()
+        source = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
+        if isinstance(source, (str, os.PathLike)):
+            if stat.S_IFMT(os.stat(source).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                raise ValueError("it is no regular file")  # opening a pipe would wait for a writer
+        image = source if isinstance(source, Image.Image) else Image.open(source, formats=formats())
+    with pillows_limit(reading.max_pixels), unreadable(f"{name} is a broken image"):
+        with nullcontext() if image is source else image:
+            square = reading.min_size[0] == reading.min_size[1]  # as most are, without a look at the orientation
+            reading.check(*image.size[::-1] if square else sides(image, reading), name)
+            if image is source:
+                image.load()  # whole, since a draft would change what is not ours
             yield image
-        except Exception as error:
-            raise Unreadable(f"{name} is a broken image ({_reason(error)}); remove or replace it") from None
 
 
-def read_rgb(file, name: str, min_size: tuple[int, int] = (1, 1), upright: bool = False) -> Image.Image:
-    """`as_rgb` of the image in a file (path or binary stream). Raises Unreadable."""
-    with opened(file, name, min_size, upright) as image:
-        return as_rgb(image, upright)
+@contextmanager
+def unreadable(what: str) -> Iterator[None]:
+    """Raises Unreadable for any error of the block."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else reason
+        advice = TOO_LARGE if isinstance(error, Image.DecompressionBombError) else "remove or replace it"
+        raise Unreadable(f"{what} ({reason}); {advice}") from None
+
+
+def read_rgb(source, name: str, reading: Reading = DEFAULT) -> Image.Image:
+    """The one way in: whatever `opened` takes, as 8-bit RGB. Raises Unreadable."""
+    with opened(source, name, reading) as image:
+        return as_rgb(image, reading)
 
 
 def printable(path: str) -> str:
     """A path as one line of text: file names may hold newlines, and bytes that are no text."""
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "of no known format"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__

@@ -8,9 +8,7 @@ only: other augmentations need the CPU path.
 
 import contextlib
 import functools
-import io
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 from ..errors import InputError
 from ..run.config import Config
 from .folders import ImageFiles
-from .images import ON_ITS_SIDE, Unreadable, as_rgb, orientation, read_rgb
+from .images import LARGE, ON_ITS_SIDE, Reading, Unreadable, as_rgb, orientation, read_rgb, sides
 from .samples import Batch
 from .sources import Source, Subset
 from .transforms import CROPS
@@ -52,7 +50,7 @@ class EncodedFiles(Subset):
     def __getitem__(self, index: int) -> tuple[tuple["Encoded", str], int | np.ndarray]:
         files, index = self.source, self.indices[index]
         with files.opened(index) as image:
-            found = encoded(image, Path(files.files[index]).read_bytes, files.upright)
+            found = encoded(image, files.reading)
         return (found, files.name(index)), files.label(index)
 
 
@@ -65,21 +63,21 @@ class Encoded(NamedTuple):
     turn: int = 1  # the EXIF orientation of what is decoded from `content`, as `turned` takes it
 
 
-def encoded(image: Image.Image, read: Callable[[], bytes], upright: bool = False) -> Encoded:
-    """The bytes of an opened grey or RGB JPEG file, as `read` returns them.
+def encoded(image: Image.Image, reading: Reading, decode: bool = False) -> Encoded:
+    """The bytes of an opened grey or RGB JPEG file.
 
-    Any other file (16 bits, CMYK, PNG) is decoded here by the host path's `as_rgb`. upright: turn the image as its EXIF
-    orientation says. Raises ValueError for a truncated file.
+    Any other file (16 bits, CMYK, PNG, a huge JPEG) is decoded here, by the host path's `as_rgb`; with `decode`, all
+    are. Raises ValueError for a truncated file.
     """
-    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
-        image = as_rgb(image, upright)
-        return Encoded(torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()), image.height, image.width)
-    content = bytearray(read())
+    if decode or image.width * image.height > LARGE or image.format != "JPEG" or image.mode not in ("L", "RGB"):
+        image = as_rgb(image, reading)
+        return Encoded(torch.from_numpy(np.array(image)).permute(2, 0, 1), image.height, image.width)
+    image.fp.seek(0)
+    content = bytearray(image.fp.read())
     if content.rfind(END) < content.rfind(START):
         raise ValueError("image file is truncated")  # a decoder may fill up what is missing
-    turn = orientation(image) if upright else 1
-    size = image.size if turn in ON_ITS_SIDE else image.size[::-1]
-    return Encoded(torch.frombuffer(content, dtype=torch.uint8), *size, turn)
+    turn = orientation(image) if reading.upright else 1
+    return Encoded(torch.frombuffer(content, dtype=torch.uint8), *sides(image, reading), turn)
 
 
 def turned(pixels: Tensor, orientation: int) -> Tensor:
@@ -133,7 +131,7 @@ def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Un
     with contextlib.suppress(RuntimeError):
         return torchvision.io.decode_jpeg(content, mode="RGB").to(device)
     try:  # PIL reads more kinds of JPEG
-        pixels = np.asarray(read_rgb(io.BytesIO(content.numpy().tobytes()), name))
+        pixels = np.asarray(read_rgb(content.numpy().tobytes(), name, Reading(upright=False)))
     except Unreadable as error:
         return error
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).to(device)

@@ -190,8 +190,7 @@ def open_data(
         native = Native.of(config, img_size, patch_size)
     else:
         packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
-    least = (1, 1) if native else patch_size  # the least sides of an image that counts as readable
-    train, val = open_sources(config.data, config.data_dir, img_size, least, config)
+    train, val = open_sources(config.data, config.data_dir, img_size, patch_size, config)
     if train is None and not measure:
         raise InputError(f"{config.data!r} has no training images, only {val.where}")
     if measure and known and val is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from .identity import stamp
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
-from .images import Unreadable, printable
+from .images import printable
 from .lists import PATHS, is_list, read_paths
 from .shards import Slice, tar_images
 
@@ -143,12 +143,12 @@ class Cell(NamedTuple):
         elif isinstance(value, str):
             value, path = None, value
         if value is None and path is None:
-            raise Unreadable("its row has no image")
+            raise ValueError("its row has no image")
         if value is not None:
             return value
         file = Path(os.path.dirname(self.path), path)
         if file.exists() and not file.is_file():
-            raise Unreadable("it is no regular file")  # reading a pipe would wait for a writer
+            raise ValueError("it is no regular file")  # reading a pipe would wait for a writer
         return file.read_bytes()
 
 

@@ -17,9 +17,8 @@ from torch.utils.data import IterableDataset
 
 from ..errors import InputError
 from .classes import class_number, class_numbers, text_classes
-from .contents import read_bytes
 from .image_files import PassedOver, is_clutter, is_image, suffix
-from .images import Unreadable, as_rgb, printable, read_rgb
+from .images import Unreadable, printable, read_rgb, unreadable
 from .sources import Source
 
 NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # the class of an image, where all are written so
@@ -77,8 +76,7 @@ class ShardFiles(Source):
         return Slice(self.paths[shard], offset, size)
 
     def __getitem__(self, index: int):
-        content = read_bytes(self.content(index), self.name(index))
-        return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
+        return read_rgb(self.content(index), self.name(index), self.reading), self.labels[index]
 
 
 def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:
@@ -159,16 +157,14 @@ class Shards(Source):
     def image(self, content, number: int) -> Image.Image:
         """The RGB image of `content`, which is item `number` of a pass over the set. Raises Unreadable."""
         name = f"{self.spec}, image {number} of a pass,"
-        try:
-            if isinstance(content, dict):  # a file as Hugging Face streams it, its bytes or its address
-                import datasets
+        if isinstance(content, dict):  # a file as Hugging Face streams it, its bytes or its address
+            from datasets.utils.file_utils import xopen
 
-                name = content.get("path") or name
-                content = datasets.Image().decode_example(content)  # turned as EXIF says
-            return as_rgb(content)
-        except Exception as error:
-            text = " ".join(str(error).split())
-            raise Unreadable(f"{printable(name)} is a broken image ({text}); remove it") from None
+            data, path = content["bytes"], content["path"]
+            name = printable(path or name)
+            with unreadable(f"{name} cannot be read"), io.BytesIO(data) if data else xopen(path, "rb") as file:
+                content = file.read()
+        return read_rgb(content, name, self.reading)
 
 
 class ShardSamples(IterableDataset):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from .images import DEFAULT
+
 
 class Source:
     """Images with labels: by index, `source[i] -> (image, label)`, or Shards, which are read in order.
@@ -20,6 +22,7 @@ class Source:
     numbers: dict | None = None  # class numbers of labels as the data has them, of which `labels` are not known
     shards: tuple[int, ...] = ()  # how many images lie in each file of several images, in their order
     transformed = multi_label = False
+    reading = DEFAULT  # how its images are read
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -48,7 +48,7 @@ class Backbone:
     prepare: EvalTransform | OwnSize
     embed: Callable[[Tensor | list[Tensor]], Tensor]
     size: tuple[int, int]
-    patch: tuple[int, int]
+    patch: tuple[int, int]  # (1, 1): the model has none
     prefix: int
     mean: Sequence[float]
     std: Sequence[float]
@@ -70,7 +70,8 @@ class Backbone:
     @property
     def own_tokens(self) -> int:
         """The tokens of an image of the model's own size."""
-        return self.prefix + math.prod(side // p for side, p in zip(self.size, self.patch))
+        patch = (16, 16) if self.patch == (1, 1) else self.patch
+        return self.prefix + math.prod(side // p for side, p in zip(self.size, patch))
 
     def tokens(self, height: int, width: int) -> int:
         """The tokens of an image of this height and width, once it is prepared."""
@@ -137,7 +138,7 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
 def _timm(model: nn.Module, pool: str | None, sizes: str | None) -> Backbone:
     _refuse_native(sizes, f"timm's {type(model).__name__}")
     told = at_one_size(model, None)
-    patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 16)
+    patch = pair(getattr(getattr(model, "patch_embed", None), "patch_size", None) or 1)
     prefix = getattr(model, "num_prefix_tokens", 0)
     if pool == "token" and not getattr(model, "has_class_token", prefix):
         raise InputError(f"Embedder: {type(model).__name__} has no class token, so pool cannot be 'token'")
@@ -207,7 +208,7 @@ _PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"} 
 
 def _transformers(model: nn.Module, pool: str | None, sizes: str | None, processor) -> Backbone:
     config = getattr(model.config, "vision_config", model.config)
-    patch = pair(getattr(config, "patch_size", None) or 16)
+    patch = pair(getattr(config, "patch_size", None) or 1)
     if config.model_type == "vit_mae" and config.mask_ratio:
         raise InputError(f"Embedder: {type(model).__name__} leaves out patches at random; set config.mask_ratio = 0")
     run = getattr(model, "get_image_features", model)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..data.contents import ImageLike, content, name_of, own
-from ..data.images import Unreadable
+from ..data.images import Reading, Unreadable
 from ..data.jpeg import Encoded
 from ..data.jpeg import decode as decode_jpegs
 from ..errors import InputError
@@ -26,6 +26,7 @@ from ..model.baselines import load_any
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
 from ..ops._dispatch import current_mode
+from ..run.config import MAX_PIXELS
 from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow, evaluating
 from .backbones import backbone
@@ -77,6 +78,7 @@ class Embedder:
     decode: "host" reads images with Pillow; "device" decodes grey and RGB JPEGs by nvJPEG, whose pixels differ from
         Pillow's by rounding.
     exif_orientation: turn files and PIL images upright as their EXIF orientation says.
+    max_pixels: the most pixels of an image; one with more counts as unreadable.
     workers: threads that read images; None: one for each core that this rank has, up to 16.
     tokens: the most tokens of a batch; None: 65,536 on CUDA and 8,192 on a CPU.
 
@@ -99,6 +101,7 @@ class Embedder:
         processor=None,
         decode: Literal["host", "device"] = "host",
         exif_orientation: bool = True,
+        max_pixels: int = MAX_PIXELS,
         workers: int | None = None,
         tokens: int | None = None,
     ):
@@ -106,7 +109,7 @@ class Embedder:
             raise InputError(f"decode must be 'host' or 'device', got {decode!r}")
         if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise InputError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype!r}")
-        for name, value, least in (("workers", workers, 0), ("tokens", tokens, 1)):
+        for name, value, least in (("workers", workers, 0), ("tokens", tokens, 1), ("max_pixels", max_pixels, 1)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise InputError(f"{name} must be a whole number from {least}, got {value!r}")
         if isinstance(model, nn.Module):
@@ -130,6 +133,7 @@ class Embedder:
         self.tokens = tokens or TOKENS[self.device.type]
         self._made_from, self._dim = (model, pool, sizes, processor), None
         self.backbone = backbone(*self._made_from)
+        self.reading = Reading(exif_orientation, (1, 1) if self.backbone.native else self.backbone.patch, max_pixels)
         self._lock, self._graphs = threading.Lock(), {}
 
     @overload
@@ -205,7 +209,7 @@ class Embedder:
     def _read_ahead(self, items: Iterator[tuple[object, ImageLike, str]]) -> Iterator["_Read"]:
         """The image of each item (group, image, name), read, in order; threads read ahead."""
         if self.workers:
-            items = ((group, own(image, self.exif_orientation), name) for group, image, name in items)
+            items = ((group, own(image, self.reading), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
         items = itertools.chain(first, items)
         if not self.workers or len(first) < 2:  # one image needs no threads
@@ -230,7 +234,7 @@ class Embedder:
     def _read(self, group: object, image: ImageLike, name: str) -> "_Read":
         """An image's pixels or (decode="device") the bytes of its file, or the reason why it cannot be read."""
         try:
-            found = content(image, name, self.decode == "device", self.exif_orientation)
+            found = content(image, name, self.reading, self.decode == "device")
         except Unreadable as error:
             return _Read(group, name, error=str(error))
         pixels = found

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.images import printable, read_rgb
+from ..data.images import Reading, printable, read_rgb
 from ..data.loader import loaded
 from ..data.packing import NATIVE_AT_ONCE, Native
 from ..data.samples import ONE, PADDING, Samples, stack
@@ -32,11 +32,11 @@ FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[
 class Files(Source):
     """Image files without labels, by their paths."""
 
-    def __init__(self, min_size: tuple[int, int], upright: bool):
-        self.min_size, self.upright = min_size, upright
+    def __init__(self, reading: Reading):
+        self.reading = reading
 
     def __getitem__(self, path: str):
-        return read_rgb(path, printable(path), self.min_size, self.upright), 0
+        return read_rgb(path, printable(path), self.reading), 0
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def predict(
 
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
-    eval_batch_size, amp, workers, exif_orientation, crop_mode and crop_pct (unset: the model's), sizes and
+    eval_batch_size, amp, workers, exif_orientation, max_pixels, crop_mode and crop_pct (unset: the model's), sizes and
     tokens_per_step matter.
     sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises InputError if the model has no
     head, or its device too little memory.
@@ -94,10 +94,11 @@ def _records(
     dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
     if native is None:
         size, held, transform = config.eval_batch_size, None, transforms(config, img_size, model.mean)[1]
-        source, together = Files(patch_size, config.exif_orientation), stack
+        together = stack
     else:
         size, held, transform = NATIVE_AT_ONCE, native.batch_bytes, native.transform
-        source, together = Files((1, 1), config.exif_orientation), native.pack
+        together = native.pack
+    source = Files(Reading.of(config, patch_size))
     samples = Samples(source, transform, None, blank=(np.zeros((3, *img_size), np.uint8), PADDING))
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.

@@ -28,7 +28,7 @@ logger = logging.getLogger("vitfast")
 SHOTS = 5  # of the few-shot accuracies in the paper's figures
 METHODS = {"fewshot": f"{SHOTS}-shot accuracy", "finetune": "accuracy after fine-tuning"}
 # Settings of a pre-training that its transfers share.
-SHARED = "seed device amp compile workers eval_batch_size data_dir decode parallel max_unreadable".split()
+SHARED = "seed device amp compile workers eval_batch_size data_dir decode parallel max_pixels max_unreadable".split()
 
 
 def training_flops(config: Config, classes: int) -> float:

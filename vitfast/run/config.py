@@ -17,6 +17,7 @@ from ..errors import InputError, both_ends
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
 NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
+MAX_PIXELS = 250_000_000  # of an image: more than the 200 million of a telephone's largest photographs
 MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
 
 
@@ -250,10 +251,9 @@ class Config(Recipe):
     data_dir: str = plain("", "the root folder of timm's data sets")
     num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, if the data does not say it")
     exif_orientation: bool = plain(
-        True,
-        "turn images of folders upright as their EXIF orientation says; torch/, hfds/ and wds/ images stay as they are "
-        "stored, and a run that began before this setting existed continues without turning",
+        True, "turn images upright as EXIF says; a run that began before this setting existed continues without turning"
     )
+    max_pixels: int = count(MAX_PIXELS, 2**31, "the most pixels of an image; one with more counts as unreadable")
     shots: int | None = positive(None, "train on only this many images of each class")
     train_images: int | None = positive(None, "train on only this many images")
     hold_out: float = within(0.0, "[0, 1)", "validate on this share of the training images, which are not trained on")
@@ -299,7 +299,7 @@ class Config(Recipe):
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "decode non_finite".split()
+    "max_pixels decode non_finite".split()
 )
 
 # The values that runs had from before there were these fields.

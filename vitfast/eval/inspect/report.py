@@ -72,7 +72,7 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
         raise InputError("no data given: --data takes a folder of images, 'digits', or a name such as torch/cifar10")
     if Path(spec).is_dir():
         files = list(image_files(spec))
-        source = ImageFiles(files, [0] * len(files), [], (1, 1))
+        source = ImageFiles(files, [0] * len(files), [])
     elif Path(spec).exists():
         raise InputError(f"--data {spec} is a file; give a folder of images")
     else:
