@@ -12,6 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import ops
+from ..model.presets import pair
 from .arguments import patch_weight, per_channel, prefix_and_positions, whole_patches
 from .graph import (
     ADDS,
@@ -93,15 +94,11 @@ def _linear_of_patches(node: Node) -> tuple | None:
         passed.append(images)
         images = images.args[0]
     shape = shape_of(images) or ()
-    if not passed or len(shape) != 4 or shape[1] < 1 or layer.columns % shape[1]:
+    if not passed or len(shape) != 4 or shape[1] < 1 or layer.columns % shape[1] or layer.columns == shape[1]:
         return None
-    chans, height, width = shape[1:]
-    sizes = [
-        (chans, p, area // p)
-        for area in [layer.columns // chans]
-        for p in range(1, area + 1)
-        if area > 1 and area % p == 0 and any(_cuts(node, (height, width), (p, area // p)) for node in passed)
-    ]
+    chans, area = shape[1], layer.columns // shape[1]
+    sides = [(p, area // p) for p in range(1, area + 1) if area % p == 0]
+    sizes = [(chans, *patch) for patch in sides if any(_cuts(node, shape[2:], patch) for node in passed)]
     both = itertools.product(sizes, itertools.permutations(range(3)))
     weights = [lambda call, sizes=sizes, order=order: call(patch_weight, weight, sizes, order) for sizes, order in both]
     return (images, weight, layer.bias, weights) if weights else None
@@ -113,8 +110,7 @@ def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
     if any(side % p for side, p in zip(image, patch)):
         return False
     if name_of(node) == "unfold" and len(shape) == 3:
-        kernel = argument(node, 1, "kernel_size")
-        return patch == (tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel, kernel))
+        return patch == pair(argument(node, 1, "kernel_size"))
     axes = Counter(patch) + Counter(side // p for side, p in zip(image, patch))
     return not axes - Counter(shape[1:])
 
