@@ -94,7 +94,9 @@ def test_a_folder_without_a_recipe_is_fine_tuned_at_the_size_of_the_weights_and_
     model = ViT.from_pretrained(fine / "best")
     assert model.patch_embed.img_size == (24, 24) and model.mean == (0.4, 0.5, 0.6) and model.std == (0.3,) * 3
     assert model.class_names == ("cat", "dog", "eel")
-    assert "(default: finetune/small for a folder" in " ".join(run_cli(capsys, "finetune", "--help")[1].split())
+    assert "finetune/small, or finetune/imagenet for more than 102,400" in " ".join(
+        run_cli(capsys, "finetune", "--help")[1].split()
+    )
     code, _, err = run_cli(capsys, "pretrain", "--recipe", "finetune/small", "--data", data, "--output", tmp_path / "x")
     assert code == 2 and "img_size 0 stands for the size of the weights, and this run has none" in err
 

@@ -1,10 +1,17 @@
 """Recipes against the paper's tables, and the settings that make them."""
 
+import re
+from pathlib import Path
+
 import pytest
+import shards
 import torch
+from commands import CLASSES, make_folder, picture, run_cli
 
 from vitfast import InputError, ViT
 from vitfast.cli import main
+from vitfast.data.datasets import open_sources
+from vitfast.train import recipes
 from vitfast.train.recipes import RECIPES, resolve
 from vitfast.train.setup import new_model, set_up
 
@@ -142,7 +149,62 @@ def test_settings_layer_over_each_other():
     assert resolve("finetune", dict(data="digits")).name == "finetune/digits"
     assert resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"
     assert resolve("finetune", dict(data="photos")).name == "finetune/small"
-    assert resolve("finetune", dict(data="torch/cifar10")).name == "finetune/imagenet"
+    assert resolve("finetune", dict(data="torch/cifar10")).name == "finetune/small"
+    assert resolve("finetune", dict(data="torch/imagenet")).name == "finetune/imagenet"
+    assert resolve("finetune", dict(data="torch/imagenet", train_images="1000")).name == "finetune/small"
+    assert resolve("finetune", dict(data="torch/imagenet"), dict(shots=10)).name == "finetune/small"
+    assert resolve("finetune", dict(data="torch/imagenet", recipe="finetune/pets")).name == "finetune/pets"
+
+
+def sources(root: Path) -> dict[str, str]:
+    """SPECs of 12 training images each."""
+    datasets = pytest.importorskip("datasets")
+    make_folder(root / "split", count=4)
+    make_folder(root / "whole", splits=("",), count=4)
+    (root / "listed" / "train").mkdir(parents=True)
+    lines = [f"../../split/train/{name}/{i}.png,{name}" for name in CLASSES for i in range(4)]
+    (root / "listed" / "train" / "labels.csv").write_text("\n".join(["path,label", *lines]))
+    shards.shards(root / "wds", shards.files(12))
+    columns = dict(image=[picture(i) for i in range(12)], label=[i % 3 for i in range(12)])
+    (root / "parquet").mkdir()
+    for split in ("train", "validation"):
+        found = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+        found.to_parquet(root / "parquet" / f"{split}-0.parquet")
+    named = {"wds": f"wds/{root}/wds", "hfds": f"hfds/{root}/parquet", "hfids": f"hfids/{root}/parquet"}
+    return {name: str(root / name) for name in ("split", "whole", "listed")} | named
+
+
+def test_a_fine_tuning_takes_its_recipe_by_the_number_of_images_of_any_source(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "vitfast")
+    small, large = RECIPES["finetune/small"], RECIPES["finetune/imagenet"]
+    assert small.epochs * recipes.FEW == large.steps * large.batch_size  # as many images are seen
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, spec in sources(tmp_path).items():
+        for few, told, wanted in ((12, "12 training images", small), (11, "(more than 11|12) training images", large)):
+            monkeypatch.setattr(recipes, "FEW", few)
+            caplog.clear()
+            assert resolve("finetune", dict(data=spec)).name == wanted.name, (name, few)
+            said = [each.getMessage() for each in caplog.records if each.name == "vitfast"]
+            assert len(said) == 1 and re.match(f"recipe {wanted.name}: {told} .finetune/small up to {few},", said[0])
+        assert resolve("finetune", dict(data=spec, train_images=11)).name == small.name
+        assert len(open_sources(spec, "", (8, 8), (1, 1), resolve("finetune", dict(data=spec)))[0]) == 12
+
+
+def test_a_run_keeps_the_recipe_with_which_it_began(tmp_path, monkeypatch, capsys):
+    data = make_folder(tmp_path / "data", count=2)
+    ViT.from_preset("Nano/8", img_size=16, num_classes=3).save_pretrained(tmp_path / "w")
+    flags = ["--weights", tmp_path / "w", "--data", data, "--img-size", 16, "--steps", 2, "--batch-size", 6]
+    for name, more in dict(one=(), many=("--runs", 2), rates=("--sweep",)).items():
+        command = ["finetune", *flags, "--output", tmp_path / name, *more, "--set", "workers=0", "sweep_hold_out=0.5"]
+        monkeypatch.setattr(recipes, "FEW", 5)  # of 6
+        code, _, err = run_cli(capsys, *command)
+        assert code == 0, err
+        monkeypatch.undo()
+        assert "name: finetune/imagenet" in run_cli(capsys, *command, "--print-config")[1]
+        assert run_cli(capsys, *command)[0] == 0
+        assert "name: finetune/pets" in run_cli(capsys, *command, "--recipe", "finetune/pets", "--print-config")[1]
+        other = make_folder(tmp_path / f"of_{name}", count=2)
+        assert "name: finetune/small" in run_cli(capsys, *command, "--data", other, "--print-config")[1]
 
 
 @pytest.mark.parametrize(

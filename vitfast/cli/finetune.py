@@ -8,7 +8,7 @@ from .pretrain import train_as_told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    recipe = "finetune/small for a folder, finetune/digits for --data digits, else finetune/imagenet"
+    recipe = "finetune/digits for --data digits, else finetune/small, or finetune/imagenet for more than 102,400 images"
     add_training_options(parser, "file, folder or hf-hub:owner/name (required)", recipe)
     sweep = "try the recipe's learning rates on a held-out part of the training set first"
     parser.add_argument("--sweep", action="store_true", default=False, help=sweep)

@@ -173,7 +173,7 @@ def take(source: Source, count: int) -> Source:
     return Subset(source, order[:count].tolist())
 
 
-def _open_named(spec: str, data_dir: str, split: str, **options):
+def open_named(spec: str, data_dir: str, split: str, **options):
     """timm's create_dataset, with every failure as an InputError of one line."""
     root, (library, _, name) = data_dir or None, spec.partition("/")
     if library == "torch":
@@ -207,7 +207,7 @@ def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None
     for names in (("train",), ("validation", "test")):
         for name in names:
             try:
-                dataset = _open_named(spec, data_dir, name)
+                dataset = open_named(spec, data_dir, name)
             except InputError as error:
                 failed.append(error)
             else:
@@ -226,8 +226,8 @@ def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shar
     """The training and validation splits of a data set that is read in order."""
     options, hugging_face = dict(is_training=True, batch_size=batch_size, seed=seed), spec.startswith("hfids/")
     options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts
-    train = _open_named(spec, data_dir, "train", **options)
-    val = _open_named(spec, data_dir, "validation", **options | dict(is_training=False))
+    train = open_named(spec, data_dir, "train", **options)
+    val = open_named(spec, data_dir, "validation", **options | dict(is_training=False))
     for dataset in (train, val) if hugging_face else ():
         stream_files(dataset)
     names = max((library_classes(dataset.reader) for dataset in (train, val)), key=lambda found: len(found[0]))

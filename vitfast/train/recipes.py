@@ -1,7 +1,10 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
+import logging
+from pathlib import Path
+
 from ..errors import InputError, unknown
-from ..run.config import FIELDS, NAMED_DATA, Config, Recipe, as_plain, check_run, is_none
+from ..run.config import FIELDS, Config, Recipe, as_plain, check_run, is_none
 from .paper import PAPER
 
 # Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
@@ -49,7 +52,7 @@ SMALL = Recipe(
     name="finetune/small",
     about="vitfast finetune --weights hf-hub:timm/vit_base_patch16_224.augreg2_in21k_ft_in1k --data photos "
     "--output runs/photos\n"
-    "For a folder of tens to about ten thousand images; size and normalisation are those of the weights.",
+    "For tens to about a hundred thousand images; size and normalisation are those of the weights.",
     img_size=0,
     epochs=100,
     batch_size=64,
@@ -65,11 +68,13 @@ SMALL = Recipe(
     drop_path=0.1,
 )
 RECIPES = {recipe.name: recipe for recipe in (*DIGITS, SMALL, *PAPER)}
-# The recipe of a run that names none: on digits, on a folder, and on other data.
-DEFAULTS = dict(
-    pretrain=("digits", "vit-b16/imagenet", "vit-b16/imagenet"),
-    finetune=("finetune/digits", "finetune/small", "finetune/imagenet"),
-)
+# The recipe of a run that names none: on digits, and on other data.
+DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", SMALL.name))
+LARGE = "finetune/imagenet"  # in place of SMALL, for more training images than FEW
+# Of so many images the 100 epochs of SMALL see as many as the 20,000 steps of 512 images of LARGE do. The paper
+# fine-tunes on fewer, CIFAR's 50,000, for as many epochs (Table 4).
+FEW = 20_000 * 512 // 100
+logger = logging.getLogger("vitfast")
 
 
 def get(name: str) -> Recipe:
@@ -79,24 +84,39 @@ def get(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def default(task: str, data: str) -> Recipe:
-    """The recipe of a run on this data that names none."""
-    data = str(data)
-    other = data == "synthetic" or data.startswith(tuple(NAMED_DATA))
-    return get(DEFAULTS[task][0 if data == "digits" else 2 if other else 1])
+def _for_its_size(config: Config) -> str:
+    """The recipe of a fine-tuning that names none: the one with which its run began, else by its training images."""
+    from ..data.counting import count_images  # here, because these import torch, NumPy and YAML
+    from ..run.distributed import is_first_rank
+    from .run_folder import read_settings
+
+    run = Path(config.output)
+    for folder in (run, *run.glob("seed-*"), *run.glob("sweep/lr-*")) if config.output else ():
+        begun = read_settings(folder) or {}
+        if (begun.get("task"), begun.get("data")) == ("finetune", config.data) and begun["name"] in RECIPES:
+            return begun["name"]
+    if not config.data or config.shots:
+        return SMALL.name
+    count = count_images(config, FEW)
+    name = SMALL.name if count <= FEW else LARGE
+    if count and is_first_rank():
+        told = f"more than {FEW:,}" if count == FEW + 1 else f"{count:,}"
+        logger.info("recipe %s: %s training images (%s up to %s, %s above)", name, told, SMALL.name, f"{FEW:,}", LARGE)
+    return name
 
 
 def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
-    An evaluation starts from no recipe, because a default one would say nothing about weights that another trained.
+    An evaluation starts from no recipe, because a default one would say nothing about weights that another trained. A
+    fine-tuning that names none takes one by the number of its training images, for which its data is looked at.
     `epochs` of a layer replaces `steps` of an earlier one, and the other way round. Raises InputError for a field that
     does not exist, a value that a field does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
-    fields = as_plain(Recipe(steps=1) if task == "eval" else default(task, data))
-    for layer in layers:
-        name = layer.get("recipe", layer.get("name"))
+    fields = as_plain(Recipe(steps=1) if task == "eval" else get(DEFAULTS[task][data != "digits"]))
+    names = [layer.get("recipe", layer.get("name")) for layer in layers]
+    for name, layer in zip(names, layers):
         if name not in (None, ""):
             fields.update(as_plain(get(str(name))))
         given = {key: value for key, value in layer.items() if key not in ("recipe", "name", "task")}
@@ -112,4 +132,7 @@ def resolve(task: str, *layers: dict) -> Config:
             raise unknown("setting", name, FIELDS)
     config = Config(**{**fields, "task": task})
     check_run(config)
+    undecided = task == "finetune" and data != "digits" and not any(names)
+    if undecided and (name := _for_its_size(config)) != config.name:
+        return resolve(task, dict(recipe=name), *layers)
     return config
