@@ -40,8 +40,12 @@ div_ truediv itruediv true_divide divide neg negative getitem cat stack split ch
 index_select
 """
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
-# Functions whose result has a layout of its own, whatever their argument's.
-_LAYS_OUT = frozenset("linear addmm matmul bmm mm einsum layer_norm rms_norm softmax cat stack reshape flatten".split())
+# Functions whose result has a layout in memory of its own, or none.
+_LAYS_OUT = frozenset("linear addmm matmul bmm mm einsum layer_norm softmax size dim numel new_zeros new_ones".split())
+# Functions that take any layout, and hand it on as PyTorch's fake tensors say. A convolution does not; nor does a norm
+# of groups, and what changes a tensor in place reaches other ones if a reshape is a view in one layout alone.
+_ANY_LAYOUT = {name for name in ANALYTIC if not name.endswith("_")}
+_ANY_LAYOUT -= set("view _unsafe_view view_as conv2d iadd isub imul itruediv".split())
 _DRAWS = """
 bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ exponential_
 multinomial geometric_ cauchy_ log_normal_ native_dropout poisson binomial rrelu
@@ -131,18 +135,18 @@ def is_unchanged(node: Node) -> bool:
     return same and (name in CASTS | {"contiguous", "clone"} or ("dropout" in name and not is_draw(node)))
 
 
-def is_viewed(node: Node) -> bool:
-    """Whether another layout in memory may matter: to a view, to random numbers, to the caller."""
+def is_layout_seen(node: Node) -> bool:
+    """Whether another layout in memory may matter: to a view, to random numbers, to the caller, to other functions."""
     stack, seen = list(node.users), set()
     while stack:
         user = stack.pop()
         name = name_of(user)
-        drawn = is_draw(user) or name.endswith("_like")  # in memory's order
-        if user.op == "output" or drawn or name in ("view", "_unsafe_view", "view_as", "as_strided"):
+        if user in seen or name in _LAYS_OUT or name.startswith("vitfast."):
+            continue
+        if is_draw(user) or name not in _ANY_LAYOUT:
             return True
-        if user not in seen and name not in _LAYS_OUT:
-            seen.add(user)
-            stack += user.users
+        seen.add(user)
+        stack += user.users
     return False
 
 

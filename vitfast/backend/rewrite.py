@@ -24,8 +24,8 @@ from .graph import (
     Unrecognised,
     additions,
     argument,
+    is_layout_seen,
     is_unchanged,
-    is_viewed,
     module_of,
     name_of,
     operation_of,
@@ -96,6 +96,7 @@ class _Rewriter:
         self.graph, self.autocast = graph, autocast
         self.positions = Positions(graph)
         self.proof_seconds = 0.0
+        self.written: list[Node] = []  # outputs of what replaced regions
         self.ours = {node: name for node in graph.nodes if (name := operation_of(node)) is not None}
 
     def run(self) -> list[Entry]:
@@ -112,6 +113,8 @@ class _Rewriter:
             for node in list(self.graph.nodes):
                 if node in self.positions.place and node not in self.ours:  # else it went with a block
                     entries += self._guarded(replace, node)
+        for node in filter(is_layout_seen, self.written):
+            self._restore_layout(node)
         return entries
 
     def _guarded(self, replace, node: Node) -> list[Entry]:
@@ -207,9 +210,6 @@ class _Rewriter:
         try:
             with self.graph.inserting_before(output):
                 new = proposal.build(call)
-                if is_viewed(output):
-                    strides = list(map(size, tensor_of(output).stride()))
-                    new = call(laid_out, new, sorted(range(len(strides)), key=lambda axis: -strides[axis]))
                 swaps = self._value_free_users(region)
         except Exception:
             for node in reversed(written):
@@ -219,12 +219,22 @@ class _Rewriter:
         dtypes = self.autocast(tensor_of(region.source).device.type)
         dtypes[new] = dtypes.get(output)
         output.replace_all_uses_with(new)
+        self.written.append(new)
         for user, keywords in swaps:
             user.args, user.kwargs = (region.source, *user.args[1:]), keywords
         for node in reversed(region.nodes):
             if not node.users:
                 self.graph.erase_node(node)
         self.positions = Positions(self.graph)
+
+    def _restore_layout(self, node: Node) -> None:
+        """Gives an output, which operations write contiguous, the layout in memory that the graph was captured with."""
+        strides = list(map(size, tensor_of(node).stride()))
+        with self.graph.inserting_after(node):
+            axes = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+            new = self.graph.call_function(laid_out, (node, axes))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def _value_free_users(self, region: Region) -> list[tuple[Node, dict]]:
         """Nodes outside that read an inner tensor's dtype or shape, with their keyword arguments.
