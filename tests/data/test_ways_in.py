@@ -126,7 +126,7 @@ def refused() -> dict[str, tuple[bytes, str]]:
     grey = Image.fromarray(GREY)
     icon = pictures.bomb(60000, 60000)
     icon = b"\0\0\1\0\1\0\x10\x10\0\0\1\0\x20\0" + len(icon).to_bytes(4, "little") + (22).to_bytes(4, "little") + icon
-    limit = "3600000000 pixels. exceeds limit of 250000000 pixels.*; make it smaller, or raise max_pixels$"
+    limit = "3600000000 pixels. exceeds limit of 250000000 pixels.; make it smaller, or raise max_pixels$"
     return {
         "bomb.png": (pictures.bomb(60000, 60000), f"cannot be read as an image .*{limit}"),
         "bomb.bmp": (icon, limit),  # an icon of 16 x 16 that holds that PNG
@@ -157,6 +157,27 @@ dataset_info:
 def pixels_of(source) -> dict:
     """{name of a file: function that reads it} of images by index."""
     return {source.name(i): (lambda i=i: np.asarray(source[i][0])) for i in range(len(source))}
+
+
+def by_sources(root, **settings) -> dict:
+    """{way in: {file: function that reads it}} of what training and evaluations read."""
+
+    def opened(spec, split, data_dir=""):
+        return open_sources(spec, str(data_dir), (16, 16), (8, 8), digits(**settings))[split]
+
+    found = {}
+    for way, spec in dict(folder=f"{root}/folder", labels=f"{root}/listed", wds=f"wds/{root}/shards").items():
+        for split in (0, 1):
+            found[f"{way} {split}"] = pixels_of(opened(spec, split))
+    for way in ("folder", "parquet"):
+        source, stream = opened(f"hfds/{root}/{way}", 0), opened(f"hfids/{root}/{way}", 1)
+        names = [each["path"] for each in source.reader.dataset["image"]]
+        found[f"hfds {way}"] = dict(zip(names, pixels_of(source).values()))
+        given = {each["path"]: partial(stream.image, each, 0) for each, _ in stream.dataset}
+        found[f"hfids {way}"] = {path: lambda read=read: np.asarray(read()) for path, read in given.items()}
+    source = opened("torch/image_folder", 0, root / "folder")
+    found["torch"] = dict(zip((path for path, _ in source.dataset.samples), pixels_of(source).values()))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -198,24 +219,7 @@ def ways(tmp_path_factory):
     (root / "list.txt").write_text("\n".join(f"listed/train/{name}" for name in files))
     pq.write_table(pa.table(dict(image=pa.array(stored), id=list(files))), root / "images.parquet")
 
-    def opened(spec, split, **settings):
-        data_dir = f"{root}/folder" if spec.startswith("torch/") else ""
-        return open_sources(spec, data_dir, (16, 16), (8, 8), digits(**settings))[split]
-
-    found = {}
-    for way, spec in dict(folder=f"{root}/folder", labels=f"{root}/listed", wds=f"wds/{root}/shards").items():
-        for split in (0, 1):
-            found[f"{way} {split}"] = pixels_of(opened(spec, split))
-    for way, spec in dict(folder=f"hfds/{root}/folder", parquet=f"hfds/{root}/parquet").items():
-        source = opened(spec, 0)
-        names = [each["path"] for each in source.reader.dataset["image"]]
-        found[f"hfds {way}"] = dict(zip(names, pixels_of(source).values()))
-    for way in ("folder", "parquet"):
-        stream = opened(f"hfids/{root}/{way}", 1)
-        given = {each["path"]: partial(stream.image, each, 0) for each, _ in stream.dataset}
-        found[f"hfids {way}"] = {path: lambda read=read: np.asarray(read()) for path, read in given.items()}
-    source = opened("torch/image_folder", 0)
-    found["torch"] = dict(zip((path for path, _ in source.dataset.samples), pixels_of(source).values()))
+    found = by_sources(root)
     embedder = Embedder(tiny(5), workers=0)
     for way, spec in dict(
         folder="folder/train", list="list.txt", tar="shards/train.tar", parquet="images.parquet"
@@ -256,6 +260,12 @@ def test_every_content_has_the_same_pixels_by_every_way_in(ways):
                     wrong.append((way, key))
         wrong += [(way, "absent", key) for key in left if way != "torch" or not key.endswith(".gif")]  # by its suffix
     assert not wrong
+
+
+def test_every_way_in_leaves_images_as_they_are_stored_where_asked(ways):
+    for way, found in by_sources(ways[0], exif_orientation=False).items():
+        (read,) = (read for name, read in found.items() if str(name).endswith("turned 6.png"))
+        assert np.array_equal(read(), RGB), way
 
 
 def test_every_way_in_refuses_the_same(ways):
@@ -322,7 +332,7 @@ def test_a_huge_photograph_is_read_smaller_and_amply_large(photo):
 
 def test_the_limit_is_a_setting_everywhere(photo, tmp_path, monkeypatch, caplog, capsys):
     limit, model = dict(max_pixels=100_000_000), tiny(5)
-    told = "108.jpg .*108000000 pixels. exceeds limit of 100000000 pixels.*; make it smaller, or raise max_pixels$"
+    told = "108.jpg .*108000000 pixels. exceeds limit of 100000000 pixels.; make it smaller, or raise max_pixels$"
     with pytest.raises(InputError, match=told):
         Embedder(model, **limit).embed([photo])
     assert len(Embedder(model, workers=2).embed([photo, photo])) == 2

@@ -174,7 +174,9 @@ def unreadable(what: str) -> Iterator[None]:
     except Exception as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         reason = "of no known format" if isinstance(error, UnidentifiedImageError) else reason
-        advice = TOO_LARGE if isinstance(error, Image.DecompressionBombError) else "remove or replace it"
+        advice = "remove or replace it"
+        if isinstance(error, Image.DecompressionBombError):  # "Image size (N pixels) exceeds limit of M pixels, ..."
+            reason, advice = reason.partition(",")[0], TOO_LARGE
         raise Unreadable(f"{what} ({reason}); {advice}") from None
 
 

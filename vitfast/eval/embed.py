@@ -293,7 +293,7 @@ def describe(embedder: Embedder) -> dict:
         weights_sha256=weights_hash(model),
         preprocessing=embedder.backbone.preprocessing,
         decode=embedder.decode,
-        exif_orientation=embedder.exif_orientation,
+        exif_orientation=embedder.reading.upright,
         pool=embedder.pool,
         normalize=embedder.normalize,
         batch_invariant=batch_invariant(),

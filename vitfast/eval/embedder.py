@@ -127,7 +127,7 @@ class Embedder:
             compare_pillow(str(model))
             model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
-        self.pool, self.normalize, self.decode, self.exif_orientation = pool, normalize, decode, exif_orientation
+        self.pool, self.normalize, self.decode = pool, normalize, decode
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share them
         self.workers = min(16, max(1, cores)) if workers is None else workers
         self.tokens = tokens or TOKENS[self.device.type]
