@@ -43,7 +43,7 @@ def _of_library(spec: str, data_dir: str) -> int:
         if spec.startswith("hfds/"):
             return _of_library(f"hfids/{spec[5:]}", data_dir)
     dataset = open_named(spec, data_dir, "train", is_training=True, batch_size=1)
-    return getattr(dataset.reader, "num_samples", None) or len(dataset)
+    return getattr(getattr(dataset, "reader", None), "num_samples", None) or len(dataset)
 
 
 def _in_shards(root: Path) -> Iterable:

@@ -1,6 +1,7 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
 import logging
+import os
 from pathlib import Path
 
 from ..errors import InputError, unknown
@@ -91,7 +92,7 @@ def _for_its_size(config: Config) -> str:
     from .run_folder import read_settings
 
     run = Path(config.output)
-    for folder in (run, *run.glob("seed-*"), *run.glob("sweep/lr-*")) if config.output else ():
+    for folder in (run, *run.glob("seed-*"), *run.glob("sweep/lr-*")) if os.path.isdir(config.output) else ():
         begun = read_settings(folder) or {}
         if (begun.get("task"), begun.get("data")) == ("finetune", config.data) and begun["name"] in RECIPES:
             return begun["name"]
