@@ -299,7 +299,7 @@ class Config(Recipe):
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "max_pixels decode non_finite".split()
+    "decode non_finite".split()
 )
 
 # The values that runs had from before there were these fields.
