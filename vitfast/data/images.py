@@ -101,17 +101,17 @@ def orientation(image: Image.Image) -> int:
 
 def sides(image: Image.Image, reading: Reading) -> tuple[int, int]:
     """Height and width of an image, its header read, once it is turned."""
-    turns = reading.upright and image.width != image.height and orientation(image) in ON_ITS_SIDE
-    return image.size if turns else image.size[::-1]
+    width, height = image.size
+    turns = reading.upright and width != height and orientation(image) in ON_ITS_SIDE
+    return (width, height) if turns else (height, width)
 
 
 def as_rgb(image: Image.Image, reading: Reading) -> Image.Image:
     """The image of `opened` as 8-bit RGB without alpha, turned as `reading` says, then without tags.
 
     16-bit values keep their high byte: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB in this way, but clips
-    16-bit grey to white. A JPEG file with more than LARGE pixels is decoded at 1/2, 1/4 or 1/8 of its size, as JPEG's
-    transform allows, as far as no side becomes less than AMPLE. Raises ValueError for 32-bit numbers, whose range no
-    file tells.
+    16-bit grey to white. A JPEG file with more than LARGE pixels is decoded at 1/2, 1/4 or 1/8 of its size, as far as
+    both sides keep AMPLE. Raises ValueError for 32-bit numbers, whose range no file tells.
     """
     turn = TURNS.get(orientation(image)) if reading.upright else None
     if image.width * image.height > LARGE:
@@ -158,7 +158,8 @@ def opened(source, name: str, reading: Reading = DEFAULT) -> Iterator[Image.Imag
     with pillows_limit(reading.max_pixels), unreadable(f"{name} is a broken image"):
         with nullcontext() if image is source else image:
             square = reading.min_size[0] == reading.min_size[1]  # as most are, without a look at the orientation
-            reading.check(*image.size[::-1] if square else sides(image, reading), name)
+            height, width = (image.height, image.width) if square else sides(image, reading)
+            reading.check(height, width, name)
             if image is source:
                 image.load()  # whole, since a draft would change what is not ours
             yield image

@@ -96,8 +96,7 @@ def _records(
         size, held, transform = config.eval_batch_size, None, transforms(config, img_size, model.mean)[1]
         together = stack
     else:
-        size, held, transform = NATIVE_AT_ONCE, native.batch_bytes, native.transform
-        together = native.pack
+        size, held, transform, together = NATIVE_AT_ONCE, native.batch_bytes, native.transform, native.pack
     source = Files(Reading.of(config, patch_size))
     samples = Samples(source, transform, None, blank=(np.zeros((3, *img_size), np.uint8), PADDING))
     first = list(itertools.islice(paths, size))
