@@ -137,16 +137,17 @@ def is_unchanged(node: Node) -> bool:
 
 def is_layout_seen(node: Node) -> bool:
     """Whether another layout in memory may matter: to a view, to random numbers, to the caller, to other functions."""
-    stack, seen = list(node.users), set()
+    stack, seen = [node], set()
     while stack:
-        user = stack.pop()
-        name = name_of(user)
-        if user in seen or name in _LAYS_OUT or name.startswith("vitfast."):
-            continue
-        if is_draw(user) or name not in _ANY_LAYOUT:
-            return True
-        seen.add(user)
-        stack += user.users
+        given = stack.pop()
+        for user in given.users:
+            name = name_of(user)
+            if user in seen or given not in values_read(user) or name in _LAYS_OUT or name.startswith("vitfast."):
+                continue
+            if is_draw(user) or name not in _ANY_LAYOUT:
+                return True
+            seen.add(user)
+            stack.append(user)
     return False
 
 
