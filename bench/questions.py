@@ -252,13 +252,12 @@ QUEUE = (
     ),
     tests(
         "corrected_tests",
-        "Do the five corrected tests pass: strides under libraries, nvJPEG's pixels?",
+        "Do the two corrected tests pass: nvJPEG's pixels?",
         "all pass",
         "the judge is wrong once more, and the log says which",
         30,
-        ("kernels/libraries/*", "tests/kernels/test_libraries.py", *EMBED),
-        *("tests/kernels/test_libraries.py", "tests/eval/test_embedder.py"),
-        *("-k", "any_strides_on_a_gpu or resized_there"),
+        EMBED,
+        *("tests/eval/test_embedder.py", "-k", "resized_there"),
     ),
     Question(
         "aoti_linear",
@@ -297,7 +296,7 @@ QUEUE = (
         LOG,
         120,
         (*EVERY_KERNEL, "tests/kernels/test_gpu.py"),
-        *(*paths("kernels/", "gpu cublaslt libraries patch_embed resize"), "-k", "not sanitizer"),
+        *(*paths("kernels/", "gpu cublaslt patch_embed resize"), "-k", "not sanitizer"),
     ),
     tests(
         "gpu_tests_of_models",

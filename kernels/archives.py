@@ -32,7 +32,7 @@ GROUP = "__grp__"  # begins the name of the file in which Triton lists a kernel'
 
 
 def source_hash() -> str:
-    """sha256 over the files with kernels and their configurations, not those that call libraries."""
+    """sha256 over the files with kernels and their configurations, without cublaslt.py."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         if path.parent.name != "libraries":

@@ -157,11 +157,6 @@ def contiguous_or_none(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def row_factors(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
-    """(B,) -> (M, 1): the factor of every row, for providers that are no kernels of ours."""
-    return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
-
-
 def row_stride(t: Tensor | None) -> int:
     return 0 if t is None else t.stride(0)
 

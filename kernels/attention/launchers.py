@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..configs import tiles
 from ..launch import batch_invariant, cdiv, fp32_precision, launch
-from ..rows import scale_rows
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .common import Head, tiles_of
@@ -83,8 +82,8 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
 
 
 # Providers that lack rotary positions; that lack a bias, key lengths and packed samples.
-_NO_ROPE = ("resident", *tiles.ATTENTION_LIBRARIES)
-_NO_MASK = ("single_pass", *_NO_ROPE)
+_NO_ROPE = ("resident",)
+_NO_MASK = ("single_pass", "resident")
 
 
 def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
@@ -155,18 +154,12 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
-def is_of_pytorch(op: str, q: Tensor) -> bool:
-    """Whether "attention_fwd" or "attention_bwd" of q (B, N, H, Dh) calls PyTorch's own attention."""
-    provider = _lookup(op, q).provider
-    return provider in tiles.ATTENTION_LIBRARIES and provider in tiles.library("attention").PYTORCH
-
-
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0.
 
-    Our kernels write into `o` where it is given, with any strides but a unit last one; libraries return their own.
+    They are written into `o` where it is given, with any strides but a unit last one.
     """
     B, N, H, _ = q.shape
     # Packed samples come among longer ones, so samples of one size take their kernel too.
@@ -175,8 +168,6 @@ def attention_fwd(
         found, lse = found.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
         return found if o is None else o.copy_(found), lse
     config = _lookup("attention_fwd", q, options)
-    if config.provider in tiles.ATTENTION_LIBRARIES:
-        return tiles.library("attention").forward(config.provider, q, k, v, scale)
     o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
@@ -213,11 +204,6 @@ def attention_bwd(
     B, N, H, D = q.shape
     one = as_qkv and serves(q, k, v, head_chunks(D))
     config = _lookup("attention_bwd", q, options, () if one else ("resident",))
-    if config.provider in tiles.ATTENTION_LIBRARIES:
-        grads = tiles.library("attention").backward(config.provider, q, k, v, o, lse, do, scale, as_qkv)
-        if not want_bias_grad:
-            return grads, None
-        return grads, scale_rows(grads.view(B * N, 3 * H * D), None, None, 1, want_scaled=False)[1]
     grads = q.new_empty(B, N, 3, H, D) if as_qkv else tuple(q.new_empty(q.shape) for _ in range(3))
     each = grads.unbind(2) if as_qkv else grads
     return grads, _backward(config, q, k, v, o, lse, do, scale, *each, want_bias_grad, options, unrotate)

@@ -16,7 +16,7 @@ packed samples "p" and no tokens. Providers: the paths of attention/launchers.py
 
 from collections.abc import Iterator
 
-from .tiles import ATTENTION_LIBRARIES, Rule, config
+from .tiles import Rule, config
 
 # GPU generations by the instruction of their products; the last two run it beside other instructions.
 MMA_SYNC, WGMMA, TCGEN05 = (80, 89, 120), (90,), (100,)
@@ -145,16 +145,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
 }
 
-_ATTENTION = tuple(Rule(config(provider=library), shape=PLAIN) for library in ATTENTION_LIBRARIES)
-
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "attention_fwd": (
         Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16", shape="d*[0-9]n*"),
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
-        *_ATTENTION,
     ),
-    "attention_bwd": (
-        Rule(config(provider="tiled")),
-        *_ATTENTION,
-    ),
+    "attention_bwd": (Rule(config(provider="tiled")),),
 }

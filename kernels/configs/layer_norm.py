@@ -39,5 +39,4 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "scale_rows": (Rule(config(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(config(8, 1, BLOCK_P=256, BLOCK_D=16)),),
 }
-_TORCH = (Rule(config(provider="torch")),)
-CANDIDATES: dict[str, tuple[Rule, ...]] = {"layer_norm_fwd": _TORCH, "layer_norm_bwd": _TORCH}
+CANDIDATES: dict[str, tuple[Rule, ...]] = {}  # nothing else does these

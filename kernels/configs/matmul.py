@@ -109,7 +109,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_grad_sum": (Rule(config(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
-_TORCH = (Rule(config(provider="torch")),)
 _OURS = _PRODUCT + _PERSISTENT + _TMA + _WIDE
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _OURS,
@@ -117,10 +116,8 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "linear_gelu_fwd": _CUBLAS + _OURS,
     "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_OURS),
     "dgelu_matmul": _CUBLAS + _TMA + _WIDE,
-    "gelu_bwd": _TORCH,
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
     "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),
-    "gated_bwd": _TORCH,
     "weight_grad": (
         *_split(stages=3, block_k=128),
         Rule(config(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),

@@ -18,12 +18,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from ..launch import batch_invariant
+from ..libraries import cublaslt
 
 GENERATIONS = (80, 89, 90, 100, 120)
 # Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
@@ -37,7 +37,7 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 class KernelConfig:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
-    The provider is a kernel of ours or a library: "cublas" leaves a matrix product to torch; LIBRARIES are the others.
+    The provider is a kernel of ours, "cublas", which leaves a matrix product to torch, or "cublaslt".
     maxnreg: registers that a thread may have, so that more programs fit a multiprocessor (with 4 warps each, 168 for
     three programs and 128 for four); 0 leaves it to the compiler.
     """
@@ -82,17 +82,6 @@ class Rule:
     bits: str = "*"
     shape: str = "*"
     variant: str = ""
-
-
-ATTENTION_LIBRARIES = ("flash", "cudnn", "efficient", "flash_attn_3", "flash_attn_4")
-# Providers that launch no kernel of ours and cannot be compiled offline -> the file of libraries/ that tells whether
-# the provider can run; "" for PyTorch's own operations, which always can.
-LIBRARIES = {"torch": "", "cublaslt": "cublaslt", **dict.fromkeys(ATTENTION_LIBRARIES, "attention")}
-
-
-def library(name: str) -> ModuleType:
-    """A file of libraries/, imported when a tile first names it."""
-    return importlib.import_module(f"..libraries.{name}", __package__)
 
 
 # Family -> its operations. The family's file is imported when one of them is first looked up.
@@ -258,11 +247,11 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
     With ops.batch_invariant(True), a forward operation takes that of an INVARIANT kernel, whatever the user's table and
     `using` say.
-    Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
-    rule that can is taken. An override of `using` that cannot run raises RuntimeError, so that nothing is timed or
-    tested under another's name. without: providers that lack something this call needs beyond its shape class, as
-    cublaslt lacks a layer scale. They are skipped even where one is the override, because one override may cover calls
-    that need the missing feature and calls that do not; what `using` yields tells which ran.
+    Where the user's table names cublaslt and it cannot run on x (another dtype, no compiler), the first rule that can
+    is taken. An override of `using` that cannot run raises RuntimeError, so that nothing is timed or tested under
+    another's name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a
+    layer scale. They are skipped even where one is the override, because one override may cover calls that need the
+    missing feature and calls that do not; what `using` yields tells which ran.
     """
     if op.endswith("_fwd") and batch_invariant():
         found = shipped(op, x, shape, INVARIANT)
@@ -272,25 +261,24 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
     overrides = _scope.overrides
     forced = (overrides.get((op, shape)) or overrides.get((op, None))) if overrides else None
     found = forced or _find(op, x, shape)
-    reason = _unsupported_reason(op, found.provider, x)
+    reason = _unsupported_reason(found.provider, x)
     if reason and forced:
         raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
     if reason or found.provider in without:
         usable = (r.config for r in _matching(RULES[op], x, shape) if r.config.provider not in without)
-        found = next(config for config in usable if not _unsupported_reason(op, config.provider, x))
+        found = next(config for config in usable if not _unsupported_reason(config.provider, x))
     if _scope.taken is not None:
         _scope.taken[op, _bits(x), shape] = found
     return found
 
 
-def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library cannot do the operation on x; None where it can, and for kernels of ours."""
-    if provider not in LIBRARIES:
+def _unsupported_reason(provider: str, x: torch.Tensor) -> str | None:
+    """Why cuBLASLt cannot run on x; None where it can, and for other providers."""
+    if provider != "cublaslt":
         return None
     if _scope.sm is not None or x.device.type == "meta":
-        return "libraries are not compiled offline"
-    file = LIBRARIES[provider]
-    return library(file).unsupported_reason(x, provider, op.endswith("_bwd")) if file else None
+        return "it is not compiled offline"
+    return cublaslt.unsupported_reason(x)
 
 
 def _bits(x: torch.Tensor) -> str:
@@ -351,9 +339,9 @@ def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
-    """Why libraries cannot do the operation on x: {"flash_attn_3": "not installed"}."""
+    """Which providers of the operation cannot run on x, and why: {"cublaslt": "not built: no C++ compiler"}."""
     providers = (rule.config.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op)), x, shape))
-    reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(providers)}
+    reasons = {provider: _unsupported_reason(provider, x) for provider in dict.fromkeys(providers)}
     return {provider: reason for provider, reason in reasons.items() if reason}
 
 

@@ -197,10 +197,6 @@ def layer_norm_bwd(
     """
     M, D = z.shape
     config = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
-    if config.provider == "torch":
-        given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
-        wants = want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y
-        return Grads(*tiles.library("layer_norm").backward(*given, *wants))
     flags = dict(config.meta)
     programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
 

@@ -124,7 +124,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"not built: {error}"
 
 
-def unsupported_reason(x: Tensor, provider: str = "cublaslt", backward: bool = False) -> str | None:
+def unsupported_reason(x: Tensor) -> str | None:
     """Why cuBLASLt cannot run on x, or None; builds the extension if x itself is no obstacle."""
     if x.device.type != "cuda":
         return f"needs an NVIDIA GPU, the tensors are on {x.device}"

@@ -102,13 +102,3 @@ def activated(p: Tensor, activation: str) -> Tensor:
     if activation == "quick_gelu":
         return (p * torch.sigmoid(1.702 * p.float())).to(p.dtype)
     return F.gelu(p, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def activation_bwd(dy: Tensor, p: Tensor, activation: str) -> Tensor:
-    """dy times the activation's derivative, by PyTorch."""
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(dy, p)
-    if activation == "quick_gelu":
-        gate = torch.sigmoid(1.702 * p.float())
-        return (dy * torch.addcmul(gate, gate * (1 - gate), p, value=1.702)).to(p.dtype)
-    return torch.ops.aten.gelu_backward(dy, p, approximate="tanh" if activation == "gelu_tanh" else "none")

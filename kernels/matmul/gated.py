@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import column_sums, contiguous_or_none
-from .activations import activate, activate_and_slope, activated, activation_bwd
+from .activations import activate, activate_and_slope, activated
 from .product import (
     block_offsets,
     load_columns,
@@ -314,11 +314,6 @@ def gated_bwd(
     """The gradients of dgated_matmul from dh (M, F), the gradient of h."""
     m, n = up.shape
     config = tiles.lookup("gated_bwd", up, f"d{n}")
-    if config.provider == "torch":
-        act = activated(gate, activation)
-        dup, dgate = dh * act, activation_bwd(dh * up, gate, activation).contiguous()
-        sums = [t.sum(0, dtype=torch.float32) if want_sums else None for t in (dup, dgate)]
-        return dup, dgate, act.mul_(up) if want_h else None, *sums
     blocks = cdiv(m, config["BLOCK_M"])
     pointers = _outputs(up, blocks, want_h, want_sums)
     strides = dict(stride_hm=dh.stride(0), in_strides=(up.stride(0), gate.stride(0)))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import launch
-from ..rows import contiguous_or_none, row_factors
+from ..libraries import cublaslt
+from ..rows import contiguous_or_none
 from .product import count_blocks, load_columns, output_block, product_class, row_product, unfit
 
 
@@ -158,12 +159,12 @@ def linear_residual(
     without = unfit(x, weight) + (("cublaslt",) if factors else ())
     config = tiles.lookup("linear_residual_fwd", x, shape, without)
     if config.provider == "cublaslt":
-        return tiles.library("cublaslt").linear_residual(x, weight, bias, residual)
+        return cublaslt.linear_residual(x, weight, bias, residual)
     if config.provider == "cublas":
         branch = F.linear(x, weight, bias)
         if layer_scale is not None:
             branch = branch * layer_scale.float()
         if drop_path is not None:
-            branch = branch * row_factors(drop_path.float(), rows_per_sample, x.shape[0])
+            branch = branch * drop_path.float().repeat_interleave(rows_per_sample, output_size=len(x))[:, None]
         return (residual + branch).to(residual.dtype)
     return _launch_linear(x, weight, bias, config, "nt", residual, layer_scale, drop_path, rows_per_sample)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import column_sums, contiguous_or_none
-from .activations import activate, activate_and_slope, activated, activation_bwd
+from .activations import activate, activate_and_slope
 from .product import (
     DESCRIBED,
     block_offsets,
@@ -290,10 +290,6 @@ def gelu_bwd(
     """The results of dgelu_matmul from the product dy = g W2 (M, F)."""
     m, n = pre.shape
     config = tiles.lookup("gelu_bwd", pre, f"d{n}")
-    if config.provider == "torch":
-        dpre = activation_bwd(dy, pre, activation).contiguous()
-        dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
-        return dpre, activated(pre, activation) if want_act else None, dbias
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
     _launch_gelu(dy, pre, dpre, act, sums, activation, config)
     return dpre, act, *column_sums(sums, [sums])
@@ -302,8 +298,6 @@ def gelu_bwd(
 def gelu(pre: Tensor, activation: str) -> Tensor:
     """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits."""
     config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
-    if config.provider == "torch":
-        return activated(pre, activation)
     act = pre.new_empty(pre.shape)
     _launch_gelu(None, pre, None, act, None, activation, config)
     return act

@@ -1,4 +1,4 @@
-"""Attention by its launchers, with any providers, beside plain PyTorch; float64 as the judge."""
+"""Attention by its launchers, on either path, beside plain PyTorch; float64 as the judge."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ MODES = ["off", pytest.param("on", marks=interpreted)]  # of use_kernels
 ATOL = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = [pytest.param(d, id=str(d)[6:]) for d in ATOL]
 HALVES = DTYPES[1:]
-SCALE = 0.19  # not the one that a library would take by itself
+SCALE = 0.19  # not one over the root of a head size
 
 WHOLE = {
     "attention_fwd": tiles.config(4, 1, "single_pass", BLOCK_M=64),
@@ -42,16 +42,6 @@ def path(name):
     with contextlib.ExitStack() as stack:
         for op, config in PATHS[name].items():
             stack.enter_context(tiles.using(op, config))
-        yield
-
-
-@contextlib.contextmanager
-def providers(**chosen):
-    """providers(attention_fwd="flash"); ours are tiled, for what is not named too. On a GPU ours are as shipped."""
-    with path("tiled") if launch.INTERPRETED else contextlib.nullcontext(), contextlib.ExitStack() as stack:
-        for op, provider in chosen.items():
-            if provider != "ours":
-                stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
         yield
 
 

@@ -142,6 +142,12 @@ def test_factors_are_left_to_the_first_rule(stub):
 # The extension as users get it
 
 
+def test_it_is_for_gpus_and_16_bit():
+    assert cublaslt.unsupported_reason(torch.empty(0).half()) == "needs an NVIDIA GPU, the tensors are on cpu"
+    fp32 = SimpleNamespace(device=LIKE_A_GPU.device, dtype=torch.float32)
+    assert cublaslt.unsupported_reason(fp32) == "does not compute in torch.float32"
+
+
 def test_it_builds_once_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch, caplog):
     """The real library, as far as a CPU gets, in a relative folder beside what a killed build leaves."""
     monkeypatch.chdir(tmp_path)

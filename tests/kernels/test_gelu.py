@@ -110,16 +110,12 @@ def test_gates_are_pytorchs(activation):
 @pytest.mark.parametrize("activation", ["gelu", *GATES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pytorchs_own_are_the_same_functions(activation, dtype):
-    """Of the providers that are no kernels: rounded once, where PyTorch's formula rounds after each step."""
-    p, dy = torch.linspace(-9, 9, 1000).to(dtype), torch.linspace(-2, 1, 1000).to(dtype)
-    leaf = p.double().requires_grad_()
-    exact = GATES.get(activation, F.gelu)(leaf)
-    exact.backward(dy.double())
-    once = dict(atol=3e-6, rtol=torch.finfo(dtype).eps)
-    torch.testing.assert_close(activations.activated(p, activation).double(), exact.detach(), **once)
-    dp = activations.activation_bwd(dy, p, activation)
-    assert dp.dtype == dtype
-    torch.testing.assert_close(dp.double(), leaf.grad, **once)
+    """After cuBLAS's product: rounded once, where PyTorch's formula rounds after each step."""
+    p = torch.linspace(-9, 9, 1000).to(dtype)
+    found = activations.activated(p, activation)
+    assert found.dtype == dtype
+    exact = GATES.get(activation, F.gelu)(p.double())
+    torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=torch.finfo(dtype).eps)
 
 
 def test_the_coefficients_are_the_fits():

@@ -1,5 +1,7 @@
 """Norms and products beyond the grid of tests/tools/verify/test_edges.py: large means, far logits, what is saved."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from vitfast import ops
 from vitfast.kernels import rows
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record
+from vitfast.kernels.layer_norm.backward import layer_norm_bwd
+from vitfast.kernels.layer_norm.forward import add_layer_norm_fwd, layer_norm_fwd
 from vitfast.kernels.matmul import gated, linear, mlp
 from vitfast.ops import reference as ref
 
@@ -62,6 +66,28 @@ def test_one_output_of_add_layer_norm_is_used(used):
         found.append(torch.autograd.grad(out, tensors, upstream, materialize_grads=True))
     for mine, truth in zip(*found):
         torch.testing.assert_close(mine, truth, **CLOSE)
+
+
+def test_a_residual_has_a_shape_class_of_its_own():
+    """So that a choice for one is not forced on the other."""
+    x, z, dy, weight = torch.randn(3, 384), torch.randn(3, 384), torch.randn(3, 384), torch.randn(384)
+    ours = [tiles.shipped(op, x, "3x128as") for op in ("layer_norm_fwd", "layer_norm_bwd")]
+    forward, backward = (dataclasses.replace(config, num_warps=8) for config in ours)
+    assert forward not in ours and backward not in ours
+    with (
+        tiles.using("layer_norm_fwd", forward, "3x128a"),
+        tiles.using("layer_norm_bwd", backward, "3x128as"),
+        tiles.using() as used,
+    ):
+        _, mean, rstd = layer_norm_fwd(x, weight, None, 1e-5)
+        add_layer_norm_fwd(x, z, weight, None, 1e-5, None, None, 1)
+        for dz in (None, dy):
+            for scale in (weight, None):
+                wanted = dict(branch=x, layer_scale=weight, rows_per_sample=3, want_layer_scale=scale is not None)
+                layer_norm_bwd(dy, z, weight, None, mean, rstd, dz=dz, **wanted)
+    forced = {(op, s): config in (forward, backward) for (op, _, s), config in used.items() if op != "column_sums"}
+    expected = {("layer_norm_fwd", "3x128"): False, ("layer_norm_fwd", "3x128a"): True}
+    assert forced == expected | {("layer_norm_bwd", f"3x128{end}"): end == "as" for end in ("", "s", "a", "as")}
 
 
 def test_no_mean_is_written_or_read_of_rms_norm():

@@ -1,5 +1,6 @@
 """Tile tables: every generation has a tile for everything, and a user's table comes first."""
 
+import contextlib
 import csv
 import json
 import warnings
@@ -11,6 +12,9 @@ import torch
 
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.configs.tiles import Rule, config
+from vitfast.kernels.libraries import cublaslt
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def test_every_operation_ends_with_a_rule_for_everything():
@@ -84,8 +88,10 @@ FAULTS = [  # of a user's rows, and two that have none
     (
         "attention_bwd",
         config(8, 2, "single_pass", BLOCK_M=64),
-        "has no provider 'single_pass', only resident, tiled, ",
+        "has no provider 'single_pass', only resident, tiled; ",
     ),
+    ("attention_fwd", config(provider="cudnn"), "has no provider 'cudnn', only tiled, single_pass; "),
+    ("layer_norm_bwd", config(provider="torch"), "has no provider 'torch', only triton; "),
     ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
     ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
     ("gelu_bwd", config(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),
@@ -131,6 +137,52 @@ def test_what_is_forced_must_exist():
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
         tiles.using("linear_residual", config()).__enter__()
     assert not tiles._scope.overrides
+
+
+@pytest.mark.parametrize(
+    "op, shape, dtype, where, wanted, absent",
+    [
+        ("attention_fwd", "d64n256", FP16, "here", "tiled", set()),
+        ("attention_fwd", "d64nlong", FP16, "here", "", set()),
+        ("attention_bwd", "d64n256", FP16, "here", "tiled", set()),
+        ("attention_bwd", "d80n320", FP16, "here", "", set()),
+        ("layer_norm_fwd", "3x256a", FP16, "here", "", set()),
+        ("layer_norm_bwd", "3x256as", FP16, "here", "", set()),
+        ("gelu_bwd", "d3072", FP16, "here", "", set()),
+        ("gated_bwd", "d3072", FP16, "here", "", set()),
+        ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # wide ones too
+        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas triton tma triton tma", set()),
+        ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", BF16, "here", "cublas triton tma triton tma", {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt triton tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
+        # cuBLASLt is not compiled offline; there are no tensor descriptors before sm_90
+        ("linear_residual_fwd", "768x768", BF16, 90, "cublas triton tma triton tma", {"cublaslt"}),
+        ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
+    ],
+)
+def test_candidates_are_those_that_can_run(op, shape, dtype, where, wanted, absent, monkeypatch):
+    if where != "here":
+        monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
+    x, offline = torch.empty(0, dtype=dtype), isinstance(where, int)
+    with tiles.using(sm=where) if offline else contextlib.nullcontext():
+        x = x.to("meta") if offline else x
+        assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted.split()
+        assert tiles.absent(op, x, shape).keys() == absent
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_provider_that_cannot_run(where, monkeypatch):
+    """A table that names it gets the first rule that can; a test or a measurement gets an error."""
+    x, lt = torch.empty(0, dtype=BF16, device=where), config(provider="cublaslt")
+    reason = "it is not compiled offline" if where == "meta" else "needs an NVIDIA GPU, the tensors are on cpu"
+    with tiles.using("linear_residual_fwd", lt), pytest.raises(RuntimeError) as refused:
+        tiles.lookup("linear_residual_fwd", x, "768x768")
+    assert str(refused.value) == f"linear_residual_fwd: cublaslt cannot run here: {reason}"
+    monkeypatch.setattr(tiles, "_find", lambda *_: lt)
+    first, second = tiles.config(2, 2), tiles.config(4, 2)
+    monkeypatch.setitem(tiles.RULES, "linear_residual_fwd", (Rule(lt), Rule(first), Rule(second)))
+    assert tiles.lookup("linear_residual_fwd", x, "768x768") == first
 
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():

@@ -1,4 +1,4 @@
-"""Find the fastest kernel configurations or libraries for this GPU, and keep them in your own table."""
+"""Find the fastest kernel configurations for this GPU, and keep them in your own table."""
 
 import argparse
 
@@ -16,8 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", metavar="N", type=float, default=None, help=seconds)
     batch_size = "images in a batch that is timed (default: 48 to 240, depending on the model)"
     add("--batch-size", metavar="N", type=int, default=None, help=batch_size)
-    deterministic = "leave out libraries whose backward may give other bits each time"
-    add("--deterministic", action="store_true", default=False, help=deterministic)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,4 +23,4 @@ def run(args: argparse.Namespace) -> int:
 
     from ..tools.tune import tune
 
-    return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size, args.deterministic)
+    return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size)

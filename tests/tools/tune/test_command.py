@@ -111,19 +111,6 @@ def test_a_process_that_dies_or_hangs_in_a_candidate_is_ended_and_that_refused(t
     assert told == dict(done=set(), kept={"a"} if work is dies else set())
 
 
-def test_deterministic_leaves_out_libraries_that_may_add_in_any_order(table, monkeypatch):
-    absent = []
-    run = lambda self, problems: absent.extend((p.op, *each) for p in problems for each in p.absent.items()) or ()  # noqa: E731
-    monkeypatch.setattr(command.Tuner, "run", run)
-    try:
-        assert run_command(monkeypatch, Clock(), "--only", "attention", "--deterministic") == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-    left_out = {(op, provider) for op, provider, why in absent if "its backward may add in any order" in why}
-    assert left_out == {("attention_bwd", "flash")}, absent
-
-
 def test_an_interrupted_command_says_what_was_kept(table, monkeypatch, capsys):
     def interrupted(send, *_):
         send("kept", "linear_gelu_fwd")

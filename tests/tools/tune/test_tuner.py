@@ -162,7 +162,7 @@ def test_what_is_wrong_only_at_times_is_not_kept(table):
 
 
 def test_the_tables_tile_is_tried_whatever_the_compiler_says(table):
-    """Else any slower library would take its place for good."""
+    """Else any slower provider would take its place for good."""
     clock = Clock(lambda problem, t: 1.0 if t.provider == "triton" else 5.0)
     work = make_tuner(clock, Compiler(lambda launch: "died with exit code -9"))
     (outcome,) = work.run(work.problems(TINY, "linear_gelu"))

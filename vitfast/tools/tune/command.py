@@ -56,9 +56,6 @@ def work(send: Callable, model: str, settings: SimpleNamespace, done: set[tuple]
     and "kept" and "done" with a problem's key. Returns whether all was tried. Raises Lost where a candidate has broken
     the GPU's context.
     """
-    if settings.deterministic:  # kernels/libraries/attention.py asks PyTorch whether this mode is on
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
     def trying(entry: dict | None) -> None:
         signal.alarm(HANGS if entry else 0)  # the alarm ends this process
@@ -95,13 +92,11 @@ def tune(
     only: str = "",
     seconds: float | None = None,
     batch_size: int | None = None,
-    deterministic: bool = False,
 ) -> int:
     """Tunes these models on this GPU and prints what came of it. Returns the exit code.
 
-    seconds: for all models, SECONDS each unless given. deterministic: libraries whose backward may add in any order are
-    no candidates. Raises InputError for wrong options, without a GPU, in Triton's interpreter, and where another
-    process tunes this GPU.
+    seconds: for all models, SECONDS each unless given. Raises InputError for wrong options, without a GPU, in Triton's
+    interpreter, and where another process tunes this GPU.
     """
     for name in models:
         if name not in MODELS:
@@ -111,7 +106,7 @@ def tune(
             raise InputError(f"--{name} must be positive, got {value:g}")
     if not any(only in op for op in tiles.RULES):
         raise InputError(f"no operation has {only!r} in its name; there are {', '.join(tiles.RULES)}")
-    settings = SimpleNamespace(dtype=dtype, only=only, batch_size=batch_size, deterministic=deterministic)
+    settings = SimpleNamespace(dtype=dtype, only=only, batch_size=batch_size)
     end, told, finished = monotonic() + (seconds or SECONDS * len(models)), dict(done=set(), kept=set()), True
     with gpu_lock():
         try:

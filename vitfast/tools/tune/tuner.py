@@ -167,11 +167,11 @@ class Tuner:
         self.unreached = len(waiting)
 
     def _compile(self, p: Problem, wave: list[KernelConfig]) -> list[KernelConfig]:
-        """Has the launches of a wave compiled in the background; a library makes none. Returns the wave."""
+        """Has the launches of a wave compiled in the background; cublaslt makes none. Returns the wave."""
         for config in wave:
             if reason := self.refused.get((*p.key, config)):
                 p.failures[config] = reason
-            elif config.provider not in tiles.LIBRARIES:
+            elif config.provider != "cublaslt":
                 try:
                     with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
                         launches = record(lambda: self._on_meta(p.launcher))

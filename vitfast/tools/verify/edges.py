@@ -41,7 +41,7 @@ ROWS = (
     Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
 )
 MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # more than a tile has rows
-LIBRARIES = (*tiles.LIBRARIES, "cublas")  # these providers launch no kernel of ours
+LIBRARIES = ("cublas", "cublaslt")  # these providers launch no kernel of ours
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
     sizes: Sizes
     dtype: torch.dtype
     layout: str
-    sm: int | None = None  # the GPU generation whose tiles are used; None: the default ones, and libraries
+    sm: int | None = None  # the GPU generation whose tiles are used; None: the default ones
     many_heads: int = attention.MANY_HEADS  # from this many heads on one program takes every query of its head
 
     def __str__(self) -> str:
