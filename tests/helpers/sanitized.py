@@ -5,9 +5,8 @@
 
 tests/kernels/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a
 tile, K is at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then
-each operation runs with every candidate for its tiles. No library computes anything, since memcheck finds faults in
-PyTorch's own flash attention, and racecheck ends in cuBLAS by an internal error. A name is printed when it is done: it
-shows how far a run came.
+each operation runs with every candidate for its tiles. cuBLAS computes nothing, since racecheck ends in it by an
+internal error. A name is printed when it is done: it shows how far a run came.
 """
 
 import argparse
