@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
@@ -120,3 +121,34 @@ def test_torchvision_dataset_on_disk(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("timm.data.dataset_factory", fromlist=["x"])._TORCH_BASIC_DS, "cifar10", Tiny)
     summary = pretrained(capsys, "torch/cifar10", tmp_path / "run")
     assert summary["classes"] == 10 and summary["train_images"] == 24 and summary["val_images"] == 10
+
+
+def test_a_bare_file_of_images_that_are_not_square_is_measured_at_its_size(capsys, tmp_path):
+    """A height and a width reach every command that reads images; the config.json of a folder says the same."""
+    data, shared = make_folder(tmp_path / "data"), ("--device", "cpu", "--json")
+    model = ViT.from_preset("Nano/8", img_size=(24, 40), num_classes=3)
+    torch.nn.init.normal_(model.pos_embed)
+    model.save_pretrained(tmp_path / "w")
+    bare = tmp_path / "bare.safetensors"
+    shutil.copy(tmp_path / "w" / "model.safetensors", bare)
+    commands = {
+        "eval": ("--data", data),
+        "fewshot": ("--data", data, "--method", "ridge", "--shots", 2),
+        "predict": (data / "val" / "a",),
+    }
+    for command, given in commands.items():
+        found = []
+        for weights, size in ((tmp_path / "w", ()), (bare, ("--img-size", 24, 40))):
+            code, out, err = run_cli(capsys, command, *given, "--weights", weights, *size, *shared)
+            assert code == 0, err
+            found.append(
+                [
+                    {k: v for k, v in row.items() if "second" not in k and k != "weights"}
+                    for row in map(json.loads, out.splitlines())
+                ]
+            )
+        assert found[0] == found[1], command
+        code, _, err = run_cli(capsys, command, *given, "--weights", bare, *shared)
+        assert code == 2 and "16 entries is 3 x 5 + 1 (img_size=(24, 40), no_embed_class=False) or 4 x 4 + 0" in err
+    code, _, err = run_cli(capsys, "eval", "--data", data, "--weights", bare, "--img-size", 24, 40, 3)
+    assert code == 2 and "--img-size takes one number or two, got 3" in err

@@ -105,7 +105,7 @@ def _linear_of_patches(node: Node) -> tuple | None:
 
 
 def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
-    """Whether a rearrangement has axes for the patches of an image and for their pixels, or is F.unfold by patches."""
+    """Whether a rearrangement has axes for patches and for their pixels, or is F.unfold by patches."""
     shape = shape_of(node) or ()
     if any(side % p for side, p in zip(image, patch)):
         return False

@@ -136,7 +136,7 @@ def is_unchanged(node: Node) -> bool:
 
 
 def is_layout_seen(node: Node) -> bool:
-    """Whether another layout in memory may matter: to a view, to random numbers, to the caller, to other functions."""
+    """Whether another layout in memory may matter: to a view, random numbers, functions or the caller."""
     stack, seen = [node], set()
     while stack:
         given = stack.pop()

@@ -228,7 +228,7 @@ class _Rewriter:
         self.positions = Positions(self.graph)
 
     def _restore_layout(self, node: Node) -> None:
-        """Gives an output, which operations write contiguous, the layout in memory that the graph was captured with."""
+        """Gives an output, which operations write contiguous, the layout with which it was captured."""
         strides = list(map(size, tensor_of(node).stride()))
         with self.graph.inserting_after(node):
             axes = sorted(range(len(strides)), key=lambda axis: -strides[axis])

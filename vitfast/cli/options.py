@@ -99,7 +99,7 @@ def add_evaluation_options(
     add = parser.add_argument
     if data:
         add("--data", metavar="SPEC", required=True, help=data)
-    add("--img-size", metavar="N", type=int, help="default: the model's own")
+    add_shared(parser, "--img-size", help="side, or height and width (default: the model's own)")
     add("--batch-size", metavar="N", type=int, help=at_once)
     if sizes:
         native = "native: the model sees each image whole, at its own size, rounded to whole patches"
@@ -130,9 +130,15 @@ def setting_layers(args: argparse.Namespace) -> list[dict]:
 
 
 def evaluation_layers(args: argparse.Namespace) -> list[dict]:
-    """`setting_layers` of an evaluation, in which --batch-size is the number of images at once."""
+    """`setting_layers` of an evaluation, in which --batch-size is the number of images at once.
+
+    A Config has one side: a height and a width are `asked_size`'s alone.
+    """
+    given = {name: value for name, value in vars(args).items() if name != "img_size"}
+    if len(sides := getattr(args, "img_size", [])) == 1:
+        given["img_size"] = sides[0]
     batch_size = [{"eval_batch_size": args.batch_size}] if hasattr(args, "batch_size") else []
-    return setting_layers(args) + batch_size
+    return setting_layers(argparse.Namespace(**given)) + batch_size
 
 
 def evaluation_config(args: argparse.Namespace):
@@ -142,9 +148,10 @@ def evaluation_config(args: argparse.Namespace):
     return resolve("eval", *evaluation_layers(args))
 
 
-def asked_size(args: argparse.Namespace, config) -> int | None:
-    """The side of an evaluation's images: --img-size, over which --set wins; None for the model's own."""
-    return config.img_size or None if "img_size" in dict(getattr(args, "set", [])) else getattr(args, "img_size", None)
+def asked_size(args: argparse.Namespace, config) -> int | tuple[int, int] | None:
+    """The size of an evaluation's images: --img-size, over which --set wins; None for the model's own."""
+    by_set = "img_size" in dict(getattr(args, "set", []))
+    return config.img_size or None if by_set else overrides(args).get("img_size")
 
 
 def run_config(args: argparse.Namespace, task: str = "pretrain"):

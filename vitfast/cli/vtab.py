@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..errors import InputError
 from .options import add_evaluation_options, evaluation_layers, unless_stopped
 
 
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace) -> None:
     from ..experiments.vtab import read_tasks, table, tasks_in, vtab
 
     output = vars(args).pop("output")  # of all tasks, no setting of their runs
+    if len(getattr(args, "img_size", [])) > 1:
+        raise InputError(f"--img-size takes one number here, got {len(args.img_size)}")
     tasks, layers = tasks_in(args.root) if args.root else read_tasks(args.tasks), evaluation_layers(args)
     result = unless_stopped(vtab, tasks, args.method, layers, output, args.examples, args.l2)
     if result:

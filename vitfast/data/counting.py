@@ -1,11 +1,9 @@
 """How many training images a data SPEC has, without all that opening it takes."""
 
-import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from unittest.mock import patch
 
 from ..errors import InputError
 from ..run.config import Config
@@ -21,7 +19,7 @@ TORCHVISION |= dict(imagenet=1_281_167, places365=1_803_460, inaturalist=2_686_8
 
 
 def count_images(config: Config, most: int) -> int:
-    """The training images of a config's data; of files, no more than `most` + 1 are counted, without a word in the log.
+    """The training images of a config's data; of files, no more than `most` + 1 are counted.
 
     0 for files that cannot be listed, of which the opening says why. Raises InputError for what a library cannot open.
     """
@@ -32,13 +30,13 @@ def count_images(config: Config, most: int) -> int:
         count = _of_library(config.data, config.data_dir)
     else:
         root, count = Path(config.data_dir or name or library if library in ("torch", "wds") else config.data), 0
-        with suppress(InputError, OSError), patch.object(logging.getLogger("vitfast"), "disabled", True):
+        with suppress(InputError, OSError):
             count = sum(1 for _ in islice(_in_shards(root) if library == "wds" else _in_folder(root), most + 1))
     return min(count, config.train_images or count)
 
 
 def _of_library(spec: str, data_dir: str) -> int:
-    """The images of a split that a library knows; of the hub's without a download, where their card says it."""
+    """The training images of a library's data set; of the hub's without a download where a card says it."""
     with suppress(InputError):
         if spec.startswith("hfds/"):
             return _of_library(f"hfids/{spec[5:]}", data_dir)
@@ -54,4 +52,4 @@ def _in_shards(root: Path) -> Iterable:
 def _in_folder(root: Path) -> Iterable:
     folder = next((root / name for name in TRAINING if (root / name).is_dir()), root)
     table = next((folder / name for name in LABELS if (folder / name).exists()), None)
-    return read_table(table) if table else image_files(folder, say=False)
+    return read_table(table, say=False) if table else image_files(folder, say=False)

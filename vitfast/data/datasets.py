@@ -67,9 +67,10 @@ class Synthetic(Source):
 
 
 def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] | None]:
-    """Images' paths from their root, [] without, and a function that gives what holds each; None where nothing says.
+    """The paths of images from their root, and a function that gives what holds each of them.
 
-    dataset: torchvision's, without a reader, or that of timm's reader of Hugging Face datasets.
+    [] where images have no paths, None where nothing says what holds them. dataset: torchvision's, without a reader, or
+    that of timm's reader of Hugging Face datasets.
     """
     if reader is not None:
         from pyarrow.compute import binary_length, struct_field
@@ -199,7 +200,7 @@ def open_named(spec: str, data_dir: str, split: str, **options):
 
 
 def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None]:
-    """The training and validation splits of a data set that is read by index, None for one that cannot be opened.
+    """The training and validation splits of a data set by index, None for one that cannot be opened.
 
     training: whether there must be a training split. Of the others it is logged why not.
     """

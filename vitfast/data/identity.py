@@ -1,4 +1,4 @@
-"""Whether images are the same: by path, class and size, and by content where the time of modification is another."""
+"""Whether images are the same: by path, class and size, and by content where a file is newer."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ UNKNOWN, LOST = 0, -1  # content hashes of an image that none has been made of, 
 
 
 def stamp(content) -> tuple[int, int]:
-    """The size in bytes of an image and when the file that holds it was modified, in ns; (-1, 0) where it is gone.
+    """The size of an image in bytes and its file's time of modification in ns; (-1, 0) if it is gone.
 
     content: a path; an object with `read_bytes`, the `path` of the file that holds it and, where it is known, its
     `size`; or bytes, which have no time: it is their `content_hash`.
@@ -35,7 +35,7 @@ def stamp(content) -> tuple[int, int]:
 
 
 def content_hash(content) -> int:
-    """A hash, 63 bits, of an image's size and of its first and last ENDS bytes; LOST where it cannot be read.
+    """A hash of an image's size and of its first and last ENDS bytes; LOST where it cannot be read.
 
     content: as `stamp` has it.
     """
@@ -67,7 +67,7 @@ def described(source: Source, index: int) -> tuple[str, int | tuple[int, ...] | 
 
 
 def fingerprint(source: Source) -> tuple[dict[str, str], np.ndarray]:
-    """Hashes of the paths, the classes and the sizes of a source's images; when each was modified, (N,) int64 in ns.
+    """Hashes of the paths, classes and sizes of images; and their times of modification, (N,) int64.
 
     The images are not read. Data of whose images no file is known is what it is called. Each file is asked for its size
     once; the 1.3 million of ImageNet take about 8 s on a local disk.

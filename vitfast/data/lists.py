@@ -51,16 +51,17 @@ def read_paths(source: str) -> Iterator[tuple[str, str]]:
         raise InputError(f"{name} names no image; it must hold a path in each line")
 
 
-def read_table(path: Path) -> list[tuple[str, str, list[str]]]:
+def read_table(path: Path, say: bool = True) -> list[tuple[str, str, list[str]]]:
     """(where it stands, file, classes) of each line of a table of images (.csv, .tsv or .json).
 
     The files are there, in the table's folder or in train/ beside it. Their paths start from its folder or, where the
-    table's do, from the root. Raises InputError where the table cannot be read, lists nothing, or has a wrong line.
+    table's do, from the root. say: log what is taken for a header. Raises InputError where the table cannot be read,
+    lists nothing, or has a wrong line.
     """
     name, find, first, found = printable(str(path)), _Finder(str(path.parent), str(path.parent / "train")), {}, []
     try:
         with open(path, "rb") as stream:
-            rows = _json(stream, name) if suffix(path.name) == ".json" else _labels(stream, name, find)
+            rows = _json(stream, name) if suffix(path.name) == ".json" else _labels(stream, name, find, say)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
     for where, text, classes in rows:
@@ -171,7 +172,7 @@ def _column(file: Iterable[bytes], name: str, find: _Finder) -> Iterator[tuple[s
         yield where, cells[column]
 
 
-def _labels(file: Iterable[bytes], name: str, find: _Finder) -> list[tuple[str, str, list[str]]]:
+def _labels(file: Iterable[bytes], name: str, find: _Finder, say: bool) -> list[tuple[str, str, list[str]]]:
     """(where it stands, file, classes) of each row but the header. Raises InputError."""
     rows = []
     for where, cells, delimiter in _rows(file, name, "strict"):
@@ -182,14 +183,14 @@ def _labels(file: Iterable[bytes], name: str, find: _Finder) -> list[tuple[str, 
         rows.append((where, cells[0], [each.strip() for each in classes]))
     others = {each for _, _, classes in rows[1:] for each in classes}
     if rows and rows[0][2] and (rows[0][1:] == ("file", ["classes"]) or others.isdisjoint(rows[0][2])):
-        del rows[: _is_header((rows[0][1], *rows[0][2]), rows[0][0], find)]
+        del rows[: _is_header((rows[0][1], *rows[0][2]), rows[0][0], find, say)]
     return rows
 
 
-def _is_header(cells: tuple[str, ...] | list[str], where: str, find: _Finder) -> bool:
+def _is_header(cells: tuple[str, ...] | list[str], where: str, find: _Finder, say: bool = True) -> bool:
     """Whether the first of a row's cells can be no file, which is logged."""
     is_header = suffix(cells[0]) not in Image.registered_extensions() and not find(cells[0], where)
-    if is_header and tuple(cells) != ("file", "classes"):
+    if say and is_header and tuple(cells) != ("file", "classes"):
         logger.info("%s (%s) is taken for a header", where, ", ".join(map(printable, cells)))
     return is_header
 

@@ -128,7 +128,7 @@ class _Group:
 
 
 class Cell(NamedTuple):
-    """An image in a table of Arrow: bytes, a path that starts from the file's folder, or a struct of both."""
+    """An image in a table of Arrow: bytes, a path from the folder of its file, or a struct of both."""
 
     column: object
     row: int

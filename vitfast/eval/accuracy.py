@@ -217,7 +217,7 @@ def compare_pillow(weights: str) -> None:
 
 
 def open_weights(
-    config: Config, img_size: int | None = None, split: str | None = None
+    config: Config, img_size: int | tuple[int, int] | None = None, split: str | None = None
 ) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`.
 
@@ -280,7 +280,9 @@ def check_classes(model: nn.Module, data: Data) -> None:
         logger.info("%s names no classes: those of %s go by their numbers", data.config.weights, data.config.data)
 
 
-def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None, split: str = "") -> dict:
+def evaluate_weights(
+    config: Config, img_size: int | tuple[int, int] | None = None, real: str | None = None, split: str = ""
+) -> dict:
     """Accuracy of `config.weights` on the validation split of `config.data`.
 
     Classes are compared by their names where weights and data have names. real: the path for `real_labels`; adds

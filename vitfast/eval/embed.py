@@ -21,7 +21,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -32,19 +31,17 @@ import torch
 from torch import nn
 
 from ..data.classes import first_of
-from ..data.identity import LOST, THREADS, content_hash
-from ..data.image_files import open_regular
 from ..data.records import Record
 from ..errors import InputError
 from ..kernels.launch import batch_invariant
 from ..run.files import SCRATCH, staged
 from ..run.lock import locked
 from ..version import __version__
-from .embedder import Embedded, Embedder, Stages
+from .embed_shards import FILE, JOB, ShardImage, Written, is_same, other_job, paths_of, shards_in, write_shard
+from .embedder import Embedder, Stages
 
-MANIFEST, SOURCE, JOB = "manifest.json", b"vitfast.source", b"vitfast.job"  # the two are metadata of an index
+MANIFEST = "manifest.json"
 LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
-FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
 TOTALS = ("images", "shards", "parts")  # in the manifest of a job that has ended
 MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
 logger = logging.getLogger("vitfast")
@@ -115,16 +112,16 @@ def _embed_to(
         _manifest_of(folder)
         _remove(folder, FILE, rank, world)
         _write_manifest(folder, manifest, rank)
-    written = _Written(folder, job, resume)
+    written = Written(folder, job, resume)
     absent = (shard for shard in itertools.count() if shard not in written.counts)
-    waiting: dict[int, list[_Image]] = {}  # the shards that are being read
+    waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
     images, last = 0, max(written.counts, default=-1)
 
     def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
         nonlocal last
         last = max(last, shard)
         if shard % world == rank:
-            waiting[shard] = [_Image(record) for record in part]
+            waiting[shard] = [ShardImage(record) for record in part]
             yield from ((shard, image, image.id) for image in list(waiting[shard]))
 
     def wanted() -> Iterator[tuple[int, object, str]]:
@@ -136,7 +133,7 @@ def _embed_to(
             if shard is None:
                 new.append(record)
             elif whole and shard % world == rank:
-                if _is_same(folder, shard, whole):
+                if is_same(folder, shard, whole):
                     progress.kept += len(whole)
                 else:
                     yield from begin(shard, whole)
@@ -158,12 +155,12 @@ def _embed_to(
             progress.unreadable += found.error is not None
             on_progress(progress, found.error)
             computed.append(found)
-        _write(folder, shard, waiting.pop(shard), job, computed, embedder)
+        write_shard(folder, shard, waiting.pop(shard), job, computed, embedder)
     if not images:
         raise InputError("there is no image to embed")
     for shard in itertools.takewhile(lambda shard: shard < last, absent):  # of images that are gone, before they were
         if shard % world == rank:
-            _write(folder, shard, [], job, [], embedder)
+            write_shard(folder, shard, [], job, [], embedder)
     totals = dict(images=images, shards=last + 1)
     parts = before.get("parts") or [{name: before[name] for name in totals if name in before}]  # an earlier vitfast's
     parts = parts if TOTALS[1] in before else []
@@ -171,79 +168,6 @@ def _embed_to(
     parts += [more] * (more["shards"] > 0)
     _write_manifest(folder, manifest | totals | dict(parts=parts), rank)
     return progress
-
-
-class _Image:
-    """An image of a shard, as an Embedder takes it. Its content is let go once it is read, and its hash kept."""
-
-    def __init__(self, record: Record):
-        self.id, self.content, self.size, self.modified = record
-        self.hash = LOST
-
-    def read_bytes(self) -> bytes:
-        content, self.content = self.content, None
-        if isinstance(content, (str, os.PathLike)):
-            with open_regular(content) as file:
-                found = file.read()
-        else:
-            found = content.read_bytes()
-        self.hash = content_hash(found)
-        return found
-
-
-class _Written:
-    """The images in the shards that are there, known by their names. Raises InputError for shards of another job."""
-
-    def __init__(self, folder: Path, job: bytes, resume: bool):
-        self.folder, self.job = folder, job
-        self.counts: dict[int, int] = {}  # of images, by shard
-        self.met: dict[int, dict[int, Record]] = {}  # the images of the source by shard and row, until all are there
-        places = [np.empty((0, 3), np.int64)]  # a hash of the name, the shard and the row of each image
-        for shard in _shards(folder) if resume else ():
-            if all(path.is_file() for path in _paths(folder, shard)):
-                ids = self._ids(shard)
-                self.counts[shard] = len(ids)
-                places.append(np.array([(hash(name), shard, row) for row, name in enumerate(ids)]).reshape(-1, 3))
-        found = np.concatenate(places)
-        self.places = found[np.argsort(found[:, 0], kind="stable")]
-        self.keys = self.places[:, 0].copy()
-        self.used, self.missing = np.zeros(len(found), bool), len(found)
-
-    def _ids(self, shard: int) -> list[str]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        index = _paths(self.folder, shard)[1]
-        try:
-            table = pq.read_table(index, columns=["id"])
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{index} is damaged ({' '.join(str(error).split())}); remove it and run again") from None
-        if (table.schema.metadata or {}).get(JOB) != self.job:
-            raise _other_job(self.folder, shard)
-        return table.column("id").to_pylist()
-
-    def place(self, record: Record) -> tuple[int | None, list[Record]]:
-        """The shard of an image, None where it is new; and the images of that shard if this is the last of them."""
-        key = hash(record.id)
-        at = np.searchsorted(self.keys, key)
-        while at < len(self.keys) and self.keys[at] == key and self.used[at]:  # a name may be there twice
-            at += 1
-        if at == len(self.keys) or self.keys[at] != key:
-            return None, []
-        self.used[at] = True
-        self.missing -= 1
-        _, shard, row = self.places[at].tolist()
-        part = self.met.setdefault(shard, {})
-        part[row] = record
-        if len(part) < self.counts[shard]:
-            return shard, []
-        return shard, [record for _, record in sorted(self.met.pop(shard).items())]
-
-    def gone(self) -> list[str]:
-        """The names of the images that no `place` was asked for."""
-        lost = self.places[~self.used]
-        ids = {shard: self._ids(shard) for shard in np.unique(lost[:, 1]).tolist()}
-        return [ids[shard][row] for _, shard, row in lost[np.lexsort(lost.T[1:][::-1])].tolist()]
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
@@ -261,7 +185,7 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
         raise InputError(f"{folder} holds a job that has not ended; run the same command again")
     ids, vectors = [], []
     for shard in range(manifest["shards"]):
-        paths = _paths(folder, shard)
+        paths = paths_of(folder, shard)
         if absent := next((path for path in paths if not path.is_file()), None):
             raise InputError(f"{absent} is missing; run the same command again")
         try:
@@ -273,7 +197,7 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
             advice = "remove its two files and run again"
             raise InputError(f"shard {shard} of {folder} cannot be read ({error}); {advice}") from None
         if (table.schema.metadata or {}).get(JOB) != _job(manifest):
-            raise _other_job(folder, shard)
+            raise other_job(folder, shard)
         ids += [name for name, row in zip(table.column("id").to_pylist(), rows) if row is not None]
         vectors.append(found)
     return ids, np.concatenate(vectors)
@@ -315,81 +239,12 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-# ---- files
-
-
-def _paths(folder: Path, shard: int) -> tuple[Path, Path]:
-    return folder / f"embeddings-{shard:05d}.npy", folder / f"index-{shard:05d}.parquet"
-
-
-def _shards(folder: Path) -> list[int]:
-    """The numbers of the shards that have a file."""
-    return sorted({int(found[2]) for name in os.listdir(folder) if (found := FILE.fullmatch(name))})
-
-
-def _is_same(folder: Path, shard: int, part: list[Record]) -> bool:
-    """Whether the images of a shard, in its order, are what they were; where not, it is logged.
-
-    Those whose files were modified at another time are read. An index of an earlier vitfast has a hash of the sizes.
-    """
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(_paths(folder, shard)[1])
-    if before := table.schema.metadata.get(SOURCE):
-        digest = hashlib.sha256()
-        for record in part:
-            digest.update(f"{record.size} {record.id}\n".encode())
-        replaced = [] if digest.hexdigest().encode() == before else [record.id for record in part]
-    else:
-        facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
-        other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
-        with ThreadPoolExecutor(THREADS) as pool:
-            now = list(pool.map(content_hash, (record.content for record, _ in other)))
-        replaced = [record.id for (record, before), after in zip(other, now) if before != after]
-    if replaced:
-        said = "shard %d is computed again: of its %d images some were replaced since (%s)"
-        logger.warning(said, shard, len(part), first_of(replaced))
-    return not replaced
-
-
 def _job(manifest: dict) -> bytes:
     """A hash of what the vectors of a job have in common."""
     common = {name: value for name, value in manifest.items() if name not in (*MAY_DIFFER, *TOTALS)}
     if not common.get("exif_orientation"):
         common.pop("exif_orientation", None)  # jobs from before there was this setting say nothing of it
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest().encode()
-
-
-def _other_job(folder: Path, shard: int) -> InputError:
-    """Of a rank that was to start again and never began."""
-    return InputError(f"shard {shard} in {folder} is of another job than {MANIFEST}; run again with --resume never")
-
-
-def _write(
-    folder: Path, shard: int, images: list[_Image], job: bytes, results: list[Embedded], embedder: Embedder
-) -> None:
-    """Writes the two files of a shard; the vectors come last, each file whole."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    vectors = [found.vector for found in results if found.vector is not None]
-    rows = iter(range(len(vectors)))
-    columns = dict(
-        id=pa.array([image.id for image in images], pa.string()),
-        row=pa.array([None if found.vector is None else next(rows) for found in results], pa.int32()),
-        height=pa.array([found.height for found in results], pa.int32()),
-        width=pa.array([found.width for found in results], pa.int32()),
-        error=pa.array([found.error for found in results], pa.string()),
-        bytes=pa.array([image.size for image in images], pa.int64()),
-        modified=pa.array([image.modified for image in images], pa.int64()),
-        content=pa.array([image.hash for image in images], pa.int64()),
-    )
-    table = pa.table(columns).replace_schema_metadata({JOB: job})
-    paths = _paths(folder, shard)
-    with staged(folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
-        np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
-        pq.write_table(table, scratch / paths[1].name)
-        paths[0].unlink(missing_ok=True)  # of images that were replaced since
 
 
 def _manifest_of(folder: Path) -> dict | None:
@@ -409,7 +264,7 @@ def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
     """The manifest, written if there is none. Raises InputError where it is another job's."""
     before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
     if before is None:
-        if _shards(folder):
+        if shards_in(folder):
             raise InputError(f"{folder} holds embeddings without {MANIFEST}; give another --output, or --resume never")
         _write_manifest(folder, manifest, rank)
         return now

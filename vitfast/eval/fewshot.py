@@ -92,7 +92,7 @@ def few_shot(
     shots: list[int | None] | None = None,
     seeds: int = 3,
     l2: float | None = None,
-    img_size: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
 ) -> dict:
     """Accuracy of `config.weights`, frozen, on `config.data`, given few labelled training images a class.
 

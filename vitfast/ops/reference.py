@@ -118,14 +118,14 @@ def layer_norm(x, weight, bias, eps=1e-6):
 
 @_upcastable
 def rms_norm(x, weight, eps=1e-6):
-    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D), contiguous, in x's dtype; at least fp32 inside."""
+    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> contiguous (..., D) in x's dtype; fp32 inside."""
     work = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype).contiguous()
 
 
 @_upcastable
 def residual_add(x, residual, *, layer_scale=None, drop_path=None):
-    """residual + drop_path[b] * layer_scale * x, in the dtype of `residual`, contiguous. x, residual (B, ..., D)."""
+    """residual + drop_path[b] * layer_scale * x: (B, ..., D), contiguous, in the dtype of `residual`."""
     if layer_scale is not None:
         x = x * layer_scale.to(torch.promote_types(x.dtype, torch.float32))
     if drop_path is not None:

@@ -145,11 +145,7 @@ class Recipe:
         ("stop", "skip"), "what a run does at a step whose gradients are not finite: stop, or skip the step"
     )
     ema_decay: float | None = within(None, "[0, 1)", "the decay of a moving average of the weights, which is evaluated")
-    ema_warmup: bool = plain(
-        True,
-        "the decay at step n is at most 1 - n^(-2/3), as with timm's warm-up, so that averages of few steps have "
-        "learned; a run that began before this setting existed continues without",
-    )
+    ema_warmup: bool = plain(True, "the average's decay at step n is at most 1 - n^(-2/3), as in timm's warm-up")
 
     objective: str = choice(
         ("softmax", "sigmoid", "masked"), "the loss: cross-entropy by softmax or by sigmoid, or masked patch prediction"

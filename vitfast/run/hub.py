@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from unittest.mock import patch
 
 from ..errors import InputError, both_ends
 
@@ -22,7 +21,7 @@ def unreachable(lacking: str, why: str) -> InputError:
 
 
 def silence(path: str) -> str:
-    """Why the hub gives no answer about a path, in one line; "" where it gives any. It is asked once a minute."""
+    """Why the hub gives no answer about a path, in one line; "" where it does. It is asked once a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -32,7 +31,7 @@ def silence(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def _ask(url: str, minute: float) -> str:
-    """`silence` about an address. A thread, because the look-up of a name and each address have limits of their own."""
+    """`silence` about an address, by a thread: the look-up of a name has a limit of its own."""
     from huggingface_hub.utils import get_session
 
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 4))
@@ -54,5 +53,12 @@ def _ask(url: str, minute: float) -> str:
 @contextmanager
 def cache_alone() -> Iterator[None]:
     """A context in which Hugging Face's datasets use their cache and no network."""
-    with patch("datasets.config.HF_HUB_OFFLINE", True), patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
         yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

@@ -86,7 +86,7 @@ def get(name: str) -> Recipe:
 
 
 def _for_its_size(config: Config) -> str:
-    """The recipe of a fine-tuning that names none: the one with which its run began, else by its training images."""
+    """The recipe of a fine-tuning that names none: that of its run, else one by its training images."""
     from ..data.counting import count_images  # here, because these import torch, NumPy and YAML
     from ..run.distributed import is_first_rank
     from .run_folder import read_settings

@@ -192,7 +192,8 @@ def _before(saved: dict) -> dict:
 def as_begun(config: Config, record: dict) -> Config:
     """The config of a run that goes on from a record, with BEFORE's values where it began with them."""
     older = _before(record["settings"]) if record else {}
-    if other := [name for name, value in older.items() if getattr(config, name) != value]:
+    used = older if config.ema_decay else older.keys() - {"ema_warmup"}
+    if other := [name for name in older if name in used and getattr(config, name) != older[name]]:
         said = ", ".join(f"{name}={str(older[name]).lower()}" for name in other)
         logger.info("the run began with %s, and continues with it", said)
     return dataclasses.replace(config, **older)

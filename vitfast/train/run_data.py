@@ -1,4 +1,4 @@
-"""Which data a run has: recorded with each checkpoint, alike on all ranks, and compared where the run goes on.
+"""The data of a run: recorded with each checkpoint, and compared between ranks and on resuming.
 
 Where the data lies does not matter. A checkpoint holds the classes and the `fingerprint` of both splits, and of each
 image when its file was modified and its `content_hash`. These are of the first rank; the others may read copies.
@@ -26,7 +26,7 @@ logger = logging.getLogger("vitfast")
 
 
 def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, dict[str, np.ndarray]]:
-    """The record of a run's data, alike on all ranks; and SPLIT_modified, SPLIT_hashes of its images, (N,) int64.
+    """The record of a run's data; and SPLIT_modified and SPLIT_hashes of its images, (N,) int64.
 
     Of the hashes some may be UNKNOWN at first. record: that of the checkpoint that the run goes on from, or {}. Every
     rank asks for the size of each file. Raises InputError where ranks differ in the data or in the step of the

@@ -261,7 +261,7 @@ def _nearest_square(patches: int) -> tuple[int, int] | None:
 
 
 def _preset_heads(config: dict) -> int:
-    """The head count of the preset with this width and depth, of the same family and patch size where there is one."""
+    """The head count of the preset with this width and depth, of this family and patch size if there is."""
     dim, depth, unsaid = config["embed_dim"], config["depth"], "the weights do not say how many heads there are"
     kinds = ("rope", "swiglu_mlp", "pre_norm"), ("patch_size",)
     alike = {
