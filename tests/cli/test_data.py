@@ -134,7 +134,7 @@ def test_a_bare_file_of_images_that_are_not_square_is_measured_at_its_size(capsy
     commands = {
         "eval": ("--data", data),
         "fewshot": ("--data", data, "--method", "ridge", "--shots", 2),
-        "predict": (data / "val" / "a",),
+        "predict": (data / "val",),
     }
     for command, given in commands.items():
         found = []
