@@ -124,3 +124,15 @@ def test_compiled_code_computes_the_same(mode, backend, layout):
     for ours, theirs in zip(found, expected, strict=True):
         size = max(1.0, theirs.abs().max().item())
         torch.testing.assert_close(ours, theirs, atol=1e-5 * size, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "linear_gelu", "linear_residual", "mlp"])
+def test_plain_pytorch_gives_contiguous_maps(name):
+    """Of pixels (B, h, w, D) that lie in memory as a convolution leaves them, as the kernels do."""
+    tensors = draw(name)
+    for key in {"x", "residual"} & tensors.keys():
+        tensors[key] = permuted(tensors[key].unflatten(1, (-1, 1)).repeat(1, 1, 3, 1), [0, 3, 1, 2])
+        assert not tensors[key].is_contiguous()
+    with ops.use_kernels("off"):
+        found = OPERATIONS[name].function(**tensors)
+    assert all(o.is_contiguous() for o in (found if isinstance(found, tuple) else [found]))
