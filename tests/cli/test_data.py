@@ -141,12 +141,8 @@ def test_a_bare_file_of_images_that_are_not_square_is_measured_at_its_size(capsy
         for weights, size in ((tmp_path / "w", ()), (bare, ("--img-size", 24, 40))):
             code, out, err = run_cli(capsys, command, *given, "--weights", weights, *size, *shared)
             assert code == 0, err
-            found.append(
-                [
-                    {k: v for k, v in row.items() if "second" not in k and k != "weights"}
-                    for row in map(json.loads, out.splitlines())
-                ]
-            )
+            rows = json.loads(out) if command == "predict" else [json.loads(out)]
+            found.append([{k: v for k, v in row.items() if "second" not in k and k != "weights"} for row in rows])
         assert found[0] == found[1], command
         code, _, err = run_cli(capsys, command, *given, "--weights", bare, *shared)
         assert code == 2 and "16 entries is 3 x 5 + 1 (img_size=(24, 40), no_embed_class=False) or 4 x 4 + 0" in err
