@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 
 from ..launch import batch_invariant
-from ..libraries import cublaslt
 
 GENERATIONS = (80, 89, 90, 100, 120)
 # Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
@@ -278,6 +277,7 @@ def _unsupported_reason(provider: str, x: torch.Tensor) -> str | None:
         return None
     if _scope.sm is not None or x.device.type == "meta":
         return "it is not compiled offline"
+    cublaslt = importlib.import_module("..libraries.cublaslt", __package__)  # when a rule first names it
     return cublaslt.unsupported_reason(x)
 
 
@@ -339,7 +339,7 @@ def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
-    """Which providers of the operation cannot run on x, and why: {"cublaslt": "not built: no C++ compiler"}."""
+    """Which providers cannot run on x, and why: {"cublaslt": "not built: no C++ compiler"}."""
     providers = (rule.config.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op)), x, shape))
     reasons = {provider: _unsupported_reason(provider, x) for provider in dict.fromkeys(providers)}
     return {provider: reason for provider, reason in reasons.items() if reason}

@@ -46,7 +46,7 @@ class Source:
         return str(index)
 
     def content(self, index: int) -> object:
-        """What holds an image, as `identity.stamp` has it; None where the data does not say."""
+        """The holder of an image, as `identity.stamp` has it; None where the data does not say."""
 
 
 class Subset(Source):
