@@ -305,7 +305,7 @@ QUEUE = (
         LOG,
         120,
         (*OURS, "vitfast/adapters/*.py", "vitfast/eval/embed*.py"),
-        *(*paths("model/", "same_bits export"), *paths("ops/", "sdpa"), *paths("eval/", "embedder")),
+        *(*paths("model/", "same_bits export"), *paths("eval/", "embedder")),
         *(*paths("tools/cost/", "memory"), *paths("adapters/", "accelerate_gpu"), "-k", "not package"),
     ),
     Question(

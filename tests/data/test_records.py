@@ -106,8 +106,12 @@ def test_paths_in_parquet_files_that_cannot_be_read_say_why(tmp_path):
     parquet(tmp_path / "a.parquet", path=["pipe.png", "none.png", "a\0b.png"])
     found = Embedder(tiny(5), workers=0).embed([r.content for r in records(str(tmp_path / "a.parquet"))], errors="skip")
     assert [reason for _, reason in found.skipped] == [
-        f"images[{i}] cannot be read as an image ({why}); remove or replace it"
-        for i, why in enumerate(("it is no regular file", "No such file or directory", "embedded null byte"))
+        f"{tmp_path}/{name} cannot be read as an image ({why}); remove or replace it"
+        for name, why in (
+            ("pipe.png", "it is no regular file"),
+            ("none.png", "No such file or directory"),
+            ("a\0b.png", "embedded null byte"),
+        )
     ]
 
 
@@ -126,6 +130,12 @@ def test_parquet_files_hold_bytes_structs_or_paths(tmp_path):
         parquet(tmp_path / "c.parquet", text=["a"] * 7, **{column: given})
         chosen = column if column == "other" else None
         assert list(listed(tmp_path / "c.parquet", chosen).values()) == CONTENTS
+        stamps = [(record.size, record.modified) for record in records(str(tmp_path / "c.parquet"), chosen)]
+        assert stamps == [((file := (tmp_path / n).stat()).st_size, file.st_mtime_ns) for n in names]
+    mixed = [{"bytes": c if i % 2 else None, "path": n} for i, (c, n) in enumerate(zip(CONTENTS, names))]
+    parquet(tmp_path / "c.parquet", image=mixed)
+    assert list(listed(tmp_path / "c.parquet").values()) == CONTENTS
+    assert [str(r.content).endswith(n) for r, n in zip(records(str(tmp_path / "c.parquet")), names)] == [1, 0] * 3 + [1]
     for columns, column, message in (
         (dict(a=[1], b=["x"]), None, r"no column of images \(a, b\); give --column"),
         (dict(a=[b"1"], b=[b"2"]), None, r"several columns of images \(a, b\)"),

@@ -6,6 +6,7 @@ The truth of each content is arithmetic on the pixels that were put in, or torch
 import io
 import os
 import re
+import struct
 import tarfile
 import threading
 import warnings
@@ -65,6 +66,17 @@ def of_cmyk(values: np.ndarray) -> np.ndarray:
     return (white - np.floor(values[..., :3] * white / 255 + 0.5)).astype(np.uint8)
 
 
+def tiff12(grey: np.ndarray) -> bytes:
+    """A TIFF file of 12-bit grey, (H, W) with an even W: two numbers in three bytes."""
+    a, b = grey[:, ::2].astype(int), grey[:, 1::2].astype(int)
+    data = np.stack([a >> 4, (a & 15) << 4 | b >> 8, b & 255], -1).astype(np.uint8).tobytes()
+    (height, width), tags = grey.shape, []
+    for tag, value in (256, width), (257, height), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, height):
+        tags.append(struct.pack("<HHII", tag, 4, 1, value))
+    tags.append(struct.pack("<HHII", 279, 4, 1, len(data)))
+    return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", 9) + b"".join(tags) + bytes(4)
+
+
 def png16(pixels: np.ndarray, colours: int) -> bytes:
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
     return pictures._png(*pixels.shape[:2], 16, colours, lines)
@@ -104,6 +116,7 @@ def contents() -> dict[str, tuple[bytes, np.ndarray]]:
         "1 bit.png": (encoded(Image.fromarray(GREY > 127)), np.where(THREE > 127, 255, 0)),
         "16 bits.png": (encoded(Image.fromarray(sixteen)), THREE),
         "16 bits.tif": (encoded(Image.fromarray(sixteen), "TIFF"), THREE),
+        "12 bits.tif": (tiff12(GREY.astype(np.uint16) * 16 + 7), THREE),
         "16 bits.pgm": (encoded(Image.fromarray(sixteen.astype(np.int32)), "PPM"), THREE),
         "16-bit RGB.png": (png16(wide, 2), RGB),
         "16-bit RGBA.png": (png16(np.dstack([wide, ALPHA.astype(np.uint16) * 257]), 6), RGB),

@@ -211,6 +211,20 @@ def test_new_images_and_shards_that_are_absent(source, capsys):
     assert all(after[name] == before[name] for name in before if name.partition(".")[0] in kept)
 
 
+def test_parts_say_which_images_their_shards_have(source, capsys):
+    """A shard that was not full and is absent is filled with new images."""
+    (source / "photos" / "00.png").unlink()
+    run_cli(capsys, *arguments(source))
+    (source / "out" / "embeddings-00005.npy").unlink()
+    for i in range(3):
+        pictures.smooth(i, 30, 31).save(source / "photos" / f"z{i}.png")
+    run_cli(capsys, *arguments(source))
+    parts = json.loads((source / "out" / "manifest.json").read_text())["parts"]
+    assert parts == [dict(images=24, shards=6), dict(images=2, shards=1)]
+    rows = [pq.read_metadata(source / "out" / f"index-{k:05d}.parquet").num_rows for k in range(7)]
+    assert (sum(rows[:6]), rows[6]) == (24, 2)
+
+
 def replace(path, data: bytes) -> None:
     """Writes a file that was modified a second after the one that it replaces."""
     before = path.stat()

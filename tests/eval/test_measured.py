@@ -57,6 +57,11 @@ def test_the_data_of_the_weights_own_run_is_measured_by_the_tenth_that_it_held_o
     assert count == 20 and said.startswith(
         f"measures all 20 images of {data}; the run of these weights trained on most of them"
     )
+    copy = shutil.copytree(data, tmp_path / "replaced")
+    for path in copy.rglob("*.png"):  # of equal size, and later
+        path.write_bytes(path.read_bytes()[:-13] + bytes(13))
+    said = f"measures all 20 images of {copy}; --split val measures the 2 that training holds out"
+    assert evaluate(copy) == (20, said)
     copy = shutil.copytree(data, tmp_path / "elsewhere")  # known by its files
     assert evaluate(copy)[0] == 2
     (copy / "bee" / "9.png").unlink()

@@ -180,7 +180,7 @@ def test_a_fine_tuning_takes_its_recipe_by_the_number_of_images_of_any_source(tm
     assert small.epochs * recipes.FEW == large.steps * large.batch_size  # as many images are seen
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for name, spec in sources(tmp_path).items():
-        for few, told, wanted in ((12, "12 training images", small), (11, "(more than 11|12) training images", large)):
+        for few, told, wanted in ((12, "12 images", small), (11, "(more than 11|12) images", large)):
             monkeypatch.setattr(recipes, "FEW", few)
             caplog.clear()
             assert resolve("finetune", dict(data=spec)).name == wanted.name, (name, few)

@@ -60,18 +60,18 @@ def test_a_run_goes_on_with_the_same_data_elsewhere(tmp_path, monkeypatch, caplo
         os.utime(path, (1, 1))
     with caplog.at_level("INFO"):
         assert train(config(tmp_path / "run", tmp_path / "local", 6))["steps"] == 6
-    assert "12 training images were modified at other times; their contents are compared" in caplog.text
+    assert f"{tmp_path}/local/train: 12 images were modified at other times; their contents are compared" in caplog.text
     assert same_runs(tmp_path / "run", tmp_path / "whole")
     assert read_record(tmp_path / "run/checkpoints/last")["settings"]["data"] == str(tmp_path / "local")
-    caplog.clear()
-    with caplog.at_level("INFO"):  # it is finished, whatever its data is called
-        assert train(config(tmp_path / "run", "photos", 6))["steps"] == 6
-        assert train(config(tmp_path / "run", tmp_path / "photos", 6))["steps"] == 6
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for data in (tmp_path / "local", "photos", tmp_path / "photos"):  # it is finished, whatever its data is called
+        assert train(config(tmp_path / "run", data, 6))["steps"] == 6
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     assert same_runs(tmp_path / "run", tmp_path / "whole")
-    for path in (tmp_path / "local").rglob("*.bmp"):  # another folder is not the run's, though it has ended
-        path.write_bytes(path.read_bytes()[:-9] + bytes(9))
+    for path in (tmp_path / "photos").rglob("*.bmp"):  # another folder is not the run's, though it has ended
+        later(path, path.read_bytes()[:-9] + bytes(9))
     with pytest.raises(InputError, match="the data is not what .* was trained on .train_images: files replaced by oth"):
-        train(config(tmp_path / "run", tmp_path / "local", 6))
+        train(config(tmp_path / "run", tmp_path / "photos", 6))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -228,3 +228,26 @@ def test_data_of_a_library_is_known_by_its_images(build, tmp_path, monkeypatch):
     other = build(tmp_path / "other", [*numbers[:5], 221, *numbers[6:]], monkeypatch)
     with pytest.raises(InputError, match=r"train_images: files replaced by others of equal size: \S*[56]\S*\)"):
         train(digits(**fields, steps=4, **other))
+
+
+def test_shards_of_other_sizes_are_other_data_where_the_order_goes_by_them(tmp_path, monkeypatch):
+    """Above WINDOW images, which are then read file by file."""
+    numbers = [0, 200, 10, 210, 20, 220, 30, 230]
+    root = Path(_shards(tmp_path / "one", numbers, None)["data"].removeprefix("wds/"))
+    other = Path(shutil.copytree(root, tmp_path / "two"))
+    with tarfile.open(root / "train-0.tar") as tar:
+        members = [(member, tar.extractfile(member).read()) for member in tar]
+    (other / "train-0.tar").unlink()
+    for number, part in enumerate((members[:8], members[8:])):
+        with tarfile.open(other / f"train-{number}.tar", "w") as tar:
+            for member, content in part:
+                tar.addfile(member, io.BytesIO(content))
+    fields = QUICK | dict(workers=0, output=tmp_path / "run")
+    for window, steps in ((run_data_module.WINDOW, 3), (7, 5)):
+        monkeypatch.setattr(run_data_module, "WINDOW", window)
+        train(digits(**fields, steps=steps - 1, data=f"wds/{root}"), resume="never")
+        if window == 7:
+            with pytest.raises(InputError, match="train_images: images spread over other shards"):
+                train(digits(**fields, steps=steps, data=f"wds/{other}"))
+        else:
+            assert train(digits(**fields, steps=steps, data=f"wds/{other}"))["steps"] == steps

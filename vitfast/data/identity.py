@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from .sources import Source
 
 ENDS = 64 * 1024  # bytes at the beginning and at the end of an image's file that stand for all of it
 THREADS = 16  # for the sake of network disks
+logger = logging.getLogger("vitfast")
 UNKNOWN, LOST = 0, -1  # content hashes of an image that none has been made of, and of one that cannot be read
 
 
@@ -28,7 +30,7 @@ def stamp(content) -> tuple[int, int]:
         return len(content), content_hash(content)
     try:
         found = os.stat(getattr(content, "path", content))
-    except OSError:
+    except (OSError, ValueError):  # a name with a null byte
         return -1, 0
     size = getattr(content, "size", None)
     return found.st_size if size is None else size, found.st_mtime_ns
@@ -105,3 +107,17 @@ def hash_contents(source: Source, indices: Iterable[int], hashes: np.ndarray, se
         thread.start()
     for thread in threads:
         thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+
+def replaced(source: Source, modified: np.ndarray, before: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """The indices of the images whose content is not the one with the known `hashes`, which become those of now.
+
+    modified, before: their times of modification now and then; images with another time are read.
+    """
+    moved = np.flatnonzero(before != modified)
+    known = hashes[moved]
+    if len(moved):
+        said = "%s: %d images were modified at other times; their contents are compared"
+        logger.info(said, source.where, len(moved))
+        hash_contents(source, moved.tolist(), hashes)
+    return moved[(known != hashes[moved]) & (known != UNKNOWN)]

@@ -117,7 +117,8 @@ def as_rgb(image: Image.Image, reading: Reading) -> Image.Image:
     if image.width * image.height > LARGE:
         image.draft(None, (AMPLE, AMPLE))
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # older Pillows use I
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample
+        image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("its pixels are 32-bit numbers, whose range no file tells: save it with 8 or 16 bits")
     if image.mode == "P" and "transparency" in image.info:

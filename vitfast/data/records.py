@@ -5,7 +5,6 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
@@ -128,7 +127,7 @@ class _Group:
 
 
 class Cell(NamedTuple):
-    """An image in a table of Arrow: bytes, a path from the folder of its file, or a struct of both."""
+    """An image in a table of Arrow: bytes, or a struct that has them."""
 
     column: object
     row: int
@@ -137,19 +136,10 @@ class Cell(NamedTuple):
 
     def read_bytes(self) -> bytes:
         value = self.column[self.row].as_py()
-        path = None
-        if isinstance(value, dict):  # as Hugging Face writes images
-            value, path = value.get("bytes"), value.get("path")
-        elif isinstance(value, str):
-            value, path = None, value
-        if value is None and path is None:
+        value = value.get("bytes") if isinstance(value, dict) else value  # as Hugging Face writes images
+        if value is None:
             raise ValueError("its row has no image")
-        if value is not None:
-            return value
-        file = Path(os.path.dirname(self.path), path)
-        if file.exists() and not file.is_file():
-            raise ValueError("it is no regular file")  # reading a pipe would wait for a writer
-        return file.read_bytes()
+        return value
 
 
 def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
@@ -157,20 +147,36 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    name, size, row = os.path.relpath(path, root or "."), stamp(path), itertools.count()
+    name, of_file, row = os.path.relpath(path, root or "."), stamp(path), itertools.count()
     try:
         with pq.ParquetFile(path) as file:
             column = _column(file.schema_arrow, path, column)
             named = ["id"] if "id" in file.schema_arrow.names and column != "id" else []
             for number in range(file.num_row_groups):
-                group = _Group(path, number, column)
-                count = file.metadata.row_group(number).num_rows
-                ids = file.read_row_group(number, columns=named).column(0).to_pylist() if named else [None] * count
-                for place, own in enumerate(ids):
+                group, files = _Group(path, number, column), _files_of_group(file, number, column)
+                ids = file.read_row_group(number, columns=named).column(0).to_pylist() if named else [None] * len(files)
+                for place, (own, image) in enumerate(zip(ids, files)):
                     fallback = f"{name}:{next(row)}"
-                    yield Record(fallback if own is None else printable(str(own)), Cell(group, place, path), *size)
+                    content = os.path.join(os.path.dirname(path), image) if image else Cell(group, place, path)
+                    known = stamp(content) if image else of_file
+                    yield Record(fallback if own is None else printable(str(own)), content, *known)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from None
+
+
+def _files_of_group(file, number: int, column: str) -> list[str | None]:
+    """The paths of the images of a row group that lie in files of their own; None for those that lie in it."""
+    group = file.metadata.row_group(number)
+    leaves = {leaf.path_in_schema: leaf.statistics for leaf in map(group.column, range(group.num_columns))}
+    if column in leaves and "string" in str(file.schema_arrow.field(column).type):
+        return file.read_row_group(number, columns=[column]).column(0).to_pylist()
+    told = leaves.get(f"{column}.bytes")
+    lacking = told.null_count if told is not None and told.has_null_count else 1  # some, where nothing says
+    if f"{column}.path" not in leaves or not lacking:
+        return [None] * group.num_rows
+    read = [f"{column}.path"] if lacking == group.num_rows else [column]
+    values = file.read_row_group(number, columns=read).column(0).to_pylist()
+    return [value["path"] if value and value.get("bytes") is None else None for value in values]
 
 
 def _column(schema, path: str, column: str | None) -> str:

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import PIL
 import torch
+from safetensors import safe_open
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..data.classes import imagenet_numbers
-from ..data.identity import fingerprint
+from ..data.identity import fingerprint, replaced
 from ..data.loader import Data, open_data
 from ..data.resize import INSTALLED
 from ..data.samples import PADDING, counts
@@ -205,6 +207,13 @@ def run_record(weights: str) -> dict:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); move it away") from None
 
 
+def run_images(weights: str, part: str) -> list[np.ndarray]:
+    """The times of modification and the hashes of a split's images in the state/ beside weights, [] without."""
+    names = [f"images.{part}_modified", f"images.{part}_hashes"]
+    with safe_open(locate(weights).weights.parent / "state" / "state.safetensors", "np") as file:
+        return [file.get_tensor(name) for name in names if name in file.keys()]
+
+
 def compare_pillow(weights: str) -> None:
     """Warns where the run that made the weights resized images in the order of another Pillow."""
     theirs = run_record(weights).get("pillow", INSTALLED)
@@ -253,8 +262,13 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
     index, theirs = record.get("data", {}), record.get("settings", {}).get("data") or ""
 
     def is_part(source: Source, part: str) -> bool:
-        found = fingerprint(source)[0] if f"{part}_sizes" in index else {}
-        return "sizes" in found and all(index.get(f"{part}_{kind}", value) == value for kind, value in found.items())
+        if not len(source) or f"{part}_sizes" not in index:
+            return False
+        found, modified = fingerprint(source)
+        same = "sizes" in found and all(index.get(f"{part}_{kind}", value) == value for kind, value in found.items())
+        if not same or not (saved := run_images(config.weights, part)):  # an earlier vitfast has none
+            return same
+        return not len(replaced(source, modified, *saved))
 
     own, seen = is_part(share, "val"), ""
     if own or is_part(whole, "train"):

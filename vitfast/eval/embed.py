@@ -115,11 +115,10 @@ def _embed_to(
     written = Written(folder, job, resume)
     absent = (shard for shard in itertools.count() if shard not in written.counts)
     waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-    images, last = 0, max(written.counts, default=-1)
+    counts, images = dict(written.counts), 0  # of images, by shard
 
     def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
-        nonlocal last
-        last = max(last, shard)
+        counts[shard] = len(part)
         if shard % world == rank:
             waiting[shard] = [ShardImage(record) for record in part]
             yield from ((shard, image, image.id) for image in list(waiting[shard]))
@@ -158,20 +157,19 @@ def _embed_to(
         write_shard(folder, shard, waiting.pop(shard), job, computed, embedder)
     if not images:
         raise InputError("there is no image to embed")
-    for shard in itertools.takewhile(lambda shard: shard < last, absent):  # of images that are gone, before they were
+    for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
         if shard % world == rank:
             write_shard(folder, shard, [], job, [], embedder)
-    totals = dict(images=images, shards=last + 1)
-    parts = before.get("parts") or [{name: before[name] for name in totals if name in before}]  # an earlier vitfast's
-    parts = parts if TOTALS[1] in before else []
-    more = {name: total - sum(part[name] for part in parts) for name, total in totals.items()}
-    parts += [more] * (more["shards"] > 0)
-    _write_manifest(folder, manifest | totals | dict(parts=parts), rank)
+    ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
+    ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
+    parts = [dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)]
+    totals = dict(images=images, shards=ends[-1], parts=parts)
+    _write_manifest(folder, manifest | totals, rank)
     return progress
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
-    """Returns (ids, vectors (n, D) fp32) of the images that could be read, in the order of the source.
+    """Returns (ids, vectors (n, D) fp32) of the images that could be read, in the order of shards and rows.
 
     Raises InputError if the folder is not that of a finished job.
     """

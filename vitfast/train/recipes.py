@@ -102,7 +102,7 @@ def _for_its_size(config: Config) -> str:
     name = SMALL.name if count <= FEW else LARGE
     if count and is_first_rank():
         told = f"more than {FEW:,}" if count == FEW + 1 else f"{count:,}"
-        logger.info("recipe %s: %s training images (%s up to %s, %s above)", name, told, SMALL.name, f"{FEW:,}", LARGE)
+        logger.info("recipe %s: %s images (%s up to %s, %s above)", name, told, SMALL.name, f"{FEW:,}", LARGE)
     return name
 
 

@@ -248,12 +248,13 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run, data=False)
-    same = os.path.realpath(settings.get("data") or "") == os.path.realpath(config.data)
-    if _longer(config, summary) or not same:  # where the name is another, the images tell
-        return None
-    said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
-    logger.info(said, config.output, summary["steps"], summary["accuracy"])
-    return summary
+    return None if _longer(config, summary) else summary
+
+
+def is_elsewhere(config: Config) -> bool:
+    """Whether the run in the output began with data of another name."""
+    settings = read_settings(Path(config.output)) or {}
+    return os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data)
 
 
 def _longer(config: Config, summary: dict) -> int | None:

@@ -12,14 +12,16 @@ import numpy as np
 from safetensors import safe_open
 
 from ..data.classes import first_of
-from ..data.identity import UNKNOWN, described, fingerprint, hash_contents
+from ..data.identity import UNKNOWN, described, fingerprint, hash_contents, replaced
 from ..data.loader import Data
+from ..data.samples import WINDOW
 from ..data.sources import Source
 from ..errors import InputError
 from ..run.config import changes
 from .resume import reading
 
 CHANGED = dict(paths="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
+CHANGED |= dict(shards="images spread over other shards")
 SPLITS = dict(train="training images", val="validation images")
 WAIT = 10.0  # seconds that a run waits for the hashes of its images; the rest is hashed while it trains
 logger = logging.getLogger("vitfast")
@@ -37,6 +39,7 @@ def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, d
     sources = dict(train=data.train, val=data.val)
     for split, source in sources.items():
         found, times = fingerprint(source)
+        found["shards"] = str(source.shards) if len(source) > WINDOW else ""  # as `epoch_order` goes by them
         index |= {f"{split}_images": len(source)} | {f"{split}_{kind}": value for kind, value in found.items()}
         images |= {f"{split}_modified": times, f"{split}_hashes": np.full_like(times, UNKNOWN)}
         facts[SPLITS[split]] = [len(source), found]
@@ -87,14 +90,9 @@ def _check_contents(sources: dict[str, Source], images: dict[str, np.ndarray], c
     with reading(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
         saved = {name: file.get_tensor(f"images.{name}").numpy() for name in images if f"images.{name}" in file.keys()}
     for split, source in sources.items() if saved else ():  # an earlier vitfast has none
-        before, hashes = saved[f"{split}_hashes"], images[f"{split}_hashes"]
-        hashes[:] = before
-        moved = np.flatnonzero(saved[f"{split}_modified"] != images[f"{split}_modified"])
-        if len(moved):
-            said = "%d %s were modified at other times; their contents are compared"
-            logger.info(said, len(moved), SPLITS[split])
-            hash_contents(source, moved.tolist(), hashes)
-        other = moved[(before[moved] != hashes[moved]) & (before[moved] != UNKNOWN)]
+        modified, hashes = (images[f"{split}_{kind}"] for kind in ("modified", "hashes"))
+        hashes[:] = saved[f"{split}_hashes"]
+        other = replaced(source, modified, saved[f"{split}_modified"], hashes)
         if len(other):
             names = first_of([source.path(index) for index in other[:4]])
             raise _other_data(checkpoint, f"{split}_images: files replaced by others of equal size: {names}")
