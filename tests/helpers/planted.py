@@ -134,9 +134,9 @@ a resumed run draws other random numbers | train/step.py | train/test_train.py -
 the model is saved as its average | train/resume.py | train/test_train.py -k bit_for_bit
 - get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()
 + get_model_state_dict(train_step.model, options=WHOLE) for name in train_step.models
-an image that was replaced is trained on | train/run_data.py | train/test_run_data.py -k equal_size
-- (before[moved] != hashes[moved])
-+ (before[moved] != before[moved])
+an image that was replaced is trained on | data/identity.py | train/test_run_data.py -k equal_size
+- (known != hashes[moved])
++ (known != known)
 the momentum is not saved | train/resume.py | train/test_train.py -k bit_for_bit
 - if train_step.optimizer.state:
 + if False:
