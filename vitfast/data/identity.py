@@ -110,7 +110,7 @@ def hash_contents(source: Source, indices: Iterable[int], hashes: np.ndarray, se
 
 
 def replaced(source: Source, modified: np.ndarray, before: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """The indices of the images whose content is not the one with the known `hashes`, which become those of now.
+    """The indices of images whose content is not that of the `hashes`, which become those of now.
 
     modified, before: their times of modification now and then; images with another time are read.
     """

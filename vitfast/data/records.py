@@ -165,7 +165,7 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
 
 
 def _files_of_group(file, number: int, column: str) -> list[str | None]:
-    """The paths of the images of a row group that lie in files of their own; None for those that lie in it."""
+    """The paths of the images of a row group that are files of their own; None for those in it."""
     group = file.metadata.row_group(number)
     leaves = {leaf.path_in_schema: leaf.statistics for leaf in map(group.column, range(group.num_columns))}
     if column in leaves and "string" in str(file.schema_arrow.field(column).type):

@@ -208,7 +208,7 @@ def run_record(weights: str) -> dict:
 
 
 def run_images(weights: str, part: str) -> list[np.ndarray]:
-    """The times of modification and the hashes of a split's images in the state/ beside weights, [] without."""
+    """The times of modification and hashes of the images of a run's split; [] where it has none."""
     names = [f"images.{part}_modified", f"images.{part}_hashes"]
     with safe_open(locate(weights).weights.parent / "state" / "state.safetensors", "np") as file:
         return [file.get_tensor(name) for name in names if name in file.keys()]

@@ -169,7 +169,7 @@ def _embed_to(
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
-    """Returns (ids, vectors (n, D) fp32) of the images that could be read, in the order of shards and rows.
+    """Returns (ids, vectors (n, D) fp32) of the images that could be read, shard by shard.
 
     Raises InputError if the folder is not that of a finished job.
     """

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -240,21 +240,24 @@ def check_unfinished(config: Config) -> None:
         )
 
 
-def finished_summary(config: Config, resume: str) -> dict | None:
-    """The summary of a run that is complete already, None otherwise."""
+def finished_summary(config: Config, resume: str, compare: Callable[[], object]) -> dict | None:
+    """The summary of a run that is complete already, None otherwise.
+
+    compare: called where the data has another name; it raises InputError where the images are others.
+    """
     run = Path(config.output)
     summary = read_summary(run) if resume == "auto" and config.output else None
     settings = read_settings(run) if summary else None
     if settings is None:
         return None
     check_settings(config, settings, run, data=False)
-    return None if _longer(config, summary) else summary
-
-
-def is_elsewhere(config: Config) -> bool:
-    """Whether the run in the output began with data of another name."""
-    settings = read_settings(Path(config.output)) or {}
-    return os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data)
+    if _longer(config, summary):
+        return None
+    if os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data):
+        compare()
+    said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
+    logger.info(said, config.output, summary["steps"], summary["accuracy"])
+    return summary
 
 
 def _longer(config: Config, summary: dict) -> int | None:

@@ -26,7 +26,7 @@ from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import as_begun, find_start, finished_summary, is_elsewhere, load_checkpoint, read_record, save_checkpoint
+from .resume import as_begun, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_data import run_data
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
@@ -393,12 +393,8 @@ def train(config: Config, resume: str = "auto", on_metrics: Callable[[dict], obj
     Its error is an InputError in the first row of a split, and later a warning. Raises InputError and TrainingError.
     """
     with peers_told():
-        summary = finished_summary(config, resume)
+        summary = finished_summary(config, resume, lambda: Trainer(config, resume))
         if summary is None:
             return Trainer(config, resume, on_metrics=on_metrics).fit()
-        if is_elsewhere(config):
-            Trainer(config, resume)  # raises where the images are others
-        said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
-        logger.info(said, config.output, summary["steps"], summary["accuracy"])
         complete(config, summary)
         return summary

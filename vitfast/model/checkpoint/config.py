@@ -72,7 +72,7 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
     if shapes["pre_norm"] or known.get("rope") == "dinov3":  # CLIP's and DINOv3's eps, if nothing says it
         defaults = defaults | dict(norm_eps=1e-5)
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
-    positions, guessed = _positions(made, result, sizes, known, where)
+    positions, guessed, rivals = _positions(made, result, sizes, known, where)
     result |= positions
     if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
         raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has only 'silu'")
@@ -80,7 +80,7 @@ def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dic
     said = {*made.facts, *told, *known, *(["num_heads"] if "num_heads" in shapes else [])}
     unsaid = guessed + [name for name in made.form.unsaid if name not in said]
     if assumed := [f"{name}={result[name]!r}" for name in unsaid]:
-        notes.append(f"the weights do not say {', '.join(assumed)}: assumed; pass those that differ")
+        notes.append(f"the weights do not say {', '.join(assumed)}: assumed{rivals}; pass those that differ")
     names, more = class_names(config, shapes["num_classes"])
     return result | ({"class_names": names} if names else {}), notes + more
 
@@ -206,8 +206,8 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
     )
 
 
-def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where: str) -> tuple[dict, list[str]]:
-    """img_size and no_embed_class of the position tables, and the names of those that are assumed.
+def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where: str) -> tuple[dict, list[str], str]:
+    """img_size and no_embed_class of the position tables, the names of those assumed, and other readings.
 
     told: `img_size` of the model or `input_size` of its images, if config.json has them. A reading of a table is a grid
     (h, w) after a position for each prefix token, or alone (no_embed_class): config.json's; else that of the caller's
@@ -218,10 +218,10 @@ def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where
     (p, q), size = pair(config["patch_size"]), own or meant
     kind = next((name for name in _TABLES if name in made.state), None)
     if kind is None:
-        return dict(img_size=size or asked or 224), [] if size or asked else ["img_size"]
+        return dict(img_size=size or asked or 224), [] if size or asked else ["img_size"], ""
     length, prefix = made.state[kind].shape[1], int(config["class_token"]) + config["reg_tokens"]
     if kind == "pos_embed_x":
-        return dict(img_size=(made.state["pos_embed_y"].shape[1] * p, length * q)), []
+        return dict(img_size=(made.state["pos_embed_y"].shape[1] * p, length * q)), [], ""
     patches = {False: length - prefix, True: length}  # their number, by no_embed_class
     if kind == "pos_embed_rel" or not prefix:
         patches, prefix = {False: length if kind == "pos_embed" else (length + 1) // 2}, 0
@@ -231,6 +231,10 @@ def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where
     def fit(size: tuple[int, int] | None) -> list[tuple[int, int, bool]]:
         grid = (size[0] // p, size[1] // q) if size else ()
         return [(*grid, alone) for alone, n in patches.items() if grid and n == math.prod(grid)]
+
+    def either(readings: list[tuple[int, int, bool]]) -> str:
+        said = "{} x {} + {} (img_size=({}, {}), no_embed_class={})"
+        return " or ".join(said.format(h, w, prefix * (not a), h * p, w * q, a) for h, w, a in readings)
 
     by_json = fit(size)
     by_caller = [] if by_json or own else fit(asked)
@@ -242,8 +246,7 @@ def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where
     if own and not by_json:
         raise InputError(f"{where} says images of {own[0]} x {own[1]}, and {table} not theirs")
     if len(fits) != 1 or not (by_json or by_caller or fits[0][0] == fits[0][1]):
-        both = [f"{h} x {w} + {prefix * (not a)} (img_size=({h * p}, {w * q}), no_embed_class={a})" for h, w, a in fits]
-        says = f"{' or '.join(both)}; pass those" if len(fits) > 1 else "no square grid; pass img_size=(height, width)"
+        says = f"{either(fits)}; pass those" if len(fits) > 1 else "no square grid; pass img_size=(height, width)"
         raise InputError(f"{table} {says} of the checkpoint (vitfast convert has --img-size)")
     ((h, w, alone),) = fits
     if by_json and not asked and (h * p, w * q) != size:
@@ -251,7 +254,9 @@ def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where
         raise InputError(f"{cut}; cut the images yourself and pass img_size=({h * p}, {w * q})")
     sure = by_json or (by_caller and {*near} <= {*fits})
     names = [] if sure else ["img_size", "no_embed_class"] if prefix and only is None else ["img_size"]
-    return dict(img_size=h * p if h * p == w * q else (h * p, w * q), no_embed_class=alone), names
+    rivals = [one for one in near if one not in fits]
+    told = f" (the position table may also be {either(rivals)})" if names and rivals else ""
+    return dict(img_size=h * p if h * p == w * q else (h * p, w * q), no_embed_class=alone), names, told
 
 
 def _nearest_square(patches: int) -> tuple[int, int] | None:

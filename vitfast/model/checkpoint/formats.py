@@ -253,6 +253,8 @@ def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
     try:
         state, facts = form.prepare(source, told)
         state = rename(state, form.renames)
+        empty = [k for k in ("reg_token", "register_tokens") if k in state and not state[k].numel()]  # of none
+        state = {k: v for k, v in state.items() if k not in empty}
         left_out = [k for k in state if re.search(form.ignored, k)]
         state = {k: v for k, v in state.items() if k not in left_out}
         for key, value in state.items():  # before q, k and v are joined, which would promote them to one dtype

@@ -82,7 +82,7 @@ def prepare_dinov3(source: State, told: Mapping) -> tuple[State, dict]:
     state = {key.removeprefix("model."): value for key, value in zero_key_bias(source).items()}
     if not any(".mlp.gate_proj." in key for key in state):
         state = rename(state, to_ours([UNGATED]))
-    return {key: value for key, value in state.items() if value.numel() or "register_tokens" not in key}, {}
+    return state, {}
 
 
 def prepare_meta(source: State, told: Mapping) -> tuple[State, dict]:
