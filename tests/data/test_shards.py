@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from runs import digits
-from shards import files, shards, write
+from shards import card, files, shards, write
 
 from vitfast import InputError
 from vitfast.data import samples
@@ -72,7 +72,7 @@ def test_an_epoch_of_a_stream_has_as_many_images_for_any_number_of_ranks_and_wor
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     root = pictures.folder(tmp_path / "data", splits=("train", "validation"))
-    (root / "README.md").write_text(CARD)
+    (root / "README.md").write_text(card(8))
     config = digits(data=f"hfids/{root}", batch_size=4, epochs=3, workers=0)
     for world in (1, 2, 3):
         for workers in (0, 2):
@@ -194,23 +194,11 @@ def test_shards_hold_what_webdataset_finds_in_them_and_more(tmp_path, caplog):
         assert part in said, said
 
 
-CARD = """---
-dataset_info:
-  features:
-  - {name: image, dtype: image}
-  - {name: label, dtype: {class_label: {names: {'0': a, '1': b}}}}
-  splits:
-  - {name: train, num_bytes: 1, num_examples: 8}
-  - {name: validation, num_bytes: 1, num_examples: 8}
----
-"""
-
-
 def test_a_broken_image_does_not_end_a_stream(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     root = pictures.folder(tmp_path / "data", splits=("train", "validation"))
-    (root / "README.md").write_text(CARD)
+    (root / "README.md").write_text(card(8))
     for split in ("train", "validation"):
         pictures.truncate(root / split / "a" / "1.jpg")
     config = digits(data=f"hfids/{root}", eval_batch_size=3, batch_size=4, workers=0)

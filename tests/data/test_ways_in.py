@@ -21,6 +21,7 @@ from frozen import tiny
 from pictures import encoded
 from PIL import ExifTags, Image
 from runs import digits
+from shards import card
 
 from vitfast import Embedder, InputError
 from vitfast.data import images, jpeg
@@ -155,18 +156,6 @@ def numbered(files: dict) -> dict:
     return {f"{len(files)}-{i} {name}": value for i, (name, value) in enumerate(files.items())}
 
 
-CARD = """---
-dataset_info:
-  features:
-  - {name: image, dtype: image}
-  - {name: label, dtype: {class_label: {names: {'0': a, '1': b}}}}
-  splits:
-  - {name: train, num_bytes: 1, num_examples: COUNT}
-  - {name: validation, num_bytes: 1, num_examples: COUNT}
----
-"""
-
-
 def pixels_of(source) -> dict:
     """{name of a file: function that reads it} of images by index."""
     return {source.name(i): (lambda i=i: np.asarray(source[i][0])) for i in range(len(source))}
@@ -228,7 +217,7 @@ def ways(tmp_path_factory):
         kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
         datasets.Dataset.from_dict(columns, features=kinds).to_parquet(root / "parquet" / f"{split}.parquet")
     for folder in ("folder", "parquet"):
-        (root / folder / "README.md").write_text(CARD.replace("COUNT", str(len(files))))
+        (root / folder / "README.md").write_text(card(len(files)))
     (root / "list.txt").write_text("\n".join(f"listed/train/{name}" for name in files))
     pq.write_table(pa.table(dict(image=pa.array(stored), id=list(files))), root / "images.parquet")
 

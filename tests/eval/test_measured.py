@@ -156,3 +156,13 @@ def test_shards_are_measured_whole_too(evaluate, tmp_path):
     )
     shards(root, files(6), ["test"])
     assert evaluate(f"wds/{root}", weights=weights) == (6, f"measures the 6 images of {root}/test*.tar")
+
+
+def test_weights_whose_state_is_gone_are_measured(own, evaluate, tmp_path):
+    """Their run's data is known by what state.json says."""
+    weights = shutil.copytree(own[1], tmp_path / "w")
+    state = weights / "state" / "state.safetensors"
+    state.write_bytes(b"no tensors")
+    assert evaluate(own[0], weights=weights)[0] == 2
+    state.unlink()
+    assert evaluate(own[0], weights=weights)[0] == 2

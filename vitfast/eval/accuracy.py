@@ -5,14 +5,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import PIL
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
@@ -209,9 +209,10 @@ def run_record(weights: str) -> dict:
 
 def run_images(weights: str, part: str) -> list[np.ndarray]:
     """The times of modification and hashes of the images of a run's split; [] where it has none."""
-    names = [f"images.{part}_modified", f"images.{part}_hashes"]
-    with safe_open(locate(weights).weights.parent / "state" / "state.safetensors", "np") as file:
-        return [file.get_tensor(name) for name in names if name in file.keys()]
+    path, names = locate(weights).weights.parent / "state" / "state.safetensors", ("modified", "hashes")
+    with suppress(OSError, SafetensorError), safe_open(path, "np") as file:  # its state may be gone
+        return [file.get_tensor(f"images.{part}_{name}") for name in names]
+    return []
 
 
 def compare_pillow(weights: str) -> None:

@@ -23,7 +23,7 @@ from .resume import reading
 CHANGED = dict(paths="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
 CHANGED |= dict(shards="images spread over other shards")
 SPLITS = dict(train="training images", val="validation images")
-WAIT = 10.0  # seconds that a run waits for the hashes of its images; the rest is hashed while it trains
+WAIT = 5.0  # seconds that a run waits for the hashes of a split; the rest is hashed while it trains
 logger = logging.getLogger("vitfast")
 
 
