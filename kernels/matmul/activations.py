@@ -64,7 +64,9 @@ def magnitude(p):
 
 
 @triton.jit
-def activate(p, ACT: tl.constexpr):
+def wide_activate(pre, ACT: tl.constexpr):
+    """The activation of `pre` in fp32, for what multiplies it before it is rounded."""
+    p = pre.to(tl.float32)
     if ACT == "gelu":
         # p Phi(p) = max(p, 0) - |p| Q(|p|) loses no digits to 1 - Q, and has no branch.
         z = magnitude(p)
@@ -76,8 +78,9 @@ def activate(p, ACT: tl.constexpr):
 
 
 @triton.jit
-def activate_and_slope(p, ACT: tl.constexpr):
-    """(activation of p, its derivative)."""
+def wide_activate_and_slope(pre, ACT: tl.constexpr):
+    """(activation of `pre`, its derivative), both in fp32."""
+    p = pre.to(tl.float32)
     if ACT == "gelu":
         # The slope is Phi(p) + p density(p): Q - |p| density at -|p|, and 1 minus that at |p|.
         z = magnitude(p)
@@ -93,6 +96,32 @@ def activate_and_slope(p, ACT: tl.constexpr):
         gate = logistic_gate(p, ACT)
         factor: tl.constexpr = 1.702 if ACT == "quick_gelu" else 1.0
         return p * gate, gate + p * gate * (1.0 - gate) * factor
+
+
+@triton.jit
+def activate(pre, ACT: tl.constexpr):
+    """The activation of `pre`, in its dtype."""
+    return wide_activate(pre, ACT).to(pre.dtype)
+
+
+@triton.jit
+def activate_and_slope(pre, ACT: tl.constexpr):
+    """(activation of `pre` in its dtype, with the bits of `activate`; its derivative in fp32)."""
+    act, slope = wide_activate_and_slope(pre, ACT)
+    return act.to(pre.dtype), slope
+
+
+@triton.jit
+def activate_and_kept_slope(pre, ACT: tl.constexpr):
+    """(activation of `pre`, its derivative), both in its dtype: all that backward needs of `pre`."""
+    act, slope = activate_and_slope(pre, ACT)
+    return act, slope.to(pre.dtype)
+
+
+@triton.jit
+def times_slope(dact, slope):
+    """The gradient `dact` in fp32, rounded to the slope's dtype, times the slope."""
+    return dact.to(slope.dtype) * slope
 
 
 def activated(p: Tensor, activation: str) -> Tensor:

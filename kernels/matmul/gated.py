@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import column_sums, contiguous_or_none
-from .activations import activate, activate_and_slope, activated
+from .activations import activated, wide_activate, wide_activate_and_slope
 from .product import (
     block_offsets,
     load_columns,
@@ -126,7 +126,7 @@ def gated_linear_kernel(
         if up_ptr is not None:
             tl.store(up_ptr + at, up, mask=mask)
             tl.store(gate_ptr + at, gate, mask=mask)
-        h = activate(gate.to(tl.float32), ACT) * up.to(tl.float32)
+        h = wide_activate(gate, ACT) * up.to(tl.float32)
         tl.store(h_ptr + at, h.to(dtype), mask=mask)
 
 
@@ -138,8 +138,8 @@ def store_dgated(
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     dtype = out_ptrs[0].dtype.element_ty
-    gate = tl.load(in_ptrs[1] + (offs_m[:, None] * in_strides[1] + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    act, slope = activate_and_slope(gate, ACT)
+    gate = tl.load(in_ptrs[1] + (offs_m[:, None] * in_strides[1] + cols[None, :]), mask=mask, other=0.0)
+    act, slope = wide_activate_and_slope(gate, ACT)
     up = tl.load(in_ptrs[0] + (offs_m[:, None] * in_strides[0] + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
     if out_ptrs[2] is not None:
         tl.store(out_ptrs[2] + at, (act * up).to(dtype), mask=mask)

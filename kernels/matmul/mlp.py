@@ -47,7 +47,7 @@ def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, A
     pre = pre.to(act_ptr.dtype.element_ty)
     if pre_ptr is not None:
         tl.store(pre_ptr + at, pre, mask=mask)
-    tl.store(act_ptr + at, activate(pre.to(tl.float32), ACT).to(act_ptr.dtype.element_ty), mask=mask)
+    tl.store(act_ptr + at, activate(pre, ACT), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -118,7 +118,7 @@ def store_dgelu(
 ):
     """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     cols = first_n + tl.arange(0, dact.shape[1])
-    act, slope = activate_and_slope(pre.to(tl.float32), ACT)
+    act, slope = activate_and_slope(pre, ACT)
     if act_ptr is not None:
         store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
     dpre = dact * slope
@@ -226,7 +226,7 @@ def gelu_bwd_kernel(
     index_m, first_n = tl.program_id(0), tl.program_id(1) * BLOCK_N
     offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
     if dy_ptr is None:
-        act = activate(load_piece(pre_ptr, offs_m, cols, M, N, stride_pm).to(tl.float32), ACT)
+        act = activate(load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), ACT)
         store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
     else:
         dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
