@@ -107,8 +107,8 @@ def scale_rows_kernel(
 
 
 @triton.jit
-def _add_programs(ws_ptr, out_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+def _add_programs(ws_ptr, out_ptr, block, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, P, BLOCK_P):
         offs_p = start + tl.arange(0, BLOCK_P)[:, None]
@@ -116,18 +116,29 @@ def _add_programs(ws_ptr, out_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BL
     tl.store(out_ptr + offs_d, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "MORE_P"])  # not in a tuple, whose numbers Triton specialises all the same
 def column_sums_kernel(
-    ws_ptrs,  # one to four (P, D)
-    out_ptrs,  # as many (D,)
+    ws_ptrs,  # FIRST (P, D), and up to two (MORE_P, MORE_D)
+    out_ptrs,  # as many (D,) and (MORE_D,)
     P,
+    MORE_P,
     D: tl.constexpr,
+    MORE_D: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    for i in tl.static_range(len(ws_ptrs)):
-        if tl.program_id(1) == i:
-            _add_programs(ws_ptrs[i], out_ptrs[i], P, D, BLOCK_P, BLOCK_D)
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    MORE_BLOCKS: tl.constexpr = (MORE_D + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0)
+    for i in tl.static_range(FIRST):
+        if pid // BLOCKS == i:
+            _add_programs(ws_ptrs[i], out_ptrs[i], pid % BLOCKS, P, D, BLOCK_P, BLOCK_D)
+    pid -= FIRST * BLOCKS
+    for i in tl.static_range(len(ws_ptrs) - FIRST):
+        if (pid >= 0) & (pid // MORE_BLOCKS == i):
+            more, out = ws_ptrs[FIRST + i], out_ptrs[FIRST + i]
+            _add_programs(more, out, pid % MORE_BLOCKS, MORE_P, MORE_D, BLOCK_P, BLOCK_D)
 
 
 @functools.cache
@@ -169,18 +180,21 @@ def row_alignment(*matrices: Tensor | None) -> int:
 def column_sums(
     x: Tensor, workspaces: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None
 ) -> list[Tensor | None]:
-    """Adds up to four workspaces (programs, D) over the programs, each into (D,); None stays None.
+    """Adds up workspaces (programs, D) over the programs, each into (D,), in one launch; None stays None.
 
-    dtypes: those of the sums, fp32 unless given. x: the tensor whose device and dtype choose the configuration.
+    They have one shape, or two: first all of one, then all of the other. dtypes: those of the sums, fp32 unless given.
+    x: the tensor whose device and dtype choose the configuration.
     """
     dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes
     outs = [None if ws is None else ws.new_empty(ws.shape[1], dtype=dtype) for ws, dtype in zip(workspaces, dtypes)]
     given = [ws for ws in workspaces if ws is not None]
     if given:
-        programs, D = given[0].shape
-        config = tiles.lookup("column_sums", x, f"d{D}")
+        (P, D), (MORE_P, MORE_D) = given[0].shape, given[-1].shape
+        config, FIRST = tiles.lookup("column_sums", x, f"d{D}"), sum(ws.shape == (P, D) for ws in given)
+        blocks = sum(cdiv(ws.shape[1], config["BLOCK_D"]) for ws in given)
         pointers = dict(ws_ptrs=tuple(given), out_ptrs=tuple(out for out in outs if out is not None))
-        launch(column_sums_kernel, (cdiv(D, config["BLOCK_D"]), len(given)), **pointers, P=programs, D=D, **config.meta)
+        sizes = dict(P=P, MORE_P=MORE_P, D=D, MORE_D=MORE_D, FIRST=FIRST)
+        launch(column_sums_kernel, (blocks,), **pointers, **sizes, **config.meta)
     return outs
 
 

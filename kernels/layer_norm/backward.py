@@ -11,6 +11,7 @@ an fp32 workspace, which `column_sums` adds in a fixed order. It is the fused ba
 without their locks and atomics. While some rows are computed, the next are loaded into shared memory (STAGES).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -168,6 +169,7 @@ class Grads(NamedTuple):
     dlayer_scale: Tensor | None
     dz_sum: Tensor | None
     y: Tensor | None
+    more_sums: tuple[Tensor | None, ...] = ()
 
 
 def layer_norm_bwd(
@@ -188,12 +190,15 @@ def layer_norm_bwd(
     want_layer_scale: bool = False,
     want_dz_sum: bool = False,
     want_y: bool = False,
+    more_sums: Sequence[Tensor | None] = (),
+    more_dtype: torch.dtype = torch.float32,
 ) -> Grads:
     """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
 
     dres has z's dtype. dx has dy's dtype, and is None without layer_scale and drop_path, where it would equal dres.
     dweight, dbias and dlayer_scale have the dtype of their parameter. dz_sum, the column sum of dz, is in fp32. y =
-    LN(z) has dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
+    LN(z) has dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm. more_sums: up to two fp32
+    workspaces (programs, F) of other kernels; the launch that adds up this one's adds up those too, into more_dtype.
     """
     M, D = z.shape
     config = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
@@ -227,4 +232,5 @@ def layer_norm_bwd(
         BLOCK_D=chunk_width(D),
         **flags,
     )
-    return Grads(dres, dx, *column_sums(z, workspaces, dtypes), y)
+    sums = column_sums(z, (*workspaces, *more_sums), dtypes + [more_dtype] * len(more_sums))
+    return Grads(dres, dx, *sums[:4], y, tuple(sums[4:]))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
-from ..rows import column_sums, contiguous_or_none
+from ..rows import contiguous_or_none
 from .activations import activated, wide_activate, wide_activate_and_slope
 from .product import (
     block_offsets,
@@ -265,7 +265,7 @@ def gated_linear(
     return h, *(saved or (empty, empty))
 
 
-# (dup, dgate, h, column sums of dup and of dgate in fp32): h is None where not wanted, and so are both sums.
+# (dup, dgate, h, workspaces of the column sums of dup and of dgate): h is None where not wanted, and so are both sums.
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -277,18 +277,13 @@ def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict
     return dict(out_ptrs=out, sum_ptrs=sums, stride_om=n)
 
 
-def _gradients(pointers: dict) -> Gradients:
-    """The results of a launch: its workspaces are added up in a fixed order."""
-    sums = pointers["sum_ptrs"]
-    return *pointers["out_ptrs"], *column_sums(sums[0], sums)
-
-
 def dgated_matmul(
     g: Tensor, weight: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = True
 ) -> Gradients:
-    """(dup, dgate, h, two column sums): the gradients of a gated MLP's two layers, as at the top.
+    """(dup, dgate, h, two workspaces): the gradients of a gated MLP's two layers, as at the top.
 
-    g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype.
+    g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype. Workspaces
+    (row blocks, F) are in fp32; the sums of their rows are the gradients of the biases.
     """
     (m, k), n = g.shape, weight.shape[1]
     config = tiles.lookup("dgated_matmul", g, product_class(k, n), unfit(g, weight))
@@ -305,7 +300,7 @@ def dgated_matmul(
         in_strides=(up.stride(0), gate.stride(0)),
         ACT=activation,
     )
-    return _gradients(pointers)
+    return *pointers["out_ptrs"], *pointers["sum_ptrs"]
 
 
 def gated_bwd(
@@ -320,4 +315,4 @@ def gated_bwd(
     grid = blocks, cdiv(n, config["BLOCK_N"])
     flags = dict(ACT=activation, **config.meta)
     launch(gated_bwd_kernel, grid, dh_ptr=dh, in_ptrs=(up, gate), **pointers, **strides, M=m, N=n, **flags)
-    return _gradients(pointers)
+    return *pointers["out_ptrs"], *pointers["sum_ptrs"]

@@ -8,8 +8,8 @@
 gelu stands for any activation of activations.py, given by its name there. It acts on `pre` as it is rounded for
 storing, so that training, evaluation and backward agree.
 dgelu_matmul writes again the activation that the second layer's weight gradient needs, so forward need not keep it.
-Bias gradients are column sums. Every block of rows writes its own to an fp32 workspace, and a second, small kernel adds
-them up in a fixed order, without atomics.
+Bias gradients are column sums. Every block of rows writes its own to an fp32 workspace, which the launchers return: a
+second, small kernel adds up several of them in a fixed order, without atomics (rows.column_sums).
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, launch
-from ..rows import column_sums, contiguous_or_none
+from ..rows import contiguous_or_none
 from .activations import activate, activate_and_slope
 from .product import (
     DESCRIBED,
@@ -253,10 +253,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
 def dgelu_matmul(
     g: Tensor, weight2: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
+    """(dpre, act, sums): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum of the rows of `sums`.
 
-    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; dbias (F,) in
-    fp32. act and dbias are None where not wanted.
+    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; sums, the column
+    sums of dpre over each block of rows, (row blocks, F) in fp32. act and sums are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
     shape = product_class(k, n) + ("a" if want_act else "")
@@ -272,7 +272,7 @@ def dgelu_matmul(
         outputs = {name: None if x is None else described(x, *piece) for name, x in outputs.items()}
     shared |= dict(pre_ptr=pre, **outputs, sums_ptr=sums, stride_pm=pre.stride(0), stride_om=n)
     launch(dgelu_matmul_kernel, grid, **shared, ACT=activation, PERSISTENT=persistent)
-    return dpre, act, *column_sums(sums, [sums])
+    return dpre, act, sums
 
 
 def _dgelu_outputs(
@@ -292,7 +292,7 @@ def gelu_bwd(
     config = tiles.lookup("gelu_bwd", pre, f"d{n}")
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
     _launch_gelu(dy, pre, dpre, act, sums, activation, config)
-    return dpre, act, *column_sums(sums, [sums])
+    return dpre, act, sums
 
 
 def gelu(pre: Tensor, activation: str) -> Tensor:

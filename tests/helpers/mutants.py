@@ -28,8 +28,8 @@ lse of a query past N, all in one program | attention backward | attention/backw
 - lse_row + rows, mask=rows < N,
 + lse_row + rows, mask=rows <= N,
 a row of the workspace too many | sum of rows | rows.py
-- P=programs, D=D
-+ P=programs + 1, D=D
+- P=P, MORE_P
++ P=P + 1, MORE_P
 a sum past D | sum of rows | rows.py
 - tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D
 + tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d <= D

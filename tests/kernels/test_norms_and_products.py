@@ -15,6 +15,7 @@ from vitfast.kernels.layer_norm.backward import layer_norm_bwd
 from vitfast.kernels.layer_norm.forward import add_layer_norm_fwd, layer_norm_fwd
 from vitfast.kernels.matmul import gated, linear, mlp
 from vitfast.ops import reference as ref
+from vitfast.tools.verify.product_launchers import added_up
 
 pytestmark = interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -157,7 +158,8 @@ def test_persistent_programs_go_from_block_to_block(monkeypatch):
     }
     for want_act in (False, True):  # g (100, 40) times W2 (40, 72), with pre (100, 72)
         slope = torch.autograd.functional.vjp(F.gelu, pre.double(), x.double() @ weight.double().T)[1].float()
-        call = lambda act=want_act: mlp.dgelu_matmul(x, weight.T.contiguous(), pre, "gelu", True, act)  # noqa: E731
+        given = x, weight.T.contiguous(), pre, "gelu", True, want_act
+        call = lambda given=given: added_up(mlp.dgelu_matmul(*given))  # noqa: E731
         truth = slope, F.gelu(pre) if want_act else None, slope.sum(0)
         calls["dgelu_matmul" + ", act" * want_act] = call, truth
     for name, (call, expected) in calls.items():

@@ -28,6 +28,7 @@ from ._operation import (
     tensors_of,
 )
 from .linear_residual import branch_gradient, needs_column_sum
+from .mlp import bias_gradients
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
@@ -74,15 +75,18 @@ def norm_gradients(
     total: Tensor | None,
     dh: Tensor | None,
     want_h: bool,
+    sums: dict[str, Tensor | None] | None = None,
 ) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor | None]:
-    """(gradients of x and of the norm's parameters, column sum of g, the norm's output h where wanted).
+    """(gradients of x, of the norm's parameters and of `sums`, column sum of g, the norm's output h where wanted).
 
     dh: the gradient of h, None where none of these gradients is needed. In one pass, the norm's backward adds the
     residual's gradient dout, sums dout unless g's sum is given as `total`, and writes h again unless it was kept.
+    sums: workspaces of biases' gradients by name, which the launch that adds up the norm's adds up too.
     """
+    sums, dtype = sums or {}, t.in_weight.dtype
     want_h = want_h and saved.h is None
     if dh is None:
-        return {}, total, apply_norm(t)[0] if want_h else saved.h
+        return bias_gradients(sums, dtype), total, apply_norm(t)[0] if want_h else saved.h
     want_sum = total is None and needs_column_sum(t, needs)
     grads = layer_norm_bwd(
         dh,
@@ -96,9 +100,11 @@ def norm_gradients(
         want_dparams=needs.norm_weight or needs.norm_bias,
         want_dz_sum=want_sum,
         want_y=want_h,
+        more_sums=tuple(sums.values()),
+        more_dtype=dtype,
     )
     dx = grads.dres.view(t.x.shape) if needs.x else None
-    found = dict(x=dx, norm_weight=grads.dweight, norm_bias=grads.dbias)
+    found = dict(zip(sums, grads.more_sums), x=dx, norm_weight=grads.dweight, norm_bias=grads.dbias)
     return found, grads.dz_sum if want_sum else total, grads.y if saved.h is None else saved.h
 
 

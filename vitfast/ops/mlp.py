@@ -20,6 +20,7 @@ backward    One product reads dout, up and pre, and writes dup, dpre, the last l
 import math
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..values import Activation
@@ -46,7 +47,7 @@ if NO_TRITON is None:
     from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
     from ..kernels.matmul.weight_grad import weight_grad
-    from ..kernels.rows import scale_rows
+    from ..kernels.rows import column_sums, scale_rows
 
 Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 
@@ -118,29 +119,29 @@ def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
 
 
 Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
+Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, whose column sum is its gradient
 
 
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
-) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None]]:
-    """((dpre, dup), the last layer's input (M, F), gradients of Hidden's vectors by name).
+) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
+    """((dpre, dup), the last layer's input (M, F), sums for its biases, gradients of its norm's vectors by name).
 
     They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last
     layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient of the
     hidden layers' input is needed. want_inner: whether the last layer's input is.
     """
-    want_sums, dtype = needs.in_bias or needs.up_bias, t.in_weight.dtype
+    want_sums = needs.in_bias or needs.up_bias
     if t.up_weight is None:
         if out_weight is None:
-            dpre, inner, dbias = gelu_bwd(g, saved.pre, t.activation, want_sums)
+            dpre, inner, sums = gelu_bwd(g, saved.pre, t.activation, want_sums)
         else:
-            dpre, inner, dbias = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
-        return (dpre, None), inner if want_inner else None, dict(in_bias=as_dtype(dbias, dtype))
+            dpre, inner, sums = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
+        return (dpre, None), inner if want_inner else None, dict(in_bias=sums), {}
     if t.inner_norm_weight is None:
-        dup, dpre, inner, up_bias, in_bias = dgated_matmul(
-            g, out_weight, saved.up, saved.pre, t.activation, want_sums, want_inner
-        )
-        return (dpre, dup), inner, dict(in_bias=as_dtype(in_bias, dtype), up_bias=as_dtype(up_bias, dtype))
+        wants = want_sums, want_inner
+        dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, t.activation, *wants)
+        return (dpre, dup), inner, dict(zip(("up_bias", "in_bias"), sums)), {}
     want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
     want_norm = needs.inner_norm_weight or needs.inner_norm_bias
     inner = layer_norm_bwd(
@@ -154,11 +155,17 @@ def hidden_bwd(
         want_dparams=want_norm,
         want_y=want_inner,
     )
-    dup = dpre = up_bias = in_bias = None
+    dup, dpre, sums = None, None, ()
     if want_layers:
-        dup, dpre, _, up_bias, in_bias = gated_bwd(inner.dres, saved.up, saved.pre, t.activation, want_sums)
-    biases = dict(in_bias=as_dtype(in_bias, dtype), up_bias=as_dtype(up_bias, dtype))
-    return (dpre, dup), inner.y, dict(biases, inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
+        dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, t.activation, want_sums)
+    vectors = dict(inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
+    return (dpre, dup), inner.y, dict(zip(("up_bias", "in_bias"), sums)), vectors
+
+
+def bias_gradients(sums: Sums, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The gradients of the biases by name, added up in one launch."""
+    found = list(sums.values())
+    return dict(zip(sums, column_sums(found[0], found, [dtype] * len(found)))) if found else {}
 
 
 def hidden_input_grad(slopes: Slopes, t: Hidden) -> Tensor:
@@ -211,7 +218,8 @@ def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[st
     g, grads, inner = as_matrix(dout), {}, None
     if needs.x or any(needs.hidden):
         wants = needs.hidden, needs.x, needs.out_weight
-        slopes, inner, grads = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
+        slopes, inner, sums, grads = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
+        grads |= bias_gradients(sums, t.hidden.in_weight.dtype)
         if needs.x:
             grads |= dict(x=hidden_input_grad(slopes, t.hidden).view(t.x.shape))
         grads |= hidden_weight_gradients(slopes, as_matrix(t.x), t.hidden, needs.hidden)

@@ -103,12 +103,12 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
-    dout, inner, slopes, grads = as_matrix(dout), saved.inner, None, {}
+    dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
     g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, needs_norm(needs), want_inner
-        slopes, again, grads = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
+        slopes, again, sums, grads = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
         inner = recompute_inner(t.hidden, saved.hidden)
@@ -117,7 +117,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     if slopes is not None:
         dh = hidden_input_grad(slopes, t.hidden) if needs_norm(needs) else None
         want_h = needs.hidden.in_weight or needs.hidden.up_weight
-        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h)
+        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
         dh = None
         grads |= found | hidden_weight_gradients(slopes, h, t.hidden, needs.hidden)
     return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)

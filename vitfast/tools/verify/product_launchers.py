@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...kernels.matmul import gated, linear, mlp, weight_grad
+from ...kernels.rows import column_sums
 from ...ops import reference as ref
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
@@ -23,6 +24,11 @@ def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool 
     found = gradients(lambda *pre: activated(activation, *pre), pre, dh)
     h = activated(activation, *pre) if want_h else None
     return *found, h, *(t.sum(0, dtype=wide(t)) for t in found)
+
+
+def added_up(found: tuple, count: int = 1) -> tuple:
+    """What a backward returns, the last `count` of which are workspaces of column sums, with their sums."""
+    return *found[:-count], *column_sums(found[-1], found[-count:])
 
 
 def products(s: Sizes) -> dict[str, Launcher]:
@@ -47,7 +53,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
         forward = Launcher(make, lambda *t: launcher(*t, activation, save), formula, variant)
         return forward, Launcher(
             lambda t: (t.values(m, d), t.weight(d, f), *(t.values(m, f) for _ in range(count))),
-            lambda *t: backward(*t, activation, True),
+            lambda *t: added_up(backward(*t, activation, True), count),
             lambda g, w, *pre: activation_backward(g @ w, *pre, activation=activation, want_h=True),
             variant,
         )
@@ -65,7 +71,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
         found[name], found[backward] = with_activation(count, activation, save, variant)
     found["dgelu, act kept"] = Launcher(
         lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-        lambda *t: mlp.dgelu_matmul(*t, "gelu", True, want_act=False),
+        lambda *t: added_up(mlp.dgelu_matmul(*t, "gelu", True, want_act=False)),
         lambda g, w, pre: activation_backward(g @ w, pre, activation="gelu", want_h=False),
         variant=True,
     )
@@ -100,7 +106,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
     ):
         found[name] = Launcher(
             lambda t, count=count: tuple(t.values(m, f) for _ in range(1 + count)),
-            lambda *t, launcher=launcher, activation=activation: launcher(*t, activation, True),
+            lambda *t, count=count, launcher=launcher, act=activation: added_up(launcher(*t, act, True), count),
             lambda *t, activation=activation: activation_backward(*t, activation=activation),
         )
     return found | _with_factors(s)
