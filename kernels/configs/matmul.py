@@ -6,10 +6,21 @@ from .tiles import KernelConfig, Rule, config
 
 
 def _product(
-    warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", maxnreg: int = 0
+    warps: int,
+    stages: int,
+    m: int,
+    n: int,
+    k: int,
+    subtiles: int,
+    provider: str = "triton",
+    maxnreg: int = 0,
+    ahead: int = 2,
 ) -> KernelConfig:
-    """The configuration of a product in blocks of m rows and n columns, k numbers of the sums at a time."""
-    blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
+    """The configuration of a product in blocks of m rows and n columns, k numbers of the sums at a time.
+
+    ahead: how many steps before its use the persistent product reads what its epilogue needs, or 0.
+    """
+    blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k) | (dict(AHEAD=ahead) if provider == "persistent" else {})
     return config(warps, stages, provider, maxnreg, **blocks, GROUP_M=8, SUBTILES=subtiles)
 
 
@@ -21,22 +32,25 @@ _PRODUCT = (
 )
 _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # A program for each multiprocessor, whose loads for the next block hide the epilogue of this one. An H100 measured at
-# ViT-B/16, batch 256: fc1 + GELU 482 us (the pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its
-# residual 329 (descriptors and a program for each block 415, cuBLASLt 320), proj and its residual 132 (139, 116).
-# Where a product has few rows, there are too few of its blocks. Back to back on an H200, where the power limit binds,
-# GELU takes 515 us in two pieces and 524 in four.
-_WIDE_BLOCK = _product(8, 4, 128, 256, 64, 4, "persistent")
-_PERSISTENT = (Rule(_WIDE_BLOCK, sm=(90,), bits="16"),)
+# ViT-B/16, batch 256, with two loops that Triton flattens ("flattened", blocks of 128 x 256): fc1 + GELU 482 us (the
+# pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its residual 329 (descriptors and a program for
+# each block 415, cuBLASLt 320), proj and its residual 132 (139, 116). One loop ("persistent") issues a third to a half
+# fewer instructions outside the product (counted, not timed; persistent.py). What is read ahead takes the shared memory
+# of a fourth stage, and an fp32 residual needs four pieces; with two, others take half an instruction an element less.
+_FLAT = tuple(
+    Rule(_product(8, 4, 128, 256, 64, pieces, "flattened"), sm=(90,), bits="16", variant=f"{pieces}")
+    for pieces in (2, 4)
+)
+_PERSISTENT = (Rule(_product(8, 3, 128, 256, 64, 4, "persistent"), sm=(90,), bits="16"),)
 # One image through B/16 on an H200, as a CUDA graph: 605 us with fc2 by cuBLAS, which splits the sum, 544 with proj as
 # well, 497 with fc1 too and PyTorch's GELU (850 with all three by _PRODUCT; bench/results/h200/few_rows.json).
 _FEW_ROWS = (Rule(config(provider="cublas"), sm=(90,), bits="16", shape="*f"),)
-_MANY_ROWS = (Rule(_WIDE_BLOCK, sm=(90,), bits="16", shape="*[0-9]"),)
+_MANY_ROWS = (Rule(_PERSISTENT[0].config, sm=(90,), bits="16", shape="*[0-9]"),)
 _GELU = (Rule(_product(8, 4, 128, 256, 64, 2, "persistent"), sm=(90,), bits="16", shape="*[0-9]"),)
-# Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. They are
-# faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105
-# (113; in two pieces 241 and 92, but factors would spill), and for dGELU that writes act, 754 us at B/16 (descriptors
-# and a program for each block 799).
-_NARROW = (Rule(_product(8, 3, 128, 128, 64, 4, "persistent"), sm=(90,), bits="16", shape="*x384"),)
+# Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. Flattened, they
+# were faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj
+# 105 (113). What is read ahead would leave room for one program.
+_NARROW = (Rule(_product(8, 3, 128, 128, 64, 4, "persistent", ahead=0), sm=(90,), bits="16", shape="*x384"),)
 # These read three quarters as much from L2, but only one program fits a multiprocessor, so nothing hides its epilogue.
 _WIDE = tuple(
     Rule(_product(8, 4, 128, 256, 64, 4, provider), sm=(90, 100), bits="16", variant="wide")
@@ -47,11 +61,13 @@ _WIDTHS = "192x* 256x* 384x* 512x* 576x* 640x* 768x* 896x* 1024x* 1152x* 1280x* 
 # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
 _DGELU = (Rule(_product(8, 3, 128, 128, 64, 4, maxnreg=128), sm=(90,), bits="16", shape=_WIDTHS), *_PRODUCT)
 # On an H100 (as above, act not written) 569 us in one piece, 573 in two, 611 in four; the pointers of _DGELU 726,
-# cuBLAS and a second kernel 704, a program for each multiprocessor at least 645. Where act is written ("a"), one piece
-# spills.
-_DGELU_TMA = tuple(
-    Rule(_product(8, 3, 128, 128, 64, pieces, provider, maxnreg=128), sm=(90,), bits="16", shape=shape)
-    for pieces, provider, shape in ((1, "tma", "*[0-9]"), (4, "persistent", "*a"))
+# cuBLAS and a second kernel 704, a program for each multiprocessor, flattened, at least 645. Where act is written
+# ("a"), one piece spills; flattened blocks of 128 x 128 took 754, descriptors and a program for each block 799. From
+# the slope ("s"), a program for each block spends more on its prologue than on the rest (counted, not timed).
+_DGELU_TMA = (
+    Rule(_product(8, 3, 128, 128, 64, 1, "tma", maxnreg=128), sm=(90,), bits="16", shape="*[0-9]"),
+    Rule(_product(8, 2, 128, 128, 64, 4, "persistent", maxnreg=128), sm=(90,), bits="16", shape="*a"),
+    Rule(_PERSISTENT[0].config, sm=(90,), bits="16", shape="*s"),
 )
 # Two products at once have blocks like _PRODUCT's, with half the columns for each. Backward reads and writes two of
 # everything, so its blocks are narrower or cut into smaller pieces.
@@ -101,6 +117,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_DGELU_TMA,
         *_DGELU,
     ),
+    # Not a launch: what forward keeps of a plain MLP where it keeps all. With the slope, fc1 + GELU takes 19.8
+    # instructions an element in place of 14.3, and dGELU 4.2 in place of 24 (counted, not timed).
+    "mlp_kept": (Rule(config(provider="pre")),),
     "gelu_bwd": (Rule(config(4, 1, BLOCK_M=64, BLOCK_N=64)),),
     "gated_linear_fwd": _GATED,
     "dgated_matmul": _DGATED,
@@ -113,9 +132,10 @@ _OURS = _PRODUCT + _PERSISTENT + _TMA + _WIDE
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _OURS,
     "input_grad": _OURS,
-    "linear_gelu_fwd": _CUBLAS + _OURS,
-    "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_OURS),
-    "dgelu_matmul": _CUBLAS + _TMA + _WIDE,
+    "linear_gelu_fwd": _CUBLAS + _OURS + _FLAT[:1],
+    "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_OURS, *_FLAT[1:]),
+    "dgelu_matmul": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
+    "mlp_kept": (Rule(config(provider="slope"), bits="16"),),
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
     "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),
     "weight_grad": (

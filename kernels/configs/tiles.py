@@ -88,7 +88,7 @@ FAMILIES = {
     "layer_norm": "layer_norm_fwd layer_norm_bwd scale_rows column_sums",
     "attention": "attention_fwd attention_bwd attention_bwd_dq attention_bwd_dkdv attention_bwd_bias rope_bwd",
     "patch_embed": "patch_embed_fwd patch_embed_dweight patch_embed_dimages",
-    "matmul": "linear_fwd input_grad linear_gelu_fwd linear_residual_fwd dgelu_matmul gelu_bwd "
+    "matmul": "linear_fwd input_grad linear_gelu_fwd linear_residual_fwd mlp_kept dgelu_matmul gelu_bwd "
     "gated_linear_fwd dgated_matmul gated_bwd weight_grad weight_grad_sum",
 }
 
@@ -121,7 +121,7 @@ def _wrong_number(value: KernelConfig) -> str:
     """The first number of a configuration that no kernel runs with, as "SPLIT_K = 0", or ""."""
     numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
     for name, number in numbers.items():
-        least = 0 if name == "maxnreg" else 1
+        least = 0 if name in ("maxnreg", "AHEAD") else 1
         whole = type(number) is int and number >= least
         power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
         if not whole or (power_of_two and number & (number - 1)):

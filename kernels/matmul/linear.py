@@ -15,7 +15,33 @@ from ..configs import tiles
 from ..launch import launch
 from ..libraries import cublaslt
 from ..rows import contiguous_or_none
-from .product import count_blocks, load_columns, output_block, product_class, row_product, unfit
+from .persistent import fits_pairs, launch_persistent
+from .product import count_blocks, load_columns, load_piece, output_block, product_class, row_product, unfit
+
+
+@triton.jit
+def scaled(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
+    """Some rows and columns of the output times the layer scale and the drop path's factors."""
+    if ls_ptr is not None:
+        out *= load_columns(ls_ptr, cols, N)
+    if dp_ptr is not None:
+        out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+    return out
+
+
+@triton.jit
+def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
+    """Epilogue of the persistent kernel: factors and residual, which has been read already or is read here."""
+    res_ptr, ls_ptr, dp_ptr, rows_per_sample, stride_rm = others
+    _, first_m, first_n, M, N = at
+    offs_m = first_m + tl.arange(0, acc.shape[0]).to(tl.int64)
+    cols = first_n + tl.arange(0, acc.shape[1])
+    acc = scaled(acc, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
+    if residual is not None:
+        acc += residual.to(tl.float32)
+    elif res_ptr is not None:
+        acc += load_piece(res_ptr, offs_m, cols, M, N, stride_rm).to(tl.float32)
+    out.store([first_m, first_n], acc.to(out.dtype))
 
 
 @triton.jit
@@ -49,12 +75,9 @@ def linear_block(
         out = pieces[i]
         if bias_ptr is not None:
             out += load_columns(bias_ptr, cols, N)
-        if ls_ptr is not None:
-            out *= load_columns(ls_ptr, cols, N)
-        if dp_ptr is not None:
-            out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+        out = scaled(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
         if res_ptr is not None:
-            out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+            out += load_piece(res_ptr, offs_m, cols, M, N, stride_rm).to(tl.float32)
         tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -105,28 +128,39 @@ def _launch_linear(
     rows_per_sample: int = 1,
 ) -> Tensor:
     """Launches x (M, K) times weight, (K, N) for kind "nn" or (N, K) for "nt", with the epilogue."""
+    m, n = x.shape[0], weight.shape[0 if kind == "nt" else 1]
+    out = torch.empty((m, n), dtype=(x if residual is None else residual).dtype, device=x.device)
+    factors = contiguous_or_none(layer_scale), contiguous_or_none(drop_path)
+    stride_rm = 0 if residual is None else residual.stride(0)
+    if config.provider == "persistent":
+        # Dividing rows into samples takes the registers that a residual read early would lie in.
+        early = residual if config["AHEAD"] and drop_path is None and fits_pairs(residual) else None
+        others = None if early is not None else residual, *factors, rows_per_sample, stride_rm
+        launch_persistent(x, weight, config, kind, linear_epilogue, out, None, bias, early, others)
+        return out
     grid, shared = row_product(x, weight, config, kind)
-    shared["PERSISTENT"] = config.provider == "persistent"
-    out = torch.empty((shared["M"], shared["N"]), dtype=(x if residual is None else residual).dtype, device=x.device)
     launch(
         linear_kernel,
         grid,
         **shared,
         bias_ptr=contiguous_or_none(bias),
         res_ptr=residual,
-        ls_ptr=contiguous_or_none(layer_scale),
-        dp_ptr=contiguous_or_none(drop_path),
+        ls_ptr=factors[0],
+        dp_ptr=factors[1],
         out_ptr=out,
         rows_per_sample=rows_per_sample,
-        stride_rm=0 if residual is None else residual.stride(0),
-        stride_om=out.shape[1],
+        stride_rm=stride_rm,
+        stride_om=n,
+        PERSISTENT=config.provider == "flattened",
     )
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x (M, K), weight (N, K) -> (M, N) in x's dtype."""
-    config = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]), unfit(x, weight))
+    config = tiles.lookup(
+        "linear_fwd", x, product_class(x.shape[1], weight.shape[0]), unfit(x, weight, columns=weight.shape[0])
+    )
     if config.provider == "cublas":
         return F.linear(x, weight, bias)
     return _launch_linear(x, weight, bias, config, "nt")
@@ -156,7 +190,7 @@ def linear_residual(
     """
     factors = layer_scale is not None or drop_path is not None
     shape = product_class(x.shape[1], weight.shape[0], x.shape[0])
-    without = unfit(x, weight) + (("cublaslt",) if factors else ())
+    without = unfit(x, weight, columns=weight.shape[0]) + (("cublaslt",) if factors else ())
     config = tiles.lookup("linear_residual_fwd", x, shape, without)
     if config.provider == "cublaslt":
         return cublaslt.linear_residual(x, weight, bias, residual)

@@ -7,6 +7,8 @@
 
 gelu stands for any activation of activations.py, given by its name there. It acts on `pre` as it is rounded for
 storing, so that training, evaluation and backward agree.
+In place of `pre`, forward may keep gelu'(pre), rounded, for backward: its "activation" is then "slope", which
+multiplies by what was kept. Neither the activation nor `pre` can be computed from that again.
 dgelu_matmul writes again the activation that the second layer's weight gradient needs, so forward need not keep it.
 Bias gradients are column sums. Every block of rows writes its own to an fp32 workspace, which the launchers return: a
 second, small kernel adds up several of them in a fixed order, without atomics (rows.column_sums).
@@ -21,13 +23,15 @@ from torch.nn import functional as F
 from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
-from .activations import activate, activate_and_slope
+from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope
+from .persistent import beside, fits_pairs, launch_persistent
 from .product import (
     DESCRIBED,
     block_offsets,
     count_blocks,
     described,
     load_columns,
+    load_piece,
     output_block,
     product,
     product_class,
@@ -38,16 +42,40 @@ from .product import (
 
 
 @triton.jit
-def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr):
-    """Epilogue of linear_gelu: adds the bias and writes pre (in training) and gelu(pre)."""
+def store_gelu(pre, bias_ptr, kept_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr, SLOPE: tl.constexpr):
+    """Epilogue of linear_gelu: adds the bias, writes gelu(pre) and, in training, pre or (SLOPE) gelu'(pre)."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     if bias_ptr is not None:
         pre += load_columns(bias_ptr, cols, N)
     pre = pre.to(act_ptr.dtype.element_ty)
-    if pre_ptr is not None:
-        tl.store(pre_ptr + at, pre, mask=mask)
-    tl.store(act_ptr + at, activate(pre, ACT), mask=mask)
+    if SLOPE:
+        act, slope = activate_and_kept_slope(pre, ACT)
+        tl.store(kept_ptr + at, slope, mask=mask)
+    else:
+        act = activate(pre, ACT)
+        if kept_ptr is not None:
+            tl.store(kept_ptr + at, pre, mask=mask)
+    tl.store(act_ptr + at, act, mask=mask)
+
+
+@triton.jit
+def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
+    """Epilogue of the persistent kernel for linear_gelu: writes gelu(pre) and, where it is kept, pre."""
+    _, first_m, first_n, _, _ = at
+    pre = acc.to(out.dtype)
+    if kept is not None:
+        kept.store([first_m, first_n], pre)
+    out.store([first_m, first_n], activate(pre, ACT))
+
+
+@triton.jit
+def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
+    """The same, which keeps the activation's slope."""
+    _, first_m, first_n, _, _ = at
+    act, slope = activate_and_kept_slope(acc.to(out.dtype), ACT)
+    kept.store([first_m, first_n], slope)
+    out.store([first_m, first_n], act)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -55,7 +83,7 @@ def linear_gelu_kernel(
     a_ptr,  # x (M, K), or its descriptor
     b_ptr,  # W (N, K), or its descriptor
     bias_ptr,  # (N,) or None
-    pre_ptr,  # (M, N) or None
+    kept_ptr,  # (M, N) or None
     act_ptr,  # (M, N)
     M,
     N,
@@ -63,6 +91,7 @@ def linear_gelu_kernel(
     strides,  # of x along M, K and of W along K, N
     stride_om,
     ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
     LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -79,14 +108,7 @@ def linear_gelu_kernel(
         )
         for i in tl.static_range(SUBTILES):
             cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-            store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT)
-
-
-@triton.jit
-def load_piece(ptr, offs_m, cols, M, N, stride):
-    """Some rows and columns of a matrix (M, N), zeros outside."""
-    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-    return tl.load(ptr + (offs_m[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
+            store_gelu(pieces[i], bias_ptr, kept_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT, SLOPE)
 
 
 @triton.jit
@@ -97,6 +119,46 @@ def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.co
     else:
         mask = (offs_m[:, None] < M) & (cols[None, :] < N)
         tl.store(out + (offs_m[:, None] * stride + cols[None, :]), x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dgelu(dact, pre, ACT: tl.constexpr):
+    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope and there is no gelu(pre)."""
+    if ACT == "slope":
+        return pre, times_slope(dact, pre)
+    else:
+        act, slope = activate_and_slope(pre, ACT)
+        return act, (dact * slope).to(pre.dtype)
+
+
+@triton.jit
+def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
+    """Writes the column sums of x, as it was rounded, to row `index_m` of the workspace.
+
+    Where x has left by a descriptor (BOX), they are a product with ones, whose 16 rows are equal. This takes a quarter
+    of an instruction an element in place of six of shuffles and additions (counted on sm_90); elsewhere it spills.
+    """
+    cols = first_n + tl.arange(0, x.shape[1])
+    row_ptr = sums_ptr + index_m.to(tl.int64) * N
+    if BOX:
+        total, row = tl.dot(tl.full((16, x.shape[0]), 1.0, x.dtype), x), tl.arange(0, 16)[:, None]
+        tl.store(row_ptr + (cols[None, :] + 0 * row), total, mask=(row == 0) & (cols[None, :] < N))
+    else:
+        tl.store(row_ptr + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
+
+
+@triton.jit
+def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
+    """Epilogue of the persistent kernel for dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
+    index_m, first_m, first_n, _, N = at
+    if act_out is not None:
+        pre = beside(pre, dact)
+    act, dpre = dgelu(dact, pre, ACT)
+    if act_out is not None:
+        act_out.store([first_m, first_n], act)
+    dpre_out.store([first_m, first_n], dpre)
+    if others[0] is not None:
+        store_column_sums(dpre, others[0], index_m, first_n, N, True)
 
 
 @triton.jit
@@ -118,57 +180,12 @@ def store_dgelu(
 ):
     """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     cols = first_n + tl.arange(0, dact.shape[1])
-    act, slope = activate_and_slope(pre, ACT)
+    act, dpre = dgelu(dact, pre, ACT)
     if act_ptr is not None:
         store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
-    dpre = dact * slope
     store_piece(dpre_ptr, dpre, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
     if sums_ptr is not None:
-        tl.store(sums_ptr + index_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
-
-
-@triton.jit
-def dgelu_block(
-    pid,
-    a_ptr,
-    b_ptr,
-    pre_ptr,
-    outputs,  # dpre_ptr, act_ptr, sums_ptr
-    sizes,
-    strides,
-    stride_pm,
-    stride_om,
-    ACT: tl.constexpr,
-    LOADS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Block `pid` of dpre, and of act."""
-    BOX: tl.constexpr = LOADS == "nn"
-    COLS: tl.constexpr = BLOCK_N // SUBTILES
-    M, N = sizes[0], sizes[1]
-    index_m, first_m, first_n = block_offsets(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
-    pres = ()
-    for i in tl.static_range(SUBTILES if EARLY else 0):
-        pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
-    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-    pieces = split_columns(acc, SUBTILES)
-    dpre_ptr, act_ptr, sums_ptr = outputs
-    for i in tl.static_range(SUBTILES):
-        first = first_n + i * COLS
-        if EARLY:
-            pre = pres[i]
-        else:
-            pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
-        store_dgelu(
-            pieces[i], pre, dpre_ptr, act_ptr, sums_ptr, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX
-        )
+        store_column_sums(dpre, sums_ptr, index_m, first_n, N, BOX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -193,25 +210,34 @@ def dgelu_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):
-    given = (a_ptr, b_ptr, pre_ptr, (dpre_ptr, act_ptr, sums_ptr), (M, N, K), strides, stride_pm, stride_om)
-    if PERSISTENT:
-        blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
-        for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
-            dgelu_block(pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY=False)
-    else:
-        # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act
-        EARLY: tl.constexpr = LOADS == "nn" and act_ptr is None
-        pid = tl.program_id(0)
-        dgelu_block(pid, *given, ACT, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES, EARLY)
+    BOX: tl.constexpr = LOADS == "nn"
+    COLS: tl.constexpr = BLOCK_N // SUBTILES
+    # pre is on its way during the main loop, if that needs no registers for addresses and the epilogue none for act
+    EARLY: tl.constexpr = BOX and act_ptr is None
+    sizes = M, N, K
+    index_m, first_m, first_n = block_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    pres = ()
+    for i in tl.static_range(SUBTILES if EARLY else 0):
+        pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
+    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    pieces = split_columns(acc, SUBTILES)
+    for i in tl.static_range(SUBTILES):
+        first = first_n + i * COLS
+        if EARLY:
+            pre = pres[i]
+        else:
+            pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
+        outputs = dpre_ptr, act_ptr, sums_ptr
+        store_dgelu(pieces[i], pre, *outputs, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX)
 
 
 @triton.jit(do_not_specialize=["M"])
 def gelu_bwd_kernel(
-    dy_ptr,  # (M, N), None for act alone
+    dy_ptr,  # (M, N), None for act, and gelu'(pre), alone
     pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N), None for act alone
+    dpre_ptr,  # (M, N), of gelu'(pre) where dy_ptr is None; None for act alone
     act_ptr,  # (M, N) or None
     sums_ptr,  # (row blocks, N) or None
     M,
@@ -225,29 +251,40 @@ def gelu_bwd_kernel(
 ):
     index_m, first_n = tl.program_id(0), tl.program_id(1) * BLOCK_N
     offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
+    pre = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm)
     if dy_ptr is None:
-        act = activate(load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), ACT)
+        act, slope = activate_and_kept_slope(pre, ACT)
         store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
+        if dpre_ptr is not None:
+            store_piece(dpre_ptr, slope, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
     else:
         dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
-        pre, outputs = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm), (dpre_ptr, act_ptr, sums_ptr)
+        outputs = dpre_ptr, act_ptr, sums_ptr
         store_dgelu(dy, pre, *outputs, index_m, index_m * BLOCK_M, first_n, offs_m, M, N, stride_om, ACT, False)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
-    """(gelu(pre), pre), (M, N) in x's dtype, for x (M, K), weight (N, K); pre is (0,) unless `save`."""
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: str) -> tuple[Tensor, Tensor]:
+    """(gelu(pre), what is kept), (M, N) in x's dtype, for x (M, K), weight (N, K).
+
+    save: "pre", "slope" for gelu'(pre), or "" for nothing, which is (0,).
+    """
     (m, k), n = x.shape, weight.shape[0]
-    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n, m), unfit(x, weight))
+    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n, m), unfit(x, weight, columns=n))
     if config.provider == "cublas":
         pre = F.linear(x, weight, bias)
-        return gelu(pre, activation), pre if save else x.new_empty(0)
+        slope = torch.empty_like(pre) if save == "slope" else None
+        return gelu(pre, activation, slope), slope if save == "slope" else pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
-    grid, shared = row_product(x, weight, config, "nt")
-    pointers = dict(bias_ptr=contiguous_or_none(bias), pre_ptr=pre, act_ptr=act)
-    persistent = config.provider == "persistent"
-    launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation, PERSISTENT=persistent)
-    return act, x.new_empty(0) if pre is None else pre
+    kept = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
+    if config.provider == "persistent":
+        epilogue = gelu_slope_epilogue if save == "slope" else gelu_epilogue
+        launch_persistent(x, weight, config, "nt", epilogue, act, kept, bias, activation=activation)
+    else:
+        grid, shared = row_product(x, weight, config, "nt")
+        shared |= dict(bias_ptr=contiguous_or_none(bias), kept_ptr=kept, act_ptr=act, stride_om=n)
+        flags = dict(ACT=activation, SLOPE=save == "slope", PERSISTENT=config.provider == "flattened")
+        launch(linear_gelu_kernel, grid, **shared, **flags)
+    return act, x.new_empty(0) if kept is None else kept
 
 
 def dgelu_matmul(
@@ -259,19 +296,22 @@ def dgelu_matmul(
     sums of dpre over each block of rows, (row blocks, F) in fp32. act and sums are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    shape = product_class(k, n) + ("a" if want_act else "")
-    config = tiles.lookup("dgelu_matmul", g, shape, unfit(g, weight2))
+    shape = product_class(k, n) + ("s" if activation == "slope" else "a" if want_act else "")
+    without = unfit(g, weight2) or (() if fits_pairs(pre) else ("persistent",))
+    config = tiles.lookup("dgelu_matmul", g, shape, without)
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
+    if config.provider == "persistent":
+        launch_persistent(g, weight2, config, "nn", dgelu_epilogue, dpre, act, None, pre, (sums,), activation)
+        return dpre, act, sums
     grid, shared = row_product(g, weight2, config, "nn")
     outputs = dict(dpre_ptr=dpre, act_ptr=act)
-    persistent = config.provider == "persistent"
     if config.provider in DESCRIBED:
         piece = config["BLOCK_M"], config["BLOCK_N"] // config["SUBTILES"]
         outputs = {name: None if x is None else described(x, *piece) for name, x in outputs.items()}
     shared |= dict(pre_ptr=pre, **outputs, sums_ptr=sums, stride_pm=pre.stride(0), stride_om=n)
-    launch(dgelu_matmul_kernel, grid, **shared, ACT=activation, PERSISTENT=persistent)
+    launch(dgelu_matmul_kernel, grid, **shared, ACT=activation)
     return dpre, act, sums
 
 
@@ -295,11 +335,14 @@ def gelu_bwd(
     return dpre, act, sums
 
 
-def gelu(pre: Tensor, activation: str) -> Tensor:
-    """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits."""
+def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
+    """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits.
+
+    slope (M, F): where it is given, gelu'(pre) is written into it.
+    """
     config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
     act = pre.new_empty(pre.shape)
-    _launch_gelu(None, pre, None, act, None, activation, config)
+    _launch_gelu(None, pre, slope, act, None, activation, config)
     return act
 
 

@@ -138,6 +138,13 @@ def load_columns(ptr, offs_n, N):
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def load_piece(ptr, offs_m, cols, M, N, stride):
+    """Some rows and columns of a matrix (M, N), zeros outside."""
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    return tl.load(ptr + (offs_m[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
+
+
 # Fewer rows than this have fewer of the large blocks of "persistent" than there are multiprocessors.
 FEW_ROWS = 4096
 
@@ -155,12 +162,14 @@ def describable(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-DESCRIBED = ("tma", "persistent")  # providers that read matrices through descriptors
+DESCRIBED = ("tma", "flattened", "persistent")  # providers that read matrices through descriptors
 
 
-def unfit(*matrices: Tensor) -> tuple[str, ...]:
-    """The providers that cannot read these matrices."""
-    return () if all(map(describable, matrices)) else DESCRIBED
+def unfit(*matrices: Tensor, columns: int = 0) -> tuple[str, ...]:
+    """The providers that cannot read these matrices, or write a matrix of so many columns."""
+    if not all(map(describable, matrices)):
+        return DESCRIBED
+    return ("persistent",) if columns * matrices[0].element_size() % 16 else ()
 
 
 def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -190,6 +199,6 @@ def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> 
     a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, k % blocks[2] == 0)
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
     programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
-    if config.provider == "persistent":
+    if config.provider == "flattened":
         programs = row_programs(a.device, 2 if blocks[1] == 128 else 1, programs)
     return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import interpreted
 
-from vitfast import ops
+from vitfast import ViT, ops
 from vitfast.kernels import rows
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record
@@ -15,7 +15,6 @@ from vitfast.kernels.layer_norm.backward import layer_norm_bwd
 from vitfast.kernels.layer_norm.forward import add_layer_norm_fwd, layer_norm_fwd
 from vitfast.kernels.matmul import gated, linear, mlp
 from vitfast.ops import reference as ref
-from vitfast.tools.verify.product_launchers import added_up
 
 pytestmark = interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -99,6 +98,31 @@ def test_no_mean_is_written_or_read_of_rms_norm():
     assert backward.arguments["ws_ptrs"] == (None,) * 4, "the weight wants no gradient"
 
 
+@pytest.mark.parametrize("shapes", [[(5, 40)], [(5, 40), (3, 72)], [(300, 768)] * 2 + [(7, 30)] * 2], ids=str)
+def test_workspaces_of_two_shapes_are_added_up_in_one_launch(shapes):
+    """Each into its own dtype; None stays None; the same bits twice, and in launches of their own."""
+    given = [None, *(torch.randn(shape) for shape in shapes)]
+    dtypes = [None, *([torch.float32, torch.float16] * 2)[: len(shapes)]]
+    call = lambda: rows.column_sums(given[1], given, dtypes)  # noqa: E731
+    assert len(record(call)) == 1
+    for ws, dtype, one, again in zip(given, dtypes, call(), call()):
+        assert (one is None) == (ws is None)
+        if ws is not None:
+            torch.testing.assert_close(one, ws.double().sum(0).to(dtype), atol=1e-5, rtol=1e-3)
+            assert torch.equal(one, again) and torch.equal(one, *rows.column_sums(ws, [ws], [dtype]))
+
+
+@pytest.mark.parametrize(
+    "options, more", [({}, 0), (dict(swiglu_mlp=True), 0), (dict(swiglu_mlp=True, scale_mlp_norm=True), 1)]
+)
+def test_a_training_step_adds_up_workspaces_twice_a_layer_and_once_more(options, more):
+    """Once for each block, its biases included, once for each inner norm, and once for the last norm."""
+    sizes = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=2, num_classes=5)
+    model, x, depth = ViT(**sizes, depth=3, **options), torch.randn(2, 3, 16, 16), 3
+    names = [each.kernel.__name__ for each in record(lambda: model(x).backward(torch.ones(2, 5)))]
+    assert names.count("column_sums_kernel") == (2 + more) * depth + 1
+
+
 def saved_by(run) -> list[torch.Tensor]:
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -117,7 +141,7 @@ def test_what_no_gradient_needs_is_not_kept():
     for trained in (True, False):
         with torch.set_grad_enabled(trained):
             (launch,) = record(lambda: ops.linear_gelu(x, up, up_bias))
-        assert (launch.arguments["pre_ptr"] is not None) == trained
+        assert (launch.arguments["kept_ptr"] is not None) == trained
     raw, bias = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8), torch.randn(8, requires_grad=True)
     for trained in (True, False):
         weight = torch.randn(8, 3, 2, 2, requires_grad=trained)
@@ -142,44 +166,6 @@ def test_halves_of_one_weight_are_read_where_they_lie():
     assert torch.equal(trained.grad, torch.cat([apart["up_weight"].grad, apart["gate_weight"].grad]))
 
 
-def test_persistent_programs_go_from_block_to_block(monkeypatch):
-    """Three programs make the twelve blocks of a product, and every block once."""
-    monkeypatch.setattr(rows, "_multiprocessors", lambda device: 3)
-    x, weight, bias, residual = torch.randn(100, 40), torch.randn(72, 40), torch.randn(72), torch.randn(100, 72)
-    small = tiles.config(4, 2, "persistent", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
-    pre = (x.double() @ weight.double().T + bias.double()).float()
-    calls = {
-        "linear_gelu_fwd": (lambda: mlp.linear_gelu(x, weight, bias, "gelu", True), (F.gelu(pre), pre)),
-        "linear_residual_fwd": (
-            lambda: (linear.linear_residual(x, weight, bias, residual, None, None, 1),),
-            (residual + pre,),
-        ),
-        "linear_fwd": (lambda: (linear.linear(x, weight, bias),), (pre,)),
-    }
-    for want_act in (False, True):  # g (100, 40) times W2 (40, 72), with pre (100, 72)
-        slope = torch.autograd.functional.vjp(F.gelu, pre.double(), x.double() @ weight.double().T)[1].float()
-        given = x, weight.T.contiguous(), pre, "gelu", True, want_act
-        call = lambda given=given: added_up(mlp.dgelu_matmul(*given))  # noqa: E731
-        truth = slope, F.gelu(pre) if want_act else None, slope.sum(0)
-        calls["dgelu_matmul" + ", act" * want_act] = call, truth
-    for name, (call, expected) in calls.items():
-        with tiles.using(name.partition(",")[0], small):
-            assert record(call)[0].grid == (3,), name
-            for result, exact in zip(call(), expected):
-                assert (result is None) == (exact is None)
-                if exact is not None:
-                    torch.testing.assert_close(result, exact, **CLOSE)
-
-
-def test_two_persistent_programs_share_a_multiprocessor_where_blocks_are_narrow(monkeypatch):
-    monkeypatch.setattr(rows, "_multiprocessors", lambda device: 3)
-    x, weight = torch.empty(4096, 64, device="meta"), torch.empty(512, 64, device="meta")
-    for columns, programs in ((128, 6), (256, 3)):
-        tile = tiles.config(8, 3, "persistent", BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=8, SUBTILES=2)
-        with tiles.using("linear_fwd", tile, sm=90):
-            assert record(lambda: linear.linear(x, weight))[0].grid == (programs,)
-
-
 @pytest.mark.parametrize(
     "sm, dtype, few, many",
     [
@@ -193,7 +179,7 @@ def test_few_rows_have_their_own_rule(sm, dtype, few, many):
     up, down = torch.empty(3072, 768, dtype=dtype, device="meta"), torch.empty(768, 3072, dtype=dtype, device="meta")
 
     def both(count):
-        act, _ = mlp.linear_gelu(up.new_empty(count, 768), up, None, "gelu", False)
+        act, _ = mlp.linear_gelu(up.new_empty(count, 768), up, None, "gelu", "")
         linear.linear_residual(act, down, None, up.new_empty(count, 768), None, None, 1)
 
     for count, provider in ((197, few), (197 * 64, many)):

@@ -131,7 +131,7 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
 
 
 def test_what_is_forced_must_exist():
-    says = "linear_residual_fwd has no provider 'nonsense', only cublas, persistent, triton, cublaslt, tma$"
+    says = "linear_residual_fwd has no provider 'nonsense', only cublas, persistent, triton, cublaslt, tma, flattened$"
     with pytest.raises(ValueError, match=says):
         tiles.using("linear_residual_fwd", config(provider="nonsense")).__enter__()
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
@@ -151,13 +151,13 @@ def test_what_is_forced_must_exist():
         ("gelu_bwd", "d3072", FP16, "here", "", set()),
         ("gated_bwd", "d3072", FP16, "here", "", set()),
         ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # wide ones too
-        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas triton tma triton tma", set()),
+        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas triton tma triton tma flattened", set()),
         ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
-        ("linear_residual_fwd", "768x768", BF16, "here", "cublas triton tma triton tma", {"cublaslt"}),
-        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt triton tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", BF16, "here", "cublas triton tma triton tma flattened", {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt triton tma triton tma flattened", set()),
         ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
         # cuBLASLt is not compiled offline; there are no tensor descriptors before sm_90
-        ("linear_residual_fwd", "768x768", BF16, 90, "cublas triton tma triton tma", {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, 90, "cublas triton tma triton tma flattened", {"cublaslt"}),
         ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
     ],
 )

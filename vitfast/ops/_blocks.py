@@ -45,11 +45,11 @@ def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
 def saved_outputs(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
     """`saved` with None for what t.keep does not keep.
 
-    "none" keeps nothing, "least" all but the fields `only_all`, and "all" everything.
+    "none" keeps nothing, "least" all but the fields `only_all`, and "all" or "slope" everything.
     """
     if t.keep == "none":
         return type(saved)()
-    return saved if t.keep == "all" else saved._replace(**dict.fromkeys(only_all))
+    return saved._replace(**dict.fromkeys(only_all)) if t.keep == "least" else saved
 
 
 def needs_norm(needs: NamedTuple) -> bool:

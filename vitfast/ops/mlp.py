@@ -82,20 +82,23 @@ class Hidden(NamedTuple):
 class HiddenSaved(NamedTuple):
     """Kept for backward."""
 
-    pre: Tensor | None = None  # (M, F)
+    pre: Tensor | None = None  # (M, F); or the activation's slope there, as a fused block may choose
     up: Tensor | None = None  # (M, F), for a gated MLP only
     inner_h: Tensor | None = None  # (M, F); this and the next two are for an inner norm only
     inner_mean: Tensor | None = None  # (M,) in fp32
     inner_rstd: Tensor | None = None  # (M,) in fp32
 
 
-def hidden_fwd(x: Tensor, t: Hidden, save: bool) -> tuple[Tensor, HiddenSaved]:
-    """(the last layer's input (M, F), the tensors kept for backward) for x (M, D)."""
+def hidden_fwd(x: Tensor, t: Hidden, save: str) -> tuple[Tensor, HiddenSaved]:
+    """(the last layer's input (M, F), the tensors kept for backward) for x (M, D).
+
+    save: "pre"; of a plain MLP "slope", which keeps the activation's slope in place of `pre`; or "" for nothing.
+    """
     in_weight, up_weight = as_matrix(t.in_weight), as_matrix(t.up_weight)
     if up_weight is None:
         act, pre = linear_gelu_fwd(x, in_weight, t.in_bias, t.activation, save)
         return act, HiddenSaved(pre) if save else HiddenSaved()
-    h, up, pre = gated_linear(x, up_weight, t.up_bias, in_weight, t.in_bias, t.activation, save)
+    h, up, pre = gated_linear(x, up_weight, t.up_bias, in_weight, t.in_bias, t.activation, bool(save))
     saved = HiddenSaved(pre, up) if save else HiddenSaved()
     if t.inner_norm_weight is None:
         return h, saved
@@ -204,7 +207,7 @@ class _Mlp(NamedTuple):
 
 
 def _forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    out, saved = hidden_fwd(as_matrix(t.x), t.hidden, t.save)
+    out, saved = hidden_fwd(as_matrix(t.x), t.hidden, "pre" if t.save else "")
     if t.out_weight is not None:
         out = linear(out, as_matrix(t.out_weight), t.out_bias)
     return resized(out, *t.shape), saved

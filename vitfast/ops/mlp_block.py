@@ -5,10 +5,12 @@
 
 The tensors that _blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
+With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/configs/matmul.py says.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..values import Activation
@@ -24,7 +26,7 @@ from ._blocks import (
     output_gradient,
     saved_outputs,
 )
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
 from ._operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -44,7 +46,9 @@ from .mlp import (
 )
 
 if NO_TRITON is None:
+    from ..kernels.configs import tiles
     from ..kernels.matmul.linear import linear_residual
+    from ..kernels.matmul.product import product_class
 
 
 class _Arguments(NamedTuple):
@@ -89,7 +93,7 @@ ONLY_ALL = ("h", "inner")  # kept by "all" alone; with "least" backward writes t
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = apply_norm(t)
-    inner, hidden = hidden_fwd(h, t.hidden, t.keep != "none")
+    inner, hidden = hidden_fwd(h, t.hidden, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
     return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
@@ -104,11 +108,12 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
+    hidden = t.hidden._replace(activation="slope") if t.keep == "slope" else t.hidden
     g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, needs_norm(needs), want_inner
-        slopes, again, sums, grads = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
+        slopes, again, sums, grads = hidden_bwd(*scale_one(g, t), hidden, saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
         inner = recompute_inner(t.hidden, saved.hidden)
@@ -127,6 +132,12 @@ _mlp_block, _gated_mlp_block = (
     custom_op(name, _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
     for name in ("mlp_block", "gated_mlp_block")
 )
+
+
+@constant_when_compiled
+def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> str:
+    """What a plain MLP keeps with keep="all": "pre" or "slope"."""
+    return tiles.lookup("mlp_kept", torch.empty(0, device=device, dtype=dtype), product_class(width, hidden)).provider
 
 
 @autocasts
@@ -162,7 +173,9 @@ def mlp_block(
     layers = dict(fc1_=(fc1_weight, fc1_bias, (hidden, width)), fc2_=(fc2_weight, fc2_bias, (width, hidden)))
     t = t._replace(eps=check_block("mlp_block", t, layers, residual_in_fp32))
     if kernels_wanted("mlp_block", fc1_weight, width_unsupported(width, drop_path)):
-        return _mlp_block(t._replace(keep=choose_keep(t, fc1_weight, fc2_weight, layer_scale)))[0]
+        keep = choose_keep(t, fc1_weight, fc2_weight, layer_scale)
+        slope = keep == "all" and _kept(x.device, fc1_weight.dtype, width, hidden) == "slope"
+        return _mlp_block(t._replace(keep="slope" if slope else keep))[0]
     return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
 
 

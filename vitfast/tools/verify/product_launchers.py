@@ -26,6 +26,18 @@ def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool 
     return *found, h, *(t.sum(0, dtype=wide(t)) for t in found)
 
 
+def gelu_and_slope(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu(pre) and gelu'(pre) of pre = x W^T + b."""
+    pre = F.linear(x, weight, bias)
+    return F.gelu(pre), *gradients(F.gelu, (pre,), torch.ones_like(pre))
+
+
+def times_slope(dact: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """dact times the slope, and its column sums."""
+    dpre = dact * slope
+    return dpre, dpre.sum(0, dtype=wide(dpre))
+
+
 def added_up(found: tuple, count: int = 1) -> tuple:
     """What a backward returns, the last `count` of which are workspaces of column sums, with their sums."""
     return *found[:-count], *column_sums(found[-1], found[-count:])
@@ -39,7 +51,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
     def layer(t: Draw, out: int, inner: int) -> tuple:
         return t.values(m, inner), t.weight(out, inner), t.values(out)
 
-    def with_activation(count: int, activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
+    def with_activation(count: int, activation: str, save: str | bool, variant: bool) -> tuple[Launcher, Launcher]:
         """Forward and backward of one layer and its activation, or of two layers, up and gate."""
         launcher, backward = ((mlp.linear_gelu, mlp.dgelu_matmul), (gated.gated_linear, gated.dgated_matmul))[count - 1]
 
@@ -60,10 +72,10 @@ def products(s: Sizes) -> dict[str, Launcher]:
 
     found = {}
     for name, backward, count, activation, save in (
-        ("linear + gelu", "dgelu", 1, "gelu", True),
-        ("linear + gelu, tanh, inference", "dgelu, tanh", 1, "gelu_tanh", False),
-        ("linear + quick_gelu", "dgelu, quick_gelu", 1, "quick_gelu", True),
-        ("linear + silu", "dgelu, silu", 1, "silu", True),
+        ("linear + gelu", "dgelu", 1, "gelu", "pre"),
+        ("linear + gelu, tanh, inference", "dgelu, tanh", 1, "gelu_tanh", ""),
+        ("linear + quick_gelu", "dgelu, quick_gelu", 1, "quick_gelu", "pre"),
+        ("linear + silu", "dgelu, silu", 1, "silu", "pre"),
         ("gated linear", "dgated", 2, "silu", True),
         ("gated linear, gelu, inference", "dgated, gelu", 2, "gelu", False),
     ):
@@ -73,6 +85,15 @@ def products(s: Sizes) -> dict[str, Launcher]:
         lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
         lambda *t: added_up(mlp.dgelu_matmul(*t, "gelu", True, want_act=False)),
         lambda g, w, pre: activation_backward(g @ w, pre, activation="gelu", want_h=False),
+        variant=True,
+    )
+    found["linear + gelu, slope kept"] = Launcher(
+        lambda t: layer(t, f, d), lambda *t: mlp.linear_gelu(*t, "gelu", "slope"), gelu_and_slope, variant=True
+    )
+    found["dgelu, from the slope"] = Launcher(
+        lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
+        lambda *t: added_up(mlp.dgelu_matmul(*t, "slope", True, want_act=False)),
+        lambda g, w, slope: times_slope(g @ w, slope),
         variant=True,
     )
     for name, (out, inner) in weights.items():

@@ -1,0 +1,181 @@
+"""The persistent product: a program for each multiprocessor goes from block to block of the output, in one loop.
+
+    out = epilogue(bias + A B)      A (M, K), B (K, N) or its transpose, bias (N,) or None
+
+The loop runs over the steps of k of all its blocks, so that the loads of a block's first operands do not wait for the
+epilogue of the block before. Three things keep instructions out of that epilogue (counted on sm_90, Triton 3.6, B/16 in
+bf16; an element is a number of the output):
+
+- The accumulator starts at the bias of the next block's columns, set where a block ends. Where Triton flattens two
+  loops, it is set to zero by two instructions an element, and the bias takes another.
+- Results leave by descriptors (TMA), without addresses and masks.
+- A matrix that the epilogue reads (the residual, or what the MLP kept) is loaded AHEAD steps before its use, and lies
+  in registers as pairs of 16-bit numbers until then. AHEAD = 0: the epilogue loads it.
+
+With these, fc1 + GELU takes 14.3 instructions an element in place of 22.2, fc2 + residual 5.1 in place of 10.7.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import tiles
+from ..launch import INTERPRETED, cdiv, fp32_precision, launch
+from ..rows import contiguous_or_none, row_programs
+from .product import block_offsets, count_blocks, described, load_columns, operands, split_columns
+
+PLAIN = tl.constexpr(INTERPRETED)  # the interpreter knows no assembly
+
+
+@triton.jit
+def first_sums(
+    bias_ptr, pid, zero, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, TAKEN: tl.constexpr
+):
+    """Where the sums of block `pid` start, (BLOCK_M, BLOCK_N) in fp32; past the last block, any block's.
+
+    zero: 0.0 as an argument, since ptxas spends two instructions an element on a constant.
+    """
+    if TAKEN:
+        _, _, first_n = block_offsets(
+            min(pid, count_blocks(M, N, BLOCK_M, BLOCK_N) - 1), M, N, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        return tl.broadcast_to(load_columns(bias_ptr, first_n + tl.arange(0, BLOCK_N), N), (BLOCK_M, BLOCK_N))
+    else:
+        return tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32) + zero
+
+
+@triton.jit
+def split_pairs(pairs, dtype: tl.constexpr):
+    """Pairs of 16-bit numbers, (rows, columns / 2) in int32 -> (rows, columns)."""
+    low, high = (pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16)
+    return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)).reshape(
+        pairs.shape[0], 2 * pairs.shape[1]
+    )
+
+
+@triton.jit
+def beside(x, acc):
+    """x (16 bits), held as the accumulator is, so that what is computed of both is computed once.
+
+    Triton would compute an activation of x alone in one layout for it and in another for the gradient: 30 instructions
+    an element in place of 22 where dGELU writes both.
+    """
+    if PLAIN:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r", [x, acc], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit(do_not_specialize=["M", "zero"])
+def persistent_kernel(
+    a_ptr,  # descriptor of A (M, K)
+    b_ptr,  # descriptor of B (K, N), or of its transpose
+    bias_ptr,  # (N,) or None
+    early_ptr,  # (M, N / 2) int32, pairs of what the epilogue reads of its block; or None
+    out_ptr,  # descriptor of (M, N)
+    more_ptr,  # as out_ptr, or None
+    others,  # pointers and sizes that the epilogue knows
+    M,
+    zero,
+    stride_em,
+    N: tl.constexpr,  # like K a constant: as arguments, they spill registers
+    K: tl.constexpr,
+    ACT: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EARLY: tl.constexpr = max(STEPS - 1 - AHEAD, 0)
+    COLS: tl.constexpr = BLOCK_N // SUBTILES
+    BIASED: tl.constexpr = bias_ptr is not None
+    programs, pid = tl.num_programs(0), tl.program_id(0)
+    blocks = (count_blocks(M, N, BLOCK_M, BLOCK_N) - pid + programs - 1) // programs
+    acc = first_sums(bias_ptr, pid, zero, M, N, BLOCK_M, BLOCK_N, GROUP_M, BIASED)
+    pid -= programs
+    index_m, first_m, first_n, step = 0, 0, 0, -1
+    if early_ptr is not None:
+        early = tl.zeros((BLOCK_M, BLOCK_N // 2), tl.int32)
+    for _ in tl.range(0, blocks * STEPS):
+        step = tl.where(step == STEPS - 1, 0, step + 1)
+        if step == 0:
+            pid += programs
+            index_m, first_m, first_n = block_offsets(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        k = step * BLOCK_K
+        if LOADS == "nt":
+            acc = tl.dot(a_ptr.load([first_m, k]), tl.trans(b_ptr.load([first_n, k])), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a_ptr.load([first_m, k]), b_ptr.load([k, first_n]), acc, input_precision=PRECISION)
+        if early_ptr is not None:
+            if step == EARLY:
+                rows = first_m + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+                pairs = first_n // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
+                early = tl.load(early_ptr + (rows * stride_em + pairs), mask=(rows < M) & (pairs < N // 2), other=0)
+        if step == STEPS - 1:
+            pieces = split_columns(acc, SUBTILES)
+            if early_ptr is not None:
+                read = split_columns(split_pairs(early, out_ptr.dtype), SUBTILES)
+            for i in tl.static_range(SUBTILES):
+                given = read[i] if early_ptr is not None else None
+                at = index_m, first_m, first_n + i * COLS, M, N
+                EPILOGUE(pieces[i], given, out_ptr, more_ptr, others, at, ACT)
+            acc = first_sums(bias_ptr, pid + programs, zero, M, N, BLOCK_M, BLOCK_N, GROUP_M, BIASED)
+
+
+def fits_pairs(x: Tensor | None) -> bool:
+    """Whether a matrix can be read as pairs of 16-bit numbers."""
+    return x is not None and x.element_size() == 2 and x.storage_offset() % 2 == x.stride(0) % 2 == x.shape[1] % 2 == 0
+
+
+def launch_persistent(
+    a: Tensor,
+    b: Tensor,
+    config: tiles.KernelConfig,
+    kind: str,
+    epilogue: Callable,
+    out: Tensor,
+    more: Tensor | None = None,
+    bias: Tensor | None = None,
+    early: Tensor | None = None,
+    others: tuple = (),
+    activation: str = "",
+) -> None:
+    """Writes `out` (M, N), and `more` (M, N) where it is given, by epilogue(bias + A B).
+
+    a (M, K); b (K, N) for kind "nn" or (N, K) for "nt"; early (M, N): 16-bit numbers that the epilogue reads.
+    """
+    (m, k), n = a.shape, out.shape[1]
+    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    piece = blocks[0], blocks[1] // config["SUBTILES"]
+    a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, True)
+    count = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
+    launch(
+        persistent_kernel,
+        (row_programs(a.device, 2 if blocks[1] == 128 else 1, count),),
+        a_ptr=a_ptr,
+        b_ptr=b_ptr,
+        bias_ptr=contiguous_or_none(bias),
+        early_ptr=None if early is None else early.view(torch.int32),
+        out_ptr=described(out, *piece),
+        more_ptr=None if more is None else described(more, *piece),
+        others=others,
+        M=m,
+        zero=0.0,
+        stride_em=0 if early is None else early.stride(0) // 2,
+        N=n,
+        K=k,
+        ACT=activation,
+        EPILOGUE=epilogue,
+        LOADS=loads,
+        PRECISION=fp32_precision(),
+        **config.meta,
+    )
