@@ -17,6 +17,7 @@ if __name__ != "__mp_main__":  # the processes that compile, which import this f
     from asking import Rivals
     from decide import covered
     from questions import QUEUE
+    from rivals import overridden
 
     from vitfast import ops
     from vitfast.kernels.configs import tiles
@@ -60,6 +61,19 @@ def fp32_stream(s: "Sizes") -> "list[Launch]":
     return found
 
 
+def launches_of(rivals: "Rivals", s: "Sizes") -> "list[Launch]":
+    """The launches of what rivals are compared in, ours alone."""
+    if rivals.operation:
+        op, _ = rivals.operation
+        return operations(s, [torch.bfloat16], [op]) if op in cases(s, ops) else []  # others launch nothing of ours
+    preset, image, _ = rivals.shape.split(" ")
+    amp, train = any(name.endswith(" amp") for name in rivals.names), rivals.what == "train"
+    found = fp32_stream(s) if amp else []
+    for count in (s.batch,) if train else (1, 64, 128, 256, 512):
+        found += step(model(preset, int(image), train, amp), count, torch.float32 if amp else torch.bfloat16)
+    return found
+
+
 def queue(sm: int) -> "list[Launch]":
     """The launches of the questions on a GPU of this generation."""
     found, bf16, fp32 = [*resize().values()], torch.bfloat16, torch.float32
@@ -68,14 +82,9 @@ def queue(sm: int) -> "list[Launch]":
         for rivals in (question.run for question in QUEUE if isinstance(question.run, Rivals)):
             preset, image, batch = rivals.shape.split(" ")
             s = Sizes.of_preset(preset, int(batch[1:]), int(image))
-            if rivals.operation:
-                op, _ = rivals.operation
-                found += operations(s, [bf16], [op]) if op in cases(s, ops) else []  # others launch nothing of ours
-                continue
-            amp, train = any(name.endswith(" amp") for name in rivals.names), rivals.what == "train"
-            for count in (s.batch,) if train else (1, 64, 128, 256, 512):
-                found += step(model(preset, int(image), train, amp), count, fp32 if amp else bf16)
-            found += fp32_stream(s) if amp else []
+            for name in sorted({name[name.find(" | ") :] if " | " in name else "" for name in rivals.names}):
+                with overridden(name):
+                    found += launches_of(rivals, s)
         found += step(model("S/16", 224, True, False), 128)  # the losses
         for train, dtype in ((False, torch.uint8), (False, bf16), (True, torch.uint8)):  # embed, from files
             for amp in (False, True):

@@ -72,13 +72,29 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def configuration(op: str, provider: str) -> tiles.KernelConfig:
+    """The first configuration of a provider for 16 bits on this GPU, candidates first."""
+    generation = tiles.generation(torch.device("cuda" if machine.GPU else "cpu"))
+    rules = (*tiles.CANDIDATES.get(op), *tiles.RULES[op])
+    return next(r.config for r in rules if generation in r.sm and r.bits != "32" and r.config.provider == provider)
+
+
+@contextlib.contextmanager
+def overridden(name: str) -> Iterator[None]:
+    """Operations take the providers that the name of a rival says."""
+    with contextlib.ExitStack() as stack:
+        for part in name.split(" | ")[1:]:
+            op, provider = part.split("=")
+            stack.enter_context(tiles.using(op, configuration(op, provider)))
+        yield
+
+
 class Rival:
     """One of those that are compared, in the state in which it is timed."""
 
     def __init__(self, of: Rivals, name: str):
         self.of, self.turns, self.samples, self.lead = of, [], [], 0.0
-        setting, *overrides = name.split(" | ")
-        self.overrides = [override.split("=") for override in overrides]
+        self.name, setting = name, name.split(" | ")[0]
         free_memory()  # of rivals that failed
         began = time.monotonic()
         self.timed, self.more = self.build(setting)
@@ -104,10 +120,7 @@ class Rival:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Around everything: operations take the providers that the name says."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.timed.context())
-            for op, provider in self.overrides:
-                stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
+        with self.timed.context(), overridden(self.name):
             yield
 
     def waits_for_python(self) -> float:
@@ -193,7 +206,7 @@ class Run:
         content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
         content |= dict(machine_info=dict(vitfast=machine.description()))
         # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
-        right = [rival for rival in timed.values() if "error_after" in rival.timed.errors and not rival.overrides]
+        right = [r for name, r in timed.items() if "error_after" in r.timed.errors and " | " not in name]
         content["benchmarks"] = [rival.entry() for rival in right]
         for state, reasons in (("failed", self.failed), ("skipped", self.skipped)):
             content[state] = [self.of.case(name) | dict(params={}, reason=why) for name, why in reasons.items()]
