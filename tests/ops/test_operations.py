@@ -13,6 +13,7 @@ from operations import ACTING, OPERATIONS, results
 
 from vitfast import ops
 from vitfast.kernels import launch
+from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record, recording
 from vitfast.tools.verify import EPS, worst
 from vitfast.tools.verify.draw import Draw
@@ -300,6 +301,25 @@ def test_keeping_all_gives_the_same_bits(name):
         trained = [key for key in OPERATIONS[name].trained if tensors[key] is not None]
         least, everything = (results(on(name, keep=keep), tensors, trained) for keep in ("least", "all"))
         assert all(torch.equal(a, b) for a, b in zip(least, everything, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_slope_may_be_kept_in_place_of_the_pre_activation(dtype, activation):
+    """By a choice of the tables: in eager mode and compiled, of all gradients and of some."""
+    run, tensors = on("mlp_block", keep="all", activation=activation), draw("mlp_block", dtype)
+    plain, trained = run(**tensors), ["x", "fc2_weight"]
+    with tiles.using("mlp_kept", tiles.config(provider="slope")):
+        found = judged("mlp_block", tensors, dtype, keep="all", activation=activation)
+        some = results(run, tensors, trained)
+        with Calls() as calls:
+            results(run, tensors, trained)
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert all(torch.equal(a, b) for a, b in zip(some, results(compiled, tensors, trained), strict=True))
+    assert torch.equal(found[0], plain)
+    kept = {args[-1] for func, args, *_ in calls.found if func.name() == "vitfast::mlp_block"}
+    assert kept == {"slope"}
 
 
 @FUSED

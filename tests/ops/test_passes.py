@@ -85,7 +85,7 @@ WITH_SCALE = frozenset("x norm_weight norm_bias in_weight in_bias out_weight out
 ALL = WITH_SCALE - {"layer_scale"}
 
 
-@pytest.mark.parametrize("keep, wanted", [("least", (30, 58)), ("all", (30, 52))])
+@pytest.mark.parametrize("keep, wanted", [("least", (30, 58)), ("all", (30, 52)), ("slope", (30, 52))])
 def test_a_layer_moves_88_u_and_82_where_all_is_kept(keep, wanted):
     """Beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, in L2."""
     *found, rest = layer(keep, ALL)
