@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TRITONS ?= 3.6.0 3.8.0
+TRITONS ?= 3.6.0 3.9.0
 SMS ?= 80 or 89 or 90
 # An import of torch and timm takes three times as long without byte code, and the tests start many processes:
 # an environment that forbids writing it waits.
@@ -50,7 +50,7 @@ gpu: $(READY)  ## run the tests that need a GPU, and compare every kernel with f
 planted: $(READY)  ## plant bugs in copies of the package, and run the tests that must find them
 	$(BIN)/python -m pytest -n 2 -q tests/test_planted.py tests/tools/verify/test_edges.py -k planted
 
-tritons: $(READY)  ## compile the kernels with earlier versions of Triton
+tritons: $(READY)  ## compile the kernels with other versions of Triton, and hold their limits of instructions
 	for version in $(TRITONS); do \
 	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \

@@ -1,7 +1,11 @@
 """Compiles every kernel for every GPU generation without a GPU and reads the machine code: `make codegen`.
 
     python tests/codegen.py
-        writes tests/codegen.csv: registers, stack, shared memory, tensor-core instructions, programs per SM
+        writes tests/codegen.csv: registers, stack, shared memory, tensor-core instructions, instructions an element of
+        the epilogue, programs per SM
+    python tests/codegen.py --kernels linear_kernel ...
+        as before, but rows of other kernels stay where the same Triton wrote them of the same tile: name every kernel
+        whose launcher or source has changed, functions that it calls included
     python tests/codegen.py --quick
         the widths and head sizes that `make test` looks at, printed as JSON
 
@@ -17,7 +21,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +37,7 @@ from vitfast.kernels import archives  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.configs import tiles  # noqa: E402
-from vitfast.kernels.launch import Launch, record  # noqa: E402
+from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
 from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
 from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
 from vitfast.tools.machine_code.model_launches import META, resize  # noqa: E402
@@ -44,10 +48,22 @@ from vitfast.tools.verify.launchers import launchers  # noqa: E402
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
 # hgmma, hmma: how many of each; waits: HGMMAs that wait; hazards: instructions that touch registers which wgmma still
-# uses; notes: of ptxas, on wgmma that it serialised.
+# uses; notes: of ptxas, on wgmma that it serialised; step: instructions of a step of the main loop (of attention, with
+# as many keys or queries as its tile has); epilogue: instructions an element of all else that a product runs once a
+# block. An element is one of the numbers of the block that a thread holds; of gated MLPs each counts both layers.
 COLUMNS = "kernel case sm dtype tile warps stages registers stack spills shared tensor_core hgmma waits hazards".split()
-COLUMNS += ["hmma", "notes", "programs_per_sm"]
+COLUMNS += ["hmma", "notes", "step", "epilogue", "programs_per_sm"]
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def epilogue(launch: Launch, code: cubin.Code, warps: int) -> float | str:
+    """Instructions an element of what a product in blocks of BLOCK_M by BLOCK_N does once a block; "" for others."""
+    given = launch.arguments
+    if "GROUP_M" not in given or not code.step or code.tensor_core == "UTCHMMA":
+        return ""  # on sm_100 a program begins with loops that wait for tensor memory
+    block = given["BLOCK_M"], given["BLOCK_N"]
+    persistent = math.prod(launch.grid) < cdiv(given["M"], block[0]) * cdiv(given["N"], block[1])
+    return round(code.once_a_block(persistent) * 32 * warps / math.prod(block), 2)
 
 
 def compile_launch(launch: Launch, sm: int) -> dict:
@@ -66,6 +82,8 @@ def compile_launch(launch: Launch, sm: int) -> dict:
         hazards=len(hazards(code)),
         hmma=code.count("HMMA"),
         notes=" ".join(cubin.assembler_notes(compiled.asm["ptx"], sm)) if hgmma else "",
+        step=len(code.step),
+        epilogue=epilogue(launch, code, warps),
         shared=shared,
         warps=warps,
         stages=compiled.metadata.num_stages,
@@ -73,16 +91,19 @@ def compile_launch(launch: Launch, sm: int) -> dict:
     )
 
 
-def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict[str, Callable]:
+def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool, also: Set[str] = frozenset()) -> dict[str, Callable]:
     """Name -> a call of every launcher at a model's shapes, on meta tensors, with each candidate's tile.
 
-    wide: the variants too.
+    wide: the variants too; otherwise only those whose name begins one in `also`.
     """
 
     def on_meta(launcher):
         return lambda: launcher.call(*launcher.make(Draw(dtype, META)))
 
-    calls = {name: on_meta(launcher) for name, launcher in launchers(s).items() if wide or not launcher.variant}
+    def taken(name: str, launcher) -> bool:
+        return wide or not launcher.variant or any(other.startswith(name) for other in also)
+
+    calls = {name: on_meta(launcher) for name, launcher in launchers(s).items() if taken(name, launcher)}
     return {f"{name}{tile}": run for name, call in calls.items() for tile, run in with_candidates(call).items()}
 
 
@@ -111,20 +132,20 @@ def job(case: str, launch: Launch, sm: int, dtype: torch.dtype) -> tuple[tuple, 
     return (sm, launch.kernel.__name__, *compiler.key_of(launch, sm)), (case, sm, TYPES[dtype], launch)
 
 
-def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
-    """Distinct compilations of every launch to be looked at, as `job` gives them."""
+def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool, also: Set[str] = frozenset()) -> dict[tuple, tuple]:
+    """Distinct compilations of every launch to be looked at, as `job` gives them; also: as in `launcher_calls`."""
     found = {}
     for sm in generations:
         seen = set()
         for (model, s), dtype in itertools.product(sizes.items(), dtypes):
             with tiles.using(sm=sm):
-                calls = launcher_calls(s, dtype, wide).items()
+                calls = launcher_calls(s, dtype, wide, also).items()
                 launches = [(case, launch) for case, call in calls for launch in record(call)]
             for case, launch in launches:
                 kernel = launch.kernel.__name__
                 if not wide and model != "B/16" and not case.startswith("attention"):
                     continue  # the quick look takes the second size for its head of 80 alone,
-                if not wide and case.endswith(")") and kernel in seen:
+                if not wide and case.endswith(")") and kernel in seen and case not in also:
                     continue  # and candidates only where nothing else compiles their kernel
                 seen.add(kernel)
                 found.setdefault(*job(f"{model} {case}", launch, sm, dtype))
@@ -140,10 +161,15 @@ def tile_name(launch: Launch) -> str:
     return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
 
 
+def heading(job: tuple) -> dict:
+    """What an entry of the table says before anything is compiled."""
+    case, sm, dtype, launch = job
+    return dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=tile_name(launch))
+
+
 def compile_job(job: tuple) -> dict:
     """One entry of the table."""
-    case, sm, dtype, launch = job
-    row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=tile_name(launch))
+    row, (_, sm, _, launch) = heading(job), job
     try:
         return row | compile_launch(launch, sm)
     except Exception as error:  # the table says which tile does not compile
@@ -217,7 +243,19 @@ def committed() -> list[dict]:
     """The entries of the table."""
     with open(TABLE, newline="") as file:
         next(file)
-        return [{k: v if k in WORDS else int(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        kinds = dict.fromkeys(COLUMNS, int) | dict.fromkeys(WORDS, str) | dict(epilogue=lambda v: float(v) if v else "")
+        return [{k: kinds[k](v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def unchanged(work: dict[tuple, tuple], named: list[str]) -> dict[tuple, dict]:
+    """Job -> its entry in the table, for kernels not in `named`, if the same Triton wrote it of the same tile."""
+    with open(TABLE) as file:
+        if f"triton {triton.__version__};" not in next(file):
+            return {}
+    rows = [row for row in committed() if row["kernel"] not in named and list(row) == COLUMNS]
+    known = {(*(row[k] for k in COLUMNS[:5]), row["warps"]): row for row in rows}
+    at = {key: (*heading(job).values(), job[-1].arguments.get("num_warps", 4)) for key, job in work.items()}
+    return {key: known[entry] for key, entry in at.items() if entry in known}
 
 
 def problems(rows: list[dict]) -> list[str]:
@@ -248,7 +286,8 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: serialised wgmma, {waits}")
         if r.get("hazards"):  # earlier tables have no such column
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
-        if "SHORT_" in r["tile"]:  # its block of 16 rows is for mma.sync
+        sums = any(word in r["kernel"] for word in SUMS) and (not product or r["tensor_core"] in cubin.TENSOR_CORE[:2])
+        if "SHORT_" in r["tile"] or sums:  # a product of 16 rows is for mma.sync
             continue
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
@@ -269,21 +308,30 @@ FEW_SPILLS = {"_attention_bwd_resident_kernel": 9, "dgelu_matmul_kernel": 6}
 # Of a kernel's HGMMAs, the share that may wait for all before them: at most 6 of 9 do (dQ at heads of 16, Triton 3.6).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
-PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
+PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
+# Kernels whose column sums may be a product with 16 rows of ones.
+SUMS = ("persistent", "dgelu_matmul", "gelu_bwd", "dgated_matmul", "gated_bwd")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
+    parser.add_argument("--also", nargs="+", default=[], help="with --quick: variants to be taken, as in 'linear, qkv'")
+    parser.add_argument("--kernels", nargs="+", help="those that have changed; rows of others stay")
     parser.add_argument("--sm", type=int, nargs="+", default=list(tiles.GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    work = jobs(QUICK_SIZES if args.quick else TABLE_SIZES, [torch.bfloat16], args.sm, not args.quick)
+    sizes = QUICK_SIZES if args.quick else TABLE_SIZES
+    work = jobs(sizes, [torch.bfloat16], args.sm, not args.quick, set(args.also))
     if not args.quick:
         # A kernel that knows no dtype (the table of tiles) is the models' in bf16.
         work = packed_jobs(torch.bfloat16, args.sm) | jobs(QUICK_SIZES, [torch.float32], args.sm, True) | work
-    rows = rows_of(resize_jobs(args.sm) | work, args.processes)
+    work = resize_jobs(args.sm) | work
+    if unknown := set(args.kernels or ()) - {launch.kernel.__name__ for *_, launch in work.values()}:
+        parser.error(f"--kernels: there is no {', '.join(sorted(unknown))}")
+    kept = unchanged(work, args.kernels) if args.kernels else {}
+    rows = [*kept.values(), *rows_of({key: job for key, job in work.items() if key not in kept}, args.processes)]
     if args.quick:
         print(json.dumps(dict(rows=rows, problems=problems(rows))))
         return 0
@@ -294,7 +342,7 @@ def main() -> int:
         writer.writerows(sorted(rows, key=lambda r: (r["kernel"], r["sm"], r["dtype"], r["case"])))
     for problem in problems(rows):
         print(problem)
-    print(f"{len(rows)} compilations, {len(problems(rows))} problems, {TABLE}")
+    print(f"{len(rows) - len(kept)} compilations, {len(kept)} rows kept, {len(problems(rows))} problems, {TABLE}")
     return 1 if problems(rows) else 0
 
 

@@ -85,6 +85,57 @@ def test_a_group_is_no_wait_where_some_run_on():
         assert Code(90, 0, body, {}).waits == waits, body
 
 
+# One loop over steps and blocks, which skips what begins a block and what ends it; the wait for TMA lies apart.
+PERSISTENT = """MOV R1, R2
+.L_step: @P1 BRA `(.L_same)
+IMAD R3, R4, R5
+.L_same: SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R8
+@!P0 BRA `(.L_wait)
+.L_over: HGMMA.64x256x16.F32.BF16 R24, gdesc[UR44], R24
+HGMMA.64x256x16.F32.BF16 R24, gdesc[UR44], R24, gsb0
+@P2 BRA `(.L_next)
+FADD R24, R24, R6
+.L_store: STG.E [R2], R24
+.L_next: @P3 BRA `(.L_step)
+EXIT
+.L_wait: SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R8
+@!P0 BRA `(.L_wait)
+BRA `(.L_over)
+.L_trap: BRA `(.L_trap)"""
+# A block for each program; if there is no step, other code writes zeros.
+ONE_BLOCK = """@P0 BRA `(.L_product)
+STG.E [R2], RZ
+EXIT
+.L_product: MOV R1, R2
+.L_step: HMMA.16816.F32.BF16 R4, R8, R12, R4
+@P1 BRA `(.L_step)
+FADD R4, R4, R6
+STG.E [R2], R4
+@P2 EXIT
+EXIT"""
+
+
+def code_of(listing: str) -> Code:
+    """The code of lines as nvdisasm writes them, labels before their instruction."""
+    lines = [line.rpartition(": ") for line in listing.split("\n")]
+    return Code(90, 0, tuple(text for *_, text in lines), {label: at for at, (label, *_) in enumerate(lines) if label})
+
+
+def test_instructions_of_a_step_and_of_the_rest_of_a_block():
+    code, one = code_of(PERSISTENT), code_of(ONE_BLOCK)
+    assert (code.step, code.once_a_block(True), code.once_a_block(False)) == ({1, 3, 4, 5, 6, 7, 10}, 6, 8)
+    assert (one.step, one.once_a_block(False)) == ({4, 5}, 6)
+    outer = code_of(ONE_BLOCK.replace("@P2 EXIT", "@P2 BRA `(.L_product)"))  # a loop over blocks around that over steps
+    assert (outer.step, outer.once_a_block(True), outer.once_a_block(False)) == ({4, 5}, 4, 6)
+    for listing, persistent in ((PERSISTENT, True), (ONE_BLOCK, False)):
+        longer = code_of(listing.replace("FADD", "FMUL R7, R7, R7\nFADD"))
+        assert longer.once_a_block(persistent) == code_of(listing).once_a_block(persistent) + 1
+        assert len(longer.step) == len(code_of(listing).step)
+    assert not code_of("MOV R1, R2\nEXIT").step
+    with pytest.raises(ValueError, match="instructions 9 to 10 are a loop outside the main loop"):
+        code_of(PERSISTENT.replace(".L_next: ", "@P4 BRA `(.L_store)\n.L_next: ")).once_a_block(True)
+
+
 def test_programs_that_fit_by_registers_warps_and_shared_memory():
     """CUDA's occupancy tables: 168 registers leave room for 3 programs of 4 warps on sm_90, and so on."""
     given = ((168, 4, 0, 90), (128, 8, 0, 90), (32, 4, 100_000, 90), (32, 1, 0, 89))

@@ -7,13 +7,21 @@ It is read without a GPU, by the cuobjdump, nvdisasm and ptxas that come with Tr
   last of them and WARPGROUP.DEPBAR, which says how many groups may still run. Where ptxas cannot prove that nothing
   touches the accumulators meanwhile, it makes each HGMMA wait, and prints one of the notes C7510 to C7519.
 - HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
+
+What an instruction costs depends on how often it runs. `step` is the shortest loop around a tensor-core product: a step
+along K, or along the keys or queries of attention. `once_a_block` counts the rest of a product of two matrices, which
+runs once for each block of the result: the epilogue and what begins a block. Both count the instructions that one
+thread issues, whether their predicate is true or not, and every branch of an `if` that the threads may take.
 """
 
 import re
 import subprocess
 import tempfile
+from bisect import bisect
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -68,6 +76,66 @@ class Code:
         """The first of TENSOR_CORE that is among the instructions, or ""."""
         names = Counter(map(name_of, self.instructions))
         return next((name for name in TENSOR_CORE if names[name]), "")
+
+    def followers(self, at: int) -> Iterator[int]:
+        """The indices at which the program may go on after an instruction."""
+        instruction, name = self.instructions[at], name_of(self.instructions[at])
+        target = re.search(r"`\((\.L\w+)\)", instruction) if name in ("BRA", "CALL") else None
+        if target:
+            yield self.labels[target.group(1)]
+        # BRA.DIV and BRA.CONV have one more operand; if the threads of a warp agree, the program goes on after them.
+        ends = name in ("EXIT", "RET") or (name == "BRA" and "," not in instruction)
+        if at + 1 < len(self.instructions) and (instruction.startswith("@") or not ends):
+            yield at + 1
+
+    @cached_property
+    def _graph(self) -> dict[int, list[int]]:
+        return {at: list(self.followers(at)) for at in range(len(self.instructions))}
+
+    @cached_property
+    def step(self) -> frozenset[int]:
+        """The instructions of the shortest loop with a tensor-core product, as indices; empty without such a loop."""
+        core, marks, loops = self.tensor_core, sorted(self.labels.values()), []
+        products = [i for i, text in enumerate(self.instructions) if name_of(text) == core]
+        for product in {bisect(marks, i): i for i in reversed(products)}.values():  # the first one after each label
+            before = _reached(self._graph, product)
+            if product in before:
+                loops.append([product])
+                while before[loops[-1][-1]] != product:
+                    loops[-1].append(before[loops[-1][-1]])
+        return frozenset(min(loops, key=len, default=()))
+
+    def once_a_block(self, persistent: bool) -> int:
+        """How many instructions run once for each block of a product's result, beside the steps of the main loop.
+
+        persistent: whether a program makes several blocks; what runs before the first and after the last is left out.
+        So is code for empty matrices, which leads to no product. Raises ValueError where another loop is among the
+        instructions, as nothing tells how often it turns. A loop that tries a barrier again turns once.
+        """
+        graph, product = self._graph, min(self.step)
+        backward = {at: [] for at in graph}
+        for at, followers in graph.items():
+            for follower in followers:
+                backward[follower].append(at)
+        later, earlier = _reached(graph, product).keys(), _reached(backward, product).keys()
+        found = (later & earlier if persistent else later | earlier) - self.step
+        among = {at: [follower for follower in graph[at] if follower in found] for at in found}
+        for turn in [range(first, at + 1) for at, followers in among.items() for first in followers if first <= at]:
+            waits = len(turn) < 5 and any("PHASECHK" in self.instructions[i] for i in turn)
+            if not waits and self.step.isdisjoint(turn) and turn[-1] in [turn[0], *_reached(among, turn[0])]:
+                raise ValueError(f"instructions {turn[0]} to {turn[-1]} are a loop outside the main loop")
+        return len(found)
+
+
+def _reached(graph: dict[int, list[int]], start: int) -> dict[int, int]:
+    """All that comes after `start`, each with the one before it on a shortest way."""
+    before, todo = {}, [start]
+    for at in todo:  # which grows meanwhile
+        for follower in graph[at]:
+            if follower not in before:
+                before[follower] = at
+                todo.append(follower)
+    return before
 
 
 def _some_run_on(instructions: tuple[str, ...]) -> bool:
