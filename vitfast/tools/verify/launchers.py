@@ -155,9 +155,16 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
 def _sums(s: Sizes) -> dict[str, Launcher]:
     m, d = s.rows, s.width
 
-    def column_sums(count: int, width: int, dtype: torch.dtype | None) -> Launcher:
-        make = lambda t: (t.workspace(count, width), t.values(0, dtype=dtype))  # noqa: E731
-        return Launcher(make, lambda sums, like: rows.column_sums(like, [sums])[0], lambda sums, like: sums.sum(0))
+    def column_sums(*shapes: tuple[int, int], dtype: torch.dtype | None = None, variant: bool = False) -> Launcher:
+        def make(t: Draw) -> tuple:
+            return t.values(0, dtype=dtype), *(t.workspace(*shape) for shape in shapes)
+
+        def call(like, *sums):
+            return tuple(rows.column_sums(like, sums))
+
+        return Launcher(make, call, lambda like, *sums: tuple(ws.sum(0) for ws in sums), variant)
+
+    of_norm, of_activation = (396, d), (-(-m // 128), s.hidden)
 
     return {
         "sum of rows": Launcher(
@@ -177,8 +184,9 @@ def _sums(s: Sizes) -> dict[str, Launcher]:
             lambda x, ls, drop: scaled_rows(x, drop, ls),
             edge=True,
         ),
-        "column sums, layer_norm": column_sums(396, d, None),
-        "column sums, gelu": column_sums(-(-m // 128), s.hidden, torch.float32),
+        "column sums, layer_norm": column_sums(of_norm),
+        "column sums, gelu": column_sums(of_activation, dtype=torch.float32),
+        "column sums, gated MLP's block": column_sums(*[of_norm] * 3, *[of_activation] * 2, variant=True),
     }
 
 
