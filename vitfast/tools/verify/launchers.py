@@ -124,7 +124,7 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
         def call(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
             given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop)
             given |= dict(rows_per_sample=s.tokens, want_layer_scale=True) if factors else {}
-            return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)
+            return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)[:-1]
 
         def formula(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
             leaves, norm = ((z, w), ref.rms_norm) if rms else ((z, w, b), ref.layer_norm)
