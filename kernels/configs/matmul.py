@@ -60,15 +60,16 @@ _WIDE = tuple(
 _WIDTHS = "192x* 256x* 384x* 512x* 576x* 640x* 768x* 896x* 1024x* 1152x* 1280x* 1408x* 1536x* 1664x*"
 # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
 _DGELU = (Rule(_product(8, 3, 128, 128, 64, 4, maxnreg=128), sm=(90,), bits="16", shape=_WIDTHS), *_PRODUCT)
-# On an H100 (as above, act not written) 569 us in one piece, 573 in two, 611 in four; the pointers of _DGELU 726,
-# cuBLAS and a second kernel 704, a program for each multiprocessor, flattened, at least 645. Where act is written
-# ("a"), one piece spills; flattened blocks of 128 x 128 took 754, descriptors and a program for each block 799. From
-# the slope ("s"), a program for each block spends more on its prologue than on the rest (counted, not timed).
-_DGELU_TMA = (
-    Rule(_product(8, 3, 128, 128, 64, 1, "tma", maxnreg=128), sm=(90,), bits="16", shape="*[0-9]"),
-    Rule(_product(8, 2, 128, 128, 64, 4, "persistent", maxnreg=128), sm=(90,), bits="16", shape="*a"),
-    Rule(_PERSISTENT[0].config, sm=(90,), bits="16", shape="*s"),
+# On an H100 (as above, act not written), with descriptors and a program for each block 569 us in one piece, 573 in two
+# and 611 in four; the pointers of _DGELU 726, cuBLAS and a second kernel 704, the flattened loop, which read pre in its
+# epilogue, at least 645. One loop that reads pre ahead issues 17 to 19 instructions an element, where those of 569 us
+# issued 32, prologue included (counted, not timed), and would spill in one piece with Triton 3.6. Where act is written
+# ("a"), fewer pieces than eight spill; flattened blocks of 128 x 128 took 754 us. From the slope ("s") it issues 4.
+_DGELU_PERSISTENT = tuple(
+    Rule(_product(8, 3, 128, 256, 64, pieces, "persistent"), sm=(90,), bits="16", shape=shape)
+    for pieces, shape in ((8, "*a"), (2, "*[0-9] *s"))
 )
+_DGELU_TMA = (Rule(_product(8, 3, 128, 128, 64, 2, "tma", maxnreg=128), sm=(90,), bits="16", shape="*[0-9]"),)
 # Two products at once have blocks like _PRODUCT's, with half the columns for each. Backward reads and writes two of
 # everything, so its blocks are narrower or cut into smaller pieces.
 _GATED = (
@@ -114,7 +115,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # On sm_89 and sm_120 a wider tile takes all 255 registers, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
-        *_DGELU_TMA,
+        *_DGELU_PERSISTENT,
         *_DGELU,
     ),
     # Not a launch: what forward keeps of a plain MLP where it keeps all. With the slope, fc1 + GELU takes 19.8
@@ -134,7 +135,7 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "input_grad": _OURS,
     "linear_gelu_fwd": _CUBLAS + _OURS + _FLAT[:1],
     "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_OURS, *_FLAT[1:]),
-    "dgelu_matmul": _CUBLAS + _PERSISTENT + _TMA + _WIDE,
+    "dgelu_matmul": _CUBLAS + _DGELU_TMA + _TMA + _WIDE,
     "mlp_kept": (Rule(config(provider="slope"), bits="16"),),
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
     "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),

@@ -24,7 +24,7 @@ from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope
-from .persistent import beside, fits_pairs, launch_persistent
+from .persistent import fits_pairs, launch_persistent, together
 from .product import (
     DESCRIBED,
     block_offsets,
@@ -151,10 +151,9 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
     """Epilogue of the persistent kernel for dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     index_m, first_m, first_n, _, N = at
-    if act_out is not None:
-        pre = beside(pre, dact)
     act, dpre = dgelu(dact, pre, ACT)
     if act_out is not None:
+        act, dpre = together(act, dpre)
         act_out.store([first_m, first_n], act)
     dpre_out.store([first_m, first_n], dpre)
     if others[0] is not None:
