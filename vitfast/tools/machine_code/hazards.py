@@ -108,18 +108,6 @@ def _after(instruction: str, at: int, state: State) -> State:
     return state
 
 
-def _next(code: Code, at: int) -> Iterator[int]:
-    """The indices at which the program may go on after an instruction."""
-    instruction, name = code.instructions[at], name_of(code.instructions[at])
-    target = re.search(r"`\((\.L\w+)\)", instruction) if name in ("BRA", "CALL") else None
-    if target:
-        yield code.labels[target.group(1)]
-    # BRA.DIV and BRA.CONV have one more operand; if the threads of a warp agree, the program goes on after them.
-    ends = name in ("EXIT", "RET") or (name == "BRA" and len(_operands(instruction)) == 1)
-    if at + 1 < len(code.instructions) and (instruction.startswith("@") or not ends):
-        yield at + 1
-
-
 def hazards(code: Code) -> dict[int, Use]:
     """Instruction -> a register that it touches while a wgmma still uses it, over all paths of a program."""
     if not code.count(*PRODUCTS):
@@ -133,7 +121,7 @@ def hazards(code: Code) -> dict[int, Use]:
         if state and (touched := _touched(instruction, state)):
             found[at] = min(touched)
         state = _after(instruction, at, state)
-        for follower in _next(code, at):
+        for follower in code.followers(at):
             known = states.get(follower)
             # Where two paths lead to an instruction, the lower age of a use counts: it is likelier to be running.
             merged = state if known is None else known | {u: a for u, a in state.items() if a < known.get(u, a + 1)}
