@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import InputError, both_ends
 from ...kernels.launch import INTERPRETED, Launch, settle
@@ -87,7 +87,8 @@ def _function(module: str, name: str):
 
 
 # So launches on meta tensors can be sent to other processes: a kernel or a helper goes by its name.
-copyreg.pickle(JITFunction, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
+for _kind in (JITFunction, GluonJITFunction):
+    copyreg.pickle(_kind, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
 
 
 def detached(launch: Launch) -> Launch:
@@ -96,7 +97,7 @@ def detached(launch: Launch) -> Launch:
     def free(value):
         if type(value) is tuple:
             return tuple(map(free, value))
-        if isinstance(value, TensorDescriptor):
+        if type(value).__name__ == "TensorDescriptor":  # Triton's or Gluon's
             return dataclasses.replace(value, base=value.base.detach())
         return value.detach() if isinstance(value, torch.Tensor) else value
 
