@@ -72,6 +72,17 @@ def magnitude(p):
 
 
 @triton.jit
+def magnitude_alone(pre, PLAIN: tl.constexpr):
+    """`magnitude` where p itself is not needed: of two bf16 numbers at a time, 1.5 instructions fewer for each."""
+    if PLAIN or pre.dtype != tl.bfloat16:
+        return magnitude(pre.to(tl.float32))
+    else:
+        asm: tl.constexpr = """{ .reg .b32 z, most; mov.b32 most, 0x41804180; abs.bf16x2 z, $2;
+            min.NaN.bf16x2 z, z, most; shl.b32 $0, z, 16; and.b32 $1, z, 0xffff0000; }"""
+        return tl.inline_asm_elementwise(asm, "=&f,=f,r", [pre], tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
 def positive(p):
     return tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
@@ -119,12 +130,12 @@ def wide_activate(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED):
 
 
 @triton.jit
-def wide_activate_and_slope(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED):
-    """(activation of `pre`, its derivative), both in fp32."""
+def wide_activate_and_slope(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED, ALONE: tl.constexpr = False):
+    """(activation of `pre`, its derivative), both in fp32; ALONE: only the derivative is used."""
     p = wide(pre, PLAIN)
     if ACT == "gelu":
         # The slope is Phi(p) + p density(p): Q - |p| density at -|p|, and 1 minus that at |p|.
-        z = magnitude(p)
+        z = magnitude_alone(pre, PLAIN) if ALONE else magnitude(p)
         q = upper_tail(z, pre.dtype)
         density = tl.exp2(-0.7213475204444817 * z * z - 1.3257480647361593)  # log2(e) / 2, log2(2 pi) / 2
         slope = q - z * density
@@ -148,9 +159,12 @@ def activate(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED):
 
 
 @triton.jit
-def activate_and_slope(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED):
-    """(activation of `pre` in its dtype, with the bits of `activate`; its derivative in fp32)."""
-    act, slope = wide_activate_and_slope(pre, ACT, PLAIN)
+def activate_and_slope(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERPRETED, ALONE: tl.constexpr = False):
+    """(activation of `pre` in its dtype, with the bits of `activate`; its derivative in fp32).
+
+    ALONE: only the derivative is used.
+    """
+    act, slope = wide_activate_and_slope(pre, ACT, PLAIN, ALONE)
     return act.to(pre.dtype), slope
 
 

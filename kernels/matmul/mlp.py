@@ -122,12 +122,12 @@ def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.co
 
 
 @triton.jit
-def dgelu(dact, pre, ACT: tl.constexpr):
+def dgelu(dact, pre, ACT: tl.constexpr, WITH_ACT: tl.constexpr):
     """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope and there is no gelu(pre)."""
     if ACT == "slope":
         return pre, times_slope(dact, pre)
     else:
-        act, slope = activate_and_slope(pre, ACT)
+        act, slope = activate_and_slope(pre, ACT, ALONE=not WITH_ACT)
         return act, (dact * slope).to(pre.dtype)
 
 
@@ -151,7 +151,7 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
     """Epilogue of the persistent kernel for dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     index_m, first_m, first_n, _, N = at
-    act, dpre = dgelu(dact, pre, ACT)
+    act, dpre = dgelu(dact, pre, ACT, act_out is not None)
     if act_out is not None:
         act, dpre = together(act, dpre)
         act_out.store([first_m, first_n], act)
@@ -179,7 +179,7 @@ def store_dgelu(
 ):
     """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
     cols = first_n + tl.arange(0, dact.shape[1])
-    act, dpre = dgelu(dact, pre, ACT)
+    act, dpre = dgelu(dact, pre, ACT, act_ptr is not None)
     if act_ptr is not None:
         store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
     store_piece(dpre_ptr, dpre, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
