@@ -36,7 +36,7 @@ _TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # pointers above 563, descriptors 517, cuBLAS and a GELU 560), fc2 and its residual 329 (descriptors and a program for
 # each block 415, cuBLASLt 320), proj and its residual 132 (139, 116). One loop ("persistent") issues a third to a half
 # fewer instructions outside the product (counted, not timed; persistent.py). What is read ahead takes the shared memory
-# of a fourth stage, and an fp32 residual needs four pieces; with two, others take half an instruction an element less.
+# of a fourth stage, and leaves room for a quarter of the result.
 _FLAT = tuple(
     Rule(_product(8, 4, 128, 256, 64, pieces, "flattened"), sm=(90,), bits="16", variant=f"{pieces}")
     for pieces in (2, 4)
@@ -62,12 +62,12 @@ _WIDTHS = "192x* 256x* 384x* 512x* 576x* 640x* 768x* 896x* 1024x* 1152x* 1280x* 
 _DGELU = (Rule(_product(8, 3, 128, 128, 64, 4, maxnreg=128), sm=(90,), bits="16", shape=_WIDTHS), *_PRODUCT)
 # On an H100 (as above, act not written), with descriptors and a program for each block 569 us in one piece, 573 in two
 # and 611 in four; the pointers of _DGELU 726, cuBLAS and a second kernel 704, the flattened loop, which read pre in its
-# epilogue, at least 645. One loop that reads pre ahead issues 17 to 19 instructions an element, where those of 569 us
-# issued 32, prologue included (counted, not timed), and would spill in one piece with Triton 3.6. Where act is written
-# ("a"), fewer pieces than eight spill; flattened blocks of 128 x 128 took 754 us. From the slope ("s") it issues 4.
+# epilogue, at least 645. One loop that reads pre ahead issues 19 instructions an element outside the product, where
+# those of 569 us issued 33 (counted, not timed), and from the slope ("s") 5. Where act is written ("a"), fewer pieces
+# than eight spill; flattened blocks of 128 x 128 took 754 us.
 _DGELU_PERSISTENT = tuple(
     Rule(_product(8, 3, 128, 256, 64, pieces, "persistent"), sm=(90,), bits="16", shape=shape)
-    for pieces, shape in ((8, "*a"), (2, "*[0-9] *s"))
+    for pieces, shape in ((8, "*a"), (4, "*[0-9] *s"))
 )
 _DGELU_TMA = (Rule(_product(8, 3, 128, 128, 64, 2, "tma", maxnreg=128), sm=(90,), bits="16", shape="*[0-9]"),)
 # Two products at once have blocks like _PRODUCT's, with half the columns for each. Backward reads and writes two of

@@ -15,7 +15,7 @@ from ..configs import tiles
 from ..launch import launch
 from ..libraries import cublaslt
 from ..rows import contiguous_or_none
-from .persistent import fits_pairs, launch_persistent
+from .persistent import launch_persistent, readable_early
 from .product import count_blocks, load_columns, load_piece, output_block, product_class, row_product, unfit
 
 
@@ -134,7 +134,7 @@ def _launch_linear(
     stride_rm = 0 if residual is None else residual.stride(0)
     if config.provider == "persistent":
         # Dividing rows into samples takes the registers that a residual read early would lie in.
-        early = residual if config["AHEAD"] and drop_path is None and fits_pairs(residual) else None
+        early = residual if config["AHEAD"] and drop_path is None and readable_early(residual) else None
         others = None if early is not None else residual, *factors, rows_per_sample, stride_rm
         launch_persistent(x, weight, config, kind, linear_epilogue, out, None, bias, early, others)
         return out

@@ -24,7 +24,7 @@ from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope
-from .persistent import fits_pairs, launch_persistent, together
+from .persistent import launch_persistent, readable_early, together
 from .product import (
     DESCRIBED,
     block_offsets,
@@ -296,7 +296,7 @@ def dgelu_matmul(
     """
     (m, k), n = g.shape, weight2.shape[1]
     shape = product_class(k, n) + ("s" if activation == "slope" else "a" if want_act else "")
-    without = unfit(g, weight2) or (() if fits_pairs(pre) else ("persistent",))
+    without = unfit(g, weight2) or (() if readable_early(pre) else ("persistent",))
     config = tiles.lookup("dgelu_matmul", g, shape, without)
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
