@@ -6,9 +6,9 @@ questions of one kind. Seconds are estimates where nothing else is said.
 """
 
 from asking import Command, Prediction, Question, Rivals, curves, exit_code, faster, info, pair, peaks
+from counted import ATTENTION, B16, BF16, COUNTED, TIMM
 
 BACKEND, ACCELERATED = "vitfast backend (timm)", "vitfast.accelerate(timm)"
-B16, BF16 = "B/16 224 B256", "vitfast compile bf16"
 
 # ---- files
 
@@ -17,10 +17,8 @@ BESIDE = (*KERNELS, "kernels/rows.py", "kernels/launch.py", "kernels/libraries/*
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*BESIDE, "vitfast/adapters/*.py")
-ATTENTION = ("kernels/attention/*.py", "kernels/configs/attention.py", "kernels/rows.py")
 NORM = ("kernels/layer_norm/*.py", "kernels/configs/layer_norm.py", "kernels/rows.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
-MATMUL = ("kernels/matmul/*.py", "kernels/configs/matmul.py", "kernels/rows.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
 
 # ---- rows of README's table
@@ -92,29 +90,6 @@ def attention(name: str, shape: str, direction: str, others: tuple[str, ...], ex
     )
 
 
-def shipped(
-    name: str, what: str, override: str, asks: str, says: str, least: float, worth: float, no: str, files: tuple
-) -> Question:
-    """What ships, whose instructions were counted and not timed, beside what it replaced or may be replaced by.
-
-    what: as in Rivals. override: "OPERATION=PROVIDER" of the other.
-    """
-    ours = BF16 if what == "train" else "vitfast"
-    names = (ours, f"{ours} | {override}")
-    follows = (f"{override} leaves", no)
-    seconds = 75 if what == "train" else 40
-    return Question(
-        name,
-        asks,
-        Rivals(what, B16, names),
-        Prediction(says, faster(*names), least=least),
-        follows,
-        seconds,
-        files,
-        worth,
-    )
-
-
 def embed(stage: str, what: str, expected: float, seconds: int) -> Question:
     return Question(
         f"embed_{stage}",
@@ -154,7 +129,7 @@ def paths(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}test_{name}.py" for name in names.split())
 
 
-LEAN, BY_LT, TIMM = f"{BF16} least memory", f"{BF16} | linear_residual_fwd=cublaslt", "timm compile bf16"
+LEAN, BY_LT = f"{BF16} least memory", f"{BF16} | linear_residual_fwd=cublaslt"
 LOG = "the log names what failed"
 QUEUE = (
     backend(
@@ -217,53 +192,7 @@ QUEUE = (
         1.5,
         {(MEMORY, "vitfast compile bf16 least memory by timm bf16 compiled"): 0.67},
     ),
-    shipped(
-        "one_loop_fc1",
-        "linear_gelu forward",
-        "linear_gelu_fwd=flattened",
-        "fc1 + GELU: is one loop, whose sums start at the bias, faster than two that Triton flattens?",
-        "515 us become 470: 13 instructions an element in place of 19 with the same GELU",
-        1.03,
-        0.5,
-        "the flattened loop ships again",
-        MATMUL,
-    ),
-    shipped(
-        "one_loop_residual",
-        "mlp_block forward",
-        "linear_residual_fwd=flattened",
-        "fc2 + residual: the same, with the residual read ahead?",
-        "329 us become 320, in a block of 880: 5 instructions an element in place of 11",
-        1.0,
-        0.3,
-        "the flattened loop ships again",
-        MATMUL,
-    ),
-    shipped(
-        "one_loop_dgelu",
-        "train",
-        "dgelu_matmul=tma",
-        "dGELU: is one program a multiprocessor, which reads pre ahead, faster than two with a prologue each?",
-        "569 us become 480, a step 1.9 % shorter: 17 instructions an element in place of 25",
-        1.005,
-        1.1,
-        "descriptors and a program for each block ship again, in two pieces",
-        MATMUL,
-    ),
-    Question(
-        "slope_kept",
-        "Is a step faster where the MLP keeps GELU's slope in place of its input?",
-        Rivals("train", B16, (BF16, f"{BF16} | mlp_kept=slope", TIMM)),
-        Prediction(
-            "60 us a layer, 1.3 % of a step: fc1 six instructions an element more, dGELU thirteen fewer",
-            faster(f"{BF16} | mlp_kept=slope", BF16),
-            least=1.0127,
-        ),
-        ('"slope" is what keep="all" keeps (mlp_kept)', "mlp_kept leaves, and with it the slope's epilogues"),
-        100,
-        OURS,
-        0.8,
-    ),
+    *COUNTED,
     graphs("vitfast", "bf16", "B/16 224", 256, 1.29, 75, 1.0),
     graphs(ACCELERATED, "amp", "B/16 224", 256, 1.20, 75, 1.0),
     graphs("vitfast", "bf16", "S/16 224", 512, 1.28, 75, 0.0),
@@ -367,7 +296,16 @@ QUEUE = (
         LOG,
         120,
         (*EVERY_KERNEL, "tests/kernels/test_gpu.py"),
-        *(*paths("kernels/", "gpu cublaslt patch_embed resize"), "-k", "not sanitizer"),
+        *(*paths("kernels/", "gpu cublaslt gelu patch_embed resize"), "-k", "not sanitizer"),
+    ),
+    tests(
+        "gpu_tests_of_roles",
+        "Does attention's backward by warpgroups with roles end, and give float64's numbers and the same bits twice?",
+        "all pass",
+        "the kernel leaves",
+        45,
+        ATTENTION,
+        *paths("kernels/", "backward_specialized"),
     ),
     tests(
         "gpu_tests_of_models",
