@@ -102,6 +102,9 @@ weights that are truncated | data/resize.py | data/test_resize.py -k bytes_are_t
 crops at half of what is over, rounded down | data/eval_transforms.py | data/test_eval_transforms.py -k timm
 - return round(over / 2) if self.round_half else over // 2, wanted, 0
 + return over // 2, wanted, 0
+the bias of this block for the next | kernels/matmul/persistent.py | kernels/test_persistent.py -k linear_and_residual
+- acc = first_sums(bias_ptr, pid + programs,
++ acc = first_sums(bias_ptr, pid,
 a kernel that does not clip | kernels/resize/passes.py | data/test_resize.py -k kernels_give
 - tl.minimum(tl.maximum(acc >> BITS, 0), 255)
 + acc >> BITS
