@@ -1,4 +1,4 @@
-"""Questions on kernels whose instructions were counted and that no GPU has timed: what ships beside its rival.
+"""Questions on kernels whose instructions were counted, not timed: what ships beside its rival.
 
 At the power limit each instruction costs time, so fewer should be faster; `tests/codegen.csv` has the counts. Rivals
 are timed back to back, with power and clock beside them. The loser leaves. A whole step with the winners is in

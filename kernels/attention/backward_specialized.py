@@ -1,4 +1,4 @@
-"""Attention backward, provider "specialized": four warpgroups, each with a role, in one program a multiprocessor.
+"""Attention backward, provider "specialized": four warpgroups with roles, a program a multiprocessor.
 
 It serves samples of 193 to 207 tokens and heads of 64 in 16 bits on sm_90. It is written in Gluon, because warpgroups
 that wait for one another alone cannot be said in Triton. A program goes from head to head. With S = Q K^T,
@@ -96,7 +96,7 @@ def load_queries(boxes, tiles, full, b, h, block, n):
 
 @gluon.jit
 def write_rows(tiles, rows, bars, lse_ptr, head, block, N, n):
-    """Writes lse, in units of log 2, and delta of a head's block of queries, the n-th, once its o and do have come."""
+    """Writes lse, in units of log 2, and delta of the n-th block of queries, once its o and do are there."""
     slot = n % RING
     offs = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     lse = gl.load(lse_ptr + head.to(gl.int64) * N + offs, mask=offs < N, other=float("inf"))  # inf weighs nothing
@@ -273,12 +273,12 @@ def _attention_bwd_specialized_kernel(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
-    """Whether the kernel can read these: what provider "resident" reads, of 193 to 207 tokens and whole heads of 64."""
+    """Whether the kernel can read these: what "resident" reads, of 193 to 207 tokens and heads of 64."""
     return TAIL.value < q.shape[1] <= ONES.value and q.shape[3] == 64 and resident_serves(q, k, v, chunks)
 
 
 def box(x: Tensor, heads: int, rows: int) -> TensorDescriptor:
-    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows of a head."""
+    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows."""
     (B, N, _, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
     shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
     return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, D], BOX.value)

@@ -45,7 +45,10 @@ LARGE = tl.constexpr(16.0)  # where Q, 2^-190, and the normal density, 2^-186, a
 
 @triton.jit
 def wide(pre, PLAIN: tl.constexpr):
-    """`pre` in fp32. bf16 is the upper half of fp32: a shift and a mask take apart the two that share a register."""
+    """`pre` in fp32.
+
+    bf16 is the upper half of fp32: a shift and a mask take apart the two that share a register.
+    """
     if PLAIN or pre.dtype != tl.bfloat16:
         return pre.to(tl.float32)
     else:
@@ -73,7 +76,7 @@ def magnitude(p):
 
 @triton.jit
 def magnitude_alone(pre, PLAIN: tl.constexpr):
-    """`magnitude` where p itself is not needed: of two bf16 numbers at a time, 1.5 instructions fewer for each."""
+    """`magnitude` where p itself is not needed, of two bf16 numbers at a time: 1.5 instructions less."""
     if PLAIN or pre.dtype != tl.bfloat16:
         return magnitude(pre.to(tl.float32))
     else:
@@ -89,7 +92,7 @@ def positive(p):
 
 @triton.jit
 def upper_tail(z, DTYPE: tl.constexpr):
-    """Q(z) = 1 - Phi(z) for 0 <= z <= LARGE, as exactly as results in DTYPE need; Phi: the normal distribution."""
+    """Q(z) = 1 - Phi(z) for 0 <= z <= LARGE, as exactly as results in DTYPE need."""
     C: tl.constexpr = (
         UPPER_TAIL_BF16 if DTYPE == tl.bfloat16 else UPPER_TAIL_FP16 if DTYPE == tl.float16 else UPPER_TAIL
     )
@@ -102,7 +105,10 @@ def upper_tail(z, DTYPE: tl.constexpr):
 
 @triton.jit
 def gate(p, ACT: tl.constexpr):
-    """1 / (1 + exp(-u)): u is 2 sqrt(2/pi) (p + 0.044715 p^3) for gelu_tanh, 1.702 p for quick_gelu, p for silu."""
+    """1 / (1 + exp(-u)).
+
+    u is 2 sqrt(2/pi) (p + 0.044715 p^3) for gelu_tanh, 1.702 p for quick_gelu and p for silu.
+    """
     if ACT == "gelu_tanh":
         exponent = p * (-2.302208198 - 0.10294323957 * (p * p))  # 2 sqrt(2/pi) log2(e), 0.044715 times that
     elif ACT == "quick_gelu":

@@ -31,7 +31,7 @@ def scaled(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
 
 @triton.jit
 def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel: factors and residual, which has been read already or is read here."""
+    """Epilogue of the persistent kernel: factors, and the residual, which may have been read already."""
     res_ptr, ls_ptr, dp_ptr, rows_per_sample, stride_rm = others
     _, first_m, first_n, M, N = at
     offs_m = first_m + tl.arange(0, acc.shape[0]).to(tl.int64)

@@ -43,7 +43,7 @@ from .product import (
 
 @triton.jit
 def store_gelu(pre, bias_ptr, kept_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr, SLOPE: tl.constexpr):
-    """Epilogue of linear_gelu: adds the bias, writes gelu(pre) and, in training, pre or (SLOPE) gelu'(pre)."""
+    """Epilogue of linear_gelu: adds the bias; writes gelu(pre) and, in training, pre or the SLOPE."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     if bias_ptr is not None:
@@ -123,7 +123,7 @@ def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.co
 
 @triton.jit
 def dgelu(dact, pre, ACT: tl.constexpr, WITH_ACT: tl.constexpr):
-    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope and there is no gelu(pre)."""
+    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope."""
     if ACT == "slope":
         return pre, times_slope(dact, pre)
     else:
@@ -149,7 +149,7 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 
 @triton.jit
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel for dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
+    """Epilogue of dgelu_matmul's persistent kernel: writes dpre and, if wanted, gelu(pre) and sums."""
     index_m, first_m, first_n, _, N = at
     act, dpre = dgelu(dact, pre, ACT, act_out is not None)
     if act_out is not None:

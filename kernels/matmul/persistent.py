@@ -1,4 +1,4 @@
-"""The persistent product: a program for each multiprocessor goes from block to block of the output, in one loop.
+"""The persistent product: one program a multiprocessor makes its blocks of the output in one loop.
 
     out = epilogue(bias + A B)      A (M, K), B (K, N) or its transpose, bias (N,) or None
 

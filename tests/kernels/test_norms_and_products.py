@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import interpreted
 
 from vitfast import ViT, ops

@@ -27,8 +27,7 @@ from ._operation import (
     sample_rows,
     tensors_of,
 )
-from .linear_residual import branch_gradient, needs_column_sum
-from .mlp import bias_gradients
+from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
@@ -77,7 +76,7 @@ def norm_gradients(
     want_h: bool,
     sums: dict[str, Tensor | None] | None = None,
 ) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor | None]:
-    """(gradients of x, of the norm's parameters and of `sums`, column sum of g, the norm's output h where wanted).
+    """(gradients of x, the norm's parameters and `sums`, column sum of g, the norm's output h if wanted).
 
     dh: the gradient of h, None where none of these gradients is needed. In one pass, the norm's backward adds the
     residual's gradient dout, sums dout unless g's sum is given as `total`, and writes h again unless it was kept.

@@ -33,7 +33,7 @@ if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
     from ..kernels.matmul.weight_grad import weight_grad, weight_grad_scaled
-    from ..kernels.rows import scale_rows
+    from ..kernels.rows import column_sums, scale_rows
 
 
 def branch_gradient(
@@ -45,6 +45,12 @@ def branch_gradient(
         return dout, None
     g, total = scale_rows(dout, None, drop_path, rows_per_sample, changed, want_sum, out_dtype=dtype)
     return (g if changed else dout), total
+
+
+def bias_gradients(sums: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The gradients of biases by name, of workspaces (row blocks, F) in fp32, added up in one launch."""
+    found = list(sums.values())
+    return dict(zip(sums, column_sums(found[0], found, [dtype] * len(found)))) if found else {}
 
 
 # The functions below take an operation's arguments t and its needs as NamedTuples, whose fields include out_weight,

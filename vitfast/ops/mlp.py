@@ -20,7 +20,6 @@ backward    One product reads dout, up and pre, and writes dup, dpre, the last l
 import math
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..values import Activation
@@ -39,6 +38,7 @@ from ._operation import (
 )
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
+from .linear_residual import bias_gradients
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
@@ -47,7 +47,7 @@ if NO_TRITON is None:
     from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
     from ..kernels.matmul.weight_grad import weight_grad
-    from ..kernels.rows import column_sums, scale_rows
+    from ..kernels.rows import scale_rows
 
 Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 
@@ -128,7 +128,7 @@ Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, who
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
 ) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
-    """((dpre, dup), the last layer's input (M, F), sums for its biases, gradients of its norm's vectors by name).
+    """((dpre, dup), the last layer's input (M, F), sums for the biases, the norm's gradients by name).
 
     They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last
     layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient of the
@@ -163,12 +163,6 @@ def hidden_bwd(
         dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, t.activation, want_sums)
     vectors = dict(inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
     return (dpre, dup), inner.y, dict(zip(("up_bias", "in_bias"), sums)), vectors
-
-
-def bias_gradients(sums: Sums, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The gradients of the biases by name, added up in one launch."""
-    found = list(sums.values())
-    return dict(zip(sums, column_sums(found[0], found, [dtype] * len(found)))) if found else {}
 
 
 def hidden_input_grad(slopes: Slopes, t: Hidden) -> Tensor:

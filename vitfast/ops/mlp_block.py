@@ -136,7 +136,7 @@ _mlp_block, _gated_mlp_block = (
 
 @constant_when_compiled
 def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> str:
-    """What a plain MLP keeps with keep="all": "pre" or "slope"."""
+    """Whether a plain MLP keeps "pre" or "slope" with keep="all"."""
     return tiles.lookup("mlp_kept", torch.empty(0, device=device, dtype=dtype), product_class(width, hidden)).provider
 
 

@@ -18,7 +18,7 @@ from vitfast.tools.verify.launcher import Launcher
 def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(table):
     found = {(p.op, p.name) for p in make_tuner(Clock()).problems(TINY)}
     ops = {op for op, _ in found}
-    assert ops == set(tiles.RULES), ops ^ set(tiles.RULES)
+    assert ops == {*tiles.RULES} - {"mlp_kept"}, ops ^ {*tiles.RULES}  # which is no launch
     assert {
         ("column_sums", "column sums, layer_norm"),
         ("attention_bwd", "attention backward"),

@@ -94,7 +94,7 @@ class Code:
 
     @cached_property
     def step(self) -> frozenset[int]:
-        """The instructions of the shortest loop with a tensor-core product, as indices; empty without such a loop."""
+        """The instructions, as indices, of the shortest loop with a tensor-core product; empty without one."""
         core, marks, loops = self.tensor_core, sorted(self.labels.values()), []
         products = [i for i, text in enumerate(self.instructions) if name_of(text) == core]
         for product in {bisect(marks, i): i for i in reversed(products)}.values():  # the first one after each label
@@ -106,7 +106,7 @@ class Code:
         return frozenset(min(loops, key=len, default=()))
 
     def once_a_block(self, persistent: bool) -> int:
-        """How many instructions run once for each block of a product's result, beside the steps of the main loop.
+        """How many instructions run once for each block of a product's result, outside the main loop.
 
         persistent: whether a program makes several blocks; what runs before the first and after the last is left out.
         So is code for empty matrices, which leads to no product. Raises ValueError where another loop is among the

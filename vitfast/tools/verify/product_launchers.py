@@ -39,7 +39,7 @@ def times_slope(dact: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def added_up(found: tuple, count: int = 1) -> tuple:
-    """What a backward returns, the last `count` of which are workspaces of column sums, with their sums."""
+    """The results of a backward, with the sums of the workspaces that are the last `count` of them."""
     return *found[:-count], *column_sums(found[-1], found[-count:])
 
 
