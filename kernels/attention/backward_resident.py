@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import launch
-from .common import LOG2E, head_of, load_head_rows, row_dot, store_head_rows
+from .common import LOG2E, describable, head_of, load_head_rows, row_dot, store_head_rows
 
 MOST_TOKENS = 208
 
@@ -98,7 +98,7 @@ def _attention_bwd_resident_kernel(
     for i in tl.static_range(len(PARTS)):
         rows = first + tl.arange(0, PARTS[i])
         # inf past N: those queries weigh nothing
-        lses = lses + (tl.load(lse_row + rows, mask=rows < N, other=float("inf")),)
+        lses = lses + (tl.load(lse_row + rows, mask=rows < N, other=float("inf")) * LOG2E,)
         deltas = deltas + (row_dot((os[i],), (dos[i],)),)
         dqs = dqs + (tl.zeros(qs[i].shape, tl.float32),)
         first += PARTS[i]
@@ -110,7 +110,7 @@ def _attention_bwd_resident_kernel(
         dv, dk, sums = tl.zeros((D, BLOCK_N), tl.float32), tl.zeros((D, BLOCK_N), tl.float32), ()
         for i in tl.static_range(len(PARTS)):
             s, dp = tl.dot(qs[i], tl.trans(k)), tl.dot(dos[i], tl.trans(v))
-            p = tl.where(counts, tl.exp2(tl.fma(s, scale, -lses[i][:, None]) * LOG2E), 0.0)
+            p = tl.where(counts, tl.exp2(tl.fma(s, scale * LOG2E, -lses[i][:, None])), 0.0)
             ds = (p * (dp - deltas[i][:, None])).to(DTYPE)
             sums = sums + (tl.dot(ds, k, dqs[i]),)
             dv = tl.dot(tl.trans(dos[i]), p.to(DTYPE), dv)
@@ -134,10 +134,7 @@ def _attention_bwd_resident_kernel(
 
 def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
     """Whether the kernel can read these: 16 bits, few tokens, heads of one chunk, slices of one tensor."""
-    over_b, over_n, over_h, _ = q.stride()
-    small = 0 < q.numel() and q.shape[1] <= MOST_TOKENS and not chunks[1] and q.element_size() == 2
-    aligned = not (q.data_ptr() % 16 or (over_b | over_n | over_h) % (16 // q.element_size()))
-    return small and aligned and min(over_b, over_n, over_h) > 0 and are_one_tensor(q, k, v)
+    return q.shape[1] <= MOST_TOKENS and not chunks[1] and describable(q) and are_one_tensor(q, k, v)
 
 
 def are_one_tensor(q: Tensor, k: Tensor, v: Tensor) -> bool:

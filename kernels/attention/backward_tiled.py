@@ -59,7 +59,7 @@ def _dq_step(
     k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
-    p = softmax_weights(s, lse[:, None], bias, scale)
+    p = softmax_weights(s, lse[:, None], bias, scale, HEAD)
     if MASK:
         p = tl.where((cols < keys)[None, :], p, 0.0)
     ds = p * (dot_nt(do, v, HEAD) - delta[:, None])
@@ -145,7 +145,7 @@ def _dkdv_step(
     else:
         lse, delta = tl.load(lse_row + rows), tl.load(delta_row + rows)
     s = add_bias(dot_nt(k, q, QK), bias, rows, cols, N, scale, True)
-    p = softmax_weights(s, lse[None, :], bias, scale)
+    p = softmax_weights(s, lse[None, :], bias, scale, HEAD)
     dv = accumulate(dv, p, do, HEAD)
     ds = p * (dot_nt(v, do, HEAD) - delta[None, :])
     return accumulate(dk, ds, q, QK), dv

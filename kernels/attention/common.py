@@ -38,6 +38,7 @@ class Head(NamedTuple):
     align: int  # each of its rows starts at a multiple of this many elements
     needs_int64: bool  # whether its last row may be 2^31 elements past its first
     precision: str  # the input precision of fp32 products
+    folds: bool = False  # whether one multiply-add scales logits into base 2: see exp_difference
     rope_layout: str = ""  # the layout of the pairs that rotary positions turn: see terms.py
     shared_pair_angle: bool = False  # whether one number turns both columns of a pair
 
@@ -185,14 +186,37 @@ def accumulate(acc, w, x, HEAD: tl.constexpr):
 
 
 @triton.jit
-def exp_difference(s, m, scale):
-    """exp(scale (s - m)), m a column.
+def shift_of(m, scale, HEAD: tl.constexpr):
+    """The number that exp_difference subtracts, for the largest logit, scale m."""
+    if HEAD.folds:
+        return m * (scale * LOG2E)
+    else:
+        return m
 
-    The difference comes first. Logits in the thousands agree with m but for their last bits, which multiplying each by
-    scale log2(e) would round away, and the weight of a lone key must be 1. The one instruction more than a
-    multiply-add is issued while exp2, an eighth as fast, still runs.
+
+@triton.jit
+def exp_difference(s, shift, scale, HEAD: tl.constexpr):
+    """exp(scale (s - m)), shift being shift_of m, a column.
+
+    In fp32, and beside a bias, the difference comes first, and the weight of a lone key is 1. HEAD.folds: one
+    multiply-add gives s c - shift for c = scale log2(e). shift is m c rounded, so that all weights of a row, and their
+    sum l, have one factor too many, 2^(m c - shift), which is within 6e-8 |logit| of 1 (6e-4 at logits of 1e4). Neither
+    o = acc / l nor lse = ln(2) (shift + log2(l)) knows it, but for what acc's weights lose by rounding to 16 bits. A
+    factor that no longer fits 16 bits takes logits beyond 1e8.
     """
-    return tl.exp2((s - m) * (scale * LOG2E))
+    if HEAD.folds:
+        return tl.exp2(tl.fma(s, scale * LOG2E, -shift))
+    else:
+        return tl.exp2((s - shift) * (scale * LOG2E))
+
+
+@triton.jit
+def lse_of(shift, l, scale, HEAD: tl.constexpr):
+    """log sum exp(scale s) of rows whose exp_difference sums to l."""
+    if HEAD.folds:
+        return tl.fma(shift, LN2, tl.log2(l) * LN2)
+    else:
+        return tl.fma(shift, scale, tl.log2(l) * LN2)
 
 
 @triton.jit
@@ -290,6 +314,13 @@ def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
     sizes = dict(samples=samples, tokens=tokens, tiles=tiles, BLOCK=block, CHUNK=1024)
     launch(_tiles_kernel, (samples,), offsets_ptr=offsets, table_ptr=table, **sizes, num_warps=4)
     return table
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can read x (B, N, H, Dh): 16 bits, rows that start at multiples of 16 bytes."""
+    over_b, over_n, over_h, _ = x.stride()
+    aligned = not (x.data_ptr() % 16 or (over_b | over_n | over_h) % 8)
+    return aligned and x.element_size() == 2 and x.numel() > 0 and min(over_b, over_n, over_h) > 0
 
 
 def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, dict]:

@@ -7,7 +7,7 @@ falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a progra
 import triton
 import triton.language as tl
 
-from .common import LN2, accumulate, dot_nt, exp_difference, head_of, store_head_rows, zero_head_rows
+from .common import accumulate, dot_nt, exp_difference, head_of, lse_of, shift_of, store_head_rows, zero_head_rows
 from .terms import load_rotated_rows, rope_of
 
 
@@ -34,6 +34,8 @@ def _attention_fwd_short_kernel(
     o,
     lse_ptr,  # (B, H, N)
     rope,  # (cos, sin, strides of B, H, rows, num_prefix) or None
+    q_box,  # descriptors of (B, H, N, Dh) in blocks of BLOCK_M rows of a head, or None: by pointers
+    o_box,
     N,
     H,
     query_blocks,
@@ -57,8 +59,12 @@ def _attention_fwd_short_kernel(
     # disable_licm: addresses are computed again for every block of queries, which leaves the registers for a third
     # program on a multiprocessor
     for i in tl.range(0, query_blocks, num_stages=1, disable_licm=True):
-        rows = (pid % groups * query_blocks + i) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)
+        start = (pid % groups * query_blocks + i) * BLOCK_M
+        rows = start + tl.arange(0, BLOCK_M)
+        if q_box is None:
+            q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)
+        else:
+            q_block = (q_box.load([b, h, start, 0]).reshape(BLOCK_M, HEAD.first),)
         s = [dot_nt(q_block, k_block, QK) for k_block in k_blocks]
         if KEYS2 > 0:
             s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
@@ -69,7 +75,8 @@ def _attention_fwd_short_kernel(
         else:
             s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
             m = tl.max(s[0], 1)
-        p = [exp_difference(logits, m[:, None], scale) for logits in s]
+        shift = shift_of(m, scale, HEAD)
+        p = [exp_difference(logits, shift[:, None], scale, HEAD) for logits in s]
         l = tl.sum(p[0], 1)
         acc = accumulate(zero_head_rows(BLOCK_M, HEAD), p[0], v_blocks[0], HEAD)
         if KEYS1 > 0:
@@ -78,5 +85,9 @@ def _attention_fwd_short_kernel(
         if KEYS2 > 0:
             l += tl.sum(p[2], 1)
             acc = accumulate(acc, p[2], v_blocks[2], HEAD)
-        store_head_rows(o_head, [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
-        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, tl.fma(m, scale, tl.log2(l) * LN2), mask=rows < N)
+        o_block = [chunk * (1 / l)[:, None] for chunk in acc]
+        if o_box is None:
+            store_head_rows(o_head, o_block, rows, N, HEAD)
+        else:
+            o_box.store([b, h, start, 0], o_block[0].to(o_box.dtype).reshape(1, 1, BLOCK_M, HEAD.first))
+        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, lse_of(shift, l, scale, HEAD), mask=rows < N)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from .common import (
-    LN2,
     accumulate,
     dot_nt,
     exp_difference,
     head_of,
     load_head_rows,
+    lse_of,
     program_coords,
+    shift_of,
     store_head_rows,
     zero_head_rows,
 )
@@ -50,11 +51,11 @@ def _fwd_step(
     s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, shift_of(tl.max(s, 1), scale, HEAD))
     # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
-    p = exp_difference(s, shift[:, None], logit_scale(bias, scale))
-    decay = exp_difference(m, shift, logit_scale(bias, scale))
+    p = exp_difference(s, shift[:, None], logit_scale(bias, scale), HEAD)
+    decay = tl.exp2(m - shift) if HEAD.folds else exp_difference(m, shift, logit_scale(bias, scale), HEAD)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     acc = accumulate([chunk * decay[:, None] for chunk in acc], p, v, HEAD)
     return acc, l * decay + tl.sum(p, 1), m_new
@@ -111,4 +112,4 @@ def _attention_fwd_tiled_kernel(
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
     store_head_rows(head_of(o, b, h, HEAD, first, PACKED), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
-    tl.store(lse_ptr + lse_at + rows, tl.fma(m, logit_scale(bias, scale), tl.log2(l) * LN2), mask=rows < n)
+    tl.store(lse_ptr + lse_at + rows, lse_of(m, l, logit_scale(bias, scale), HEAD), mask=rows < n)

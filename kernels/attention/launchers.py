@@ -4,10 +4,10 @@ q, k, v, o are (B, N, H, Dh). The kernels are flash attention (Dao et al., 2022)
 logits never in memory, made for the short, odd sequences of vision (50, 197, 257, 577, 1370):
 
 - forward, "single_pass" (forward_rows.py): every key and value of a head in one program, one softmax over whole rows
-  without rescaling, several blocks of queries one after the other;
+  without rescaling, several blocks of queries one after the other; "single_pass_tma": q and o by TMA descriptors;
 - forward, "tiled" (forward_tiled.py): online softmax over blocks of keys;
 - backward, "resident" (backward_resident.py): one program for a head of a short sample, with all of Q, dO and dQ in
-  it: 5 matrix products;
+  it: 5 matrix products; "specialized" (backward_specialized.py), a candidate: the same by warpgroups with roles;
 - backward, "tiled" (backward_tiled.py): one kernel for dQ, which also writes delta = rowsum(o do), and one for dK and
   dV: 7 matrix products.
 
@@ -22,12 +22,14 @@ import sys
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
-from ..launch import batch_invariant, cdiv, fp32_precision, launch
+from ..launch import INTERPRETED, batch_invariant, cdiv, fp32_precision, launch
+from . import backward_specialized as specialized
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
-from .common import Head, tiles_of
+from .common import Head, describable, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
 from .forward_tiled import _attention_fwd_tiled_kernel
 from .options import PLAIN, AttentionOptions, as_packed
@@ -82,8 +84,8 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
 
 
 # Providers that lack rotary positions; that lack a bias, key lengths and packed samples.
-_NO_ROPE = ("resident",)
-_NO_MASK = ("single_pass", "resident")
+_NO_ROPE = ("resident", "specialized", "single_pass_tma")
+_NO_MASK = ("single_pass", *_NO_ROPE)
 
 
 def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
@@ -135,7 +137,8 @@ def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN
         pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
         farthest = max(farthest, (options.longest if packed else N) * strides[1])
-    head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
+    folds = tensors[0].element_size() == 2 and options.bias is None
+    head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision(), folds)
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
@@ -154,6 +157,13 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
+def _head_box(x: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of x (B, N, H, Dh) as (B, H, N, Dh), in blocks of some rows of a head of one chunk."""
+    (B, N, H, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
+    shape, strides = [B, H, N, D], [over_b, over_h, over_n, 1]
+    return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, head_chunks(D)[0]])
+
+
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -161,17 +171,20 @@ def attention_fwd(
 
     They are written into `o` where it is given, with any strides but a unit last one.
     """
-    B, N, H, _ = q.shape
+    B, N, H, D = q.shape
     # Packed samples come among longer ones, so samples of one size take their kernel too.
     if batch_invariant() and q.numel() and options.offsets is None and options.bias is options.key_lengths is None:
         found, lse = attention_fwd(*(x.flatten(0, 1)[None] for x in (q, k, v)), scale, as_packed(options, q))
         found, lse = found.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
         return found if o is None else o.copy_(found), lse
-    config = _lookup("attention_fwd", q, options)
     o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
+    boxes = describable(q) and describable(o) and not head_chunks(D)[1]
+    config = _lookup("attention_fwd", q, options, () if boxes else ("single_pass_tma",))
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
-    if config.provider == "single_pass":
+    if config.provider.startswith("single_pass"):
+        boxed = config.provider == "single_pass_tma"
+        common["q_box"], common["o_box"] = (_head_box(x, config["BLOCK_M"]) if boxed else None for x in (q, o))
         blocks = cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
@@ -202,8 +215,12 @@ def attention_bwd(
     dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
-    one = as_qkv and serves(q, k, v, head_chunks(D))
-    config = _lookup("attention_bwd", q, options, () if one else ("resident",))
+    one, unfit = as_qkv and serves(q, k, v, head_chunks(D)), ()
+    if not one:
+        unfit = "resident", "specialized"
+    elif INTERPRETED or not specialized.serves(q, k, v, head_chunks(D)):  # Gluon has no interpreter
+        unfit = ("specialized",)
+    config = _lookup("attention_bwd", q, options, unfit)
     grads = q.new_empty(B, N, 3, H, D) if as_qkv else tuple(q.new_empty(q.shape) for _ in range(3))
     each = grads.unbind(2) if as_qkv else grads
     return grads, _backward(config, q, k, v, o, lse, do, scale, *each, want_bias_grad, options, unrotate)
@@ -327,5 +344,6 @@ def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options
     sums = _sums(q, want_sums, q.shape[0], 3)
     common, (*inputs, grad) = _arguments(scale, q, k, v, o, do, dq)
     common |= dict(lse_ptr=lse, SUMS=want_sums, **config.meta)
-    launch_resident(common, tuple(inputs), grad, sums)
+    run = specialized.launch_specialized if config.provider == "specialized" else launch_resident
+    run(common, tuple(inputs), grad, sums)
     return sums.sum(0).flatten() if want_sums else None

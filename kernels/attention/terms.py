@@ -228,16 +228,19 @@ def logit_scale(bias, scale):
 
 
 @triton.jit
-def softmax_weights(s, lse, bias, scale):
+def softmax_weights(s, lse, bias, scale, HEAD: tl.constexpr):
     """exp(logit_scale s - lse), where add_bias returned s and lse is a column or a row.
 
-    The difference is taken before the change to base 2, as in exp_difference. So it is 0 with a bias that masks all
-    keys of a query by the lowest finite number.
+    HEAD.folds: in base 2, by one multiply-add. lse log2(e) is rounded as lse was, so that the weights of a query have
+    a factor within 1.2e-7 |lse| of 1, twice what the rounding of lse makes. Else the difference is taken before the
+    change to base 2. So it is 0 with a bias that masks all keys of a query by the lowest finite number.
     """
-    if bias is None:
-        return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
-    else:
+    if bias is not None:
         return tl.exp2((s - lse) * LOG2E)
+    elif HEAD.folds:
+        return tl.exp2(tl.fma(s, scale * LOG2E, -(lse * LOG2E)))
+    else:
+        return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -280,7 +283,7 @@ def _bias_bwd_kernel(
         # +inf past N: those queries weigh nothing
         lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
         s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
-        p = softmax_weights(s, lse[:, None], bias, scale)
+        p = softmax_weights(s, lse[:, None], bias, scale, HEAD)
         p = tl.where((cols < keys)[None, :], p, 0.0)
         total += p * (dot_nt(do, v, HEAD) - delta[:, None])
     at = (group.to(tl.int64) * H + h) * N * N + rows.to(tl.int64)[:, None] * N + cols[None, :]

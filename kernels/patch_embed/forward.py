@@ -40,6 +40,7 @@ def patch_embed_fold_kernel(
     bias_ptr,  # (D,) or None
     folded_ptr,  # (D, K)
     folded_bias_ptr,  # (D,) fp32
+    scale_ptr,  # (D,) fp32 or None
     strides,  # of the weight, D first, its K axis in the image's order
     SCALES: tl.constexpr,
     SHIFTS: tl.constexpr,
@@ -47,15 +48,31 @@ def patch_embed_fold_kernel(
     AXES: tl.constexpr,  # a patches.Axes
     BLOCK_K: tl.constexpr,
 ):
-    """Writes W a (K in the image's order) and bias + sum_k W c; a (SCALES), c (SHIFTS) are by channel."""
+    """Writes W a / scale, K in the image's order, and bias + sum_k W c.
+
+    a (SCALES) and c (SHIFTS) are by channel. scale: a power of two for each row, by which its largest number fits fp16;
+    1 if scale_ptr is None.
+    """
     K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
+    inverse = 1.0
+    if scale_ptr is not None:
+        largest = tl.zeros((BLOCK_K,), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0)
+            folded = w.to(tl.float32) * channel_values(k // C_INNER % len(SCALES), SCALES)
+            largest = tl.maximum(largest, tl.abs(folded))
+        # Of the largest's bits those of its exponent, 2^e, and by subtraction 2^-e: it becomes 2^14 to 2^15.
+        bits = tl.minimum(tl.maximum(tl.max(largest, 0), 2.0**-100), 2.0**126).to(tl.int32, bitcast=True) & 0x7F800000
+        tl.store(scale_ptr + d, bits.to(tl.float32, bitcast=True) * 2.0**-14)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True) * 2.0**14
     total = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0).to(tl.float32)
         channel = k // C_INNER % len(SCALES)
-        ptrs, folded = folded_ptr + d * K + k, w * channel_values(channel, SCALES)
+        ptrs, folded = folded_ptr + d * K + k, w * channel_values(channel, SCALES) * inverse
         tl.store(ptrs, folded.to(folded_ptr.dtype.element_ty), mask=k < K)
         total += w * channel_values(channel, SHIFTS)
     bias = tl.sum(total, 0)
@@ -65,9 +82,11 @@ def patch_embed_fold_kernel(
 
 
 @triton.jit
-def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
-    """Writes the tokens of some patches, with their bias and positions."""
+def _store_tokens(acc, out_ptr, scale_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
+    """Writes the tokens of some patches, with their scale, bias and positions."""
     mask = mask_m[:, None] & (offs_d < D)[None, :]
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + offs_d, mask=offs_d < D, other=0.0)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
     if pos_ptr is not None:
@@ -79,6 +98,7 @@ def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mas
 def patch_embed_fwd_kernel(
     image_ptr,  # (B, C, Hi, Wi)
     weight_ptr,  # (D, K)
+    scale_ptr,  # (D,) or None, of the weight's rows
     bias_ptr,  # (D,) or None
     prefix_ptr,  # (T, D) or None
     pos_ptr,  # (T+N, D) or (N, D) or None
@@ -119,10 +139,10 @@ def patch_embed_fwd_kernel(
             x_ptrs = image_ptr + corner[:, None] + k_offsets(k, strides, AXES)[None, :]
             w_ptrs = weight_ptr + offs_d[None, :] * K + k[:, None]
             if K % BLOCK_K == 0:
-                x = load_patches(x_ptrs, mask_m[:, None], weight_ptr.dtype.element_ty)
+                x = load_patches(x_ptrs, mask_m[:, None], weight_ptr.dtype.element_ty, True)
                 w = tl.load(w_ptrs, mask=mask_d[None, :], other=0.0)
             else:
-                x = load_patches(x_ptrs, mask_m[:, None] & (k < K)[None, :], weight_ptr.dtype.element_ty)
+                x = load_patches(x_ptrs, mask_m[:, None] & (k < K)[None, :], weight_ptr.dtype.element_ty, True)
                 w = tl.load(w_ptrs, mask=(k < K)[:, None] & mask_d[None, :], other=0.0)
             if SECOND:
                 acc = tl.dot(tl.trans(w), tl.trans(x), acc, input_precision=PRECISION)
@@ -136,8 +156,8 @@ def patch_embed_fwd_kernel(
         out_row = token_row(row, image, prefix, packed, mask_m)
         pos_row = patch + prefix - pos_start if packed is None else row.to(tl.int64)
         offs_half = start_d + tl.arange(0, half)
-        _store_tokens(left, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
-        _store_tokens(right, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)
+        _store_tokens(left, out_ptr, scale_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
+        _store_tokens(right, out_ptr, scale_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)
     elif prefix_ptr is not None:
         token = (block - blocks) % prefix
         image = (block - blocks) // prefix * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -181,12 +201,16 @@ def patch_embed_fwd(
         if packed is not None:
             return _packed_tokens(tokens, cls_token, pos_embed, *packed)
         return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
-    ordered = in_image_order(weight, images)
+    ordered, scale = in_image_order(weight, images), None
     if images.dtype == torch.uint8:
         given = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
-        ordered = torch.empty(width, k, device=weight.device, dtype=weight.dtype)
-        bias = torch.empty(width, device=weight.device, dtype=torch.float32)
-        launch(patch_embed_fold_kernel, (width,), folded_ptr=ordered, folded_bias_ptr=bias, **given)
+        # Bytes become fp16 at the least cost, so bf16 weights too: with a scale for each row they lose nothing by it.
+        halves = weight.itemsize == 2
+        ordered = torch.empty(width, k, device=weight.device, dtype=torch.float16 if halves else weight.dtype)
+        bias, scale = (torch.empty(width, device=weight.device, dtype=torch.float32) for _ in range(2))
+        given |= dict(folded_ptr=ordered, folded_bias_ptr=bias, scale_ptr=scale if halves else None)
+        launch(patch_embed_fold_kernel, (width,), **given)
+        scale = given["scale_ptr"]
     if packed is None:
         size, pos_start = (batch, prefix + patches), 0 if pos_embed is None else prefix + patches - pos_embed.shape[1]
     else:
@@ -198,6 +222,7 @@ def patch_embed_fwd(
         (blocks * cdiv(width, config["BLOCK_D"]),),
         image_ptr=images,
         weight_ptr=ordered.contiguous(),
+        scale_ptr=scale,
         bias_ptr=contiguous_or_none(bias),
         prefix_ptr=cls_token.contiguous() if prefix else None,
         pos_ptr=contiguous_or_none(pos_embed),

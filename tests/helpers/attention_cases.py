@@ -34,7 +34,8 @@ TILED = {
     "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64),
     "column_sums": tiles.config(8, 1, BLOCK_P=256, BLOCK_D=1024),  # the interpreter pays per program
 }
-PATHS = {"whole": WHOLE, "tiled": TILED}
+BOXES = WHOLE | {"attention_fwd": tiles.config(4, 1, "single_pass_tma", BLOCK_M=64)}
+PATHS = {"whole": WHOLE, "boxes": BOXES, "tiled": TILED}
 
 
 @contextlib.contextmanager

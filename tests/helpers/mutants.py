@@ -88,6 +88,9 @@ sums of two samples in one | attention backward | attention/backward_resident.py
 dk of two heads in one | attention backward | attention/backward_resident.py
 - dqkv_box.store([b, 1, h, start
 + dqkv_box.store([b, 1, h // 2, start
+o of two heads in one | attention | attention/forward_rows.py
+- o_box.store([b, h, start, 0]
++ o_box.store([b, h // 2, start, 0]
 row tiles of one group | linear + gelu | matmul/product.py
 - first = pid // (GROUP_M * blocks_n) * GROUP_M
 + first = 0
@@ -122,8 +125,8 @@ the last mean | layer_norm | layer_norm/forward.py
 - mean_ptr + rows, mean, mask=rows < M
 + mean_ptr + rows, mean, mask=rows < M - 1
 the last lse | attention | attention/forward_rows.py
-- tl.log2(l) * LN2), mask=rows < N)
-+ tl.log2(l) * LN2), mask=rows < N - 1)
+- lse_of(shift, l, scale, HEAD), mask=rows < N)
++ lse_of(shift, l, scale, HEAD), mask=rows < N - 1)
 one tile of queries | attention | attention/forward_rows.py
 - 0, query_blocks,
 + 0, 1,
@@ -164,12 +167,30 @@ an atomic sum | sum of rows | rows.py
 the sum of another workspace | column sums, gated MLP's block | rows.py
 - more, out = ws_ptrs[FIRST + i]
 + more, out = ws_ptrs[len(ws_ptrs) - 1]
+a residual read too early | linear + residual, fc2 | matmul/persistent.py
+- if step == EARLY:
++ if step == EARLY - STEPS:
+pairs the wrong way round | dgelu, from the slope | matmul/persistent.py
+- return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
++ return tl.join(high.to(dtype, bitcast=True), low.to(dtype, bitcast=True))
+always the first queries | attention | attention/forward_rows.py
+- q_box.load([b, h, start, 0])
++ q_box.load([b, h, 0, 0])
+lse in base 2 | attention | attention/common.py
+- return tl.fma(shift, LN2, tl.log2(l) * LN2)
++ return tl.fma(shift, LN2, tl.log2(l))
 zeros that nobody asked for | layer_norm | rows.py
 - BLOCK_D), other=0.0)
 + BLOCK_D))
 the last rows' dweight | layer_norm backward | layer_norm/backward.py
 - dw = _add(dw_ptr, dw, dw_more, CHUNKS)
 + dw = dw_more
+scales of another row | patch embedding, uint8, oblong, no prefix | patch_embed/forward.py
+- tl.store(scale_ptr + d, bits
++ tl.store(scale_ptr + (d + 1) % tl.num_programs(0), bits
+a row's largest number left out | patch embedding, uint8, oblong, no prefix | patch_embed/forward.py
+- for start in range(0, K, BLOCK_K):\n            k
++ for start in range(K, K, BLOCK_K):\n            k
 one slice of dweight | patch embedding backward | patch_embed/backward.py
 -         partial_ptrs += D * K\n
 +

@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_cases import interpreted
 
 from vitfast import ops
@@ -130,6 +132,36 @@ def test_images_are_read_where_they_lie_under_autocast():
         arguments = record(lambda: on(*tensors.values()))[-1].arguments
     assert arguments["image_ptr"].data_ptr() == tensors["images"].data_ptr()
     assert arguments["pos_ptr"].dtype == F32 and arguments["weight_ptr"].dtype == BF16
+
+
+@triton.jit
+def centred_kernel(bytes_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, patches.centred_bytes(tl.load(bytes_ptr + offs)))
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_bytes_are_centred_exactly(device):
+    """In PTX, four at once, and in its plain twin: all of them, in an order of their own, each in every place."""
+    for shift in range(4):
+        pixels = torch.arange(256, dtype=U8, device=device).flip(0).roll(shift)
+        out = torch.full((256,), torch.nan, dtype=F16, device=device)
+        centred_kernel[(1,)](pixels, out, BLOCK=256, num_warps=2)
+        assert torch.equal(out.double(), pixels.double() - 128)
+
+
+@interpreted
+def test_rows_of_a_weight_have_any_size():
+    """A power of two times a row of a bf16 weight gives as many times its tokens, though fp16 multiplies raw pixels."""
+    tensors = make(images=U8, dtype=BF16, prefix=0, pos=None, bias=False)
+    powers = 2.0 ** torch.linspace(-60, 60, 24).round()
+    powers[3] = 0
+    tokens, *_ = run(on, tensors)
+    tensors["weight"].data *= powers[:, None, None, None]
+    again, *_ = run(on, tensors)
+    assert torch.equal(again, tokens * powers.bfloat16()) and tokens.abs().min() > 0
 
 
 def test_division_by_multiplication_is_exact():

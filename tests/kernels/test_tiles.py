@@ -88,9 +88,9 @@ FAULTS = [  # of a user's rows, and two that have none
     (
         "attention_bwd",
         config(8, 2, "single_pass", BLOCK_M=64),
-        "has no provider 'single_pass', only resident, tiled; ",
+        "has no provider 'single_pass', only resident, tiled, specialized; ",
     ),
-    ("attention_fwd", config(provider="cudnn"), "has no provider 'cudnn', only tiled, single_pass; "),
+    ("attention_fwd", config(provider="cudnn"), "has no provider 'cudnn', only tiled, single_pass, single_pass_tma; "),
     ("layer_norm_bwd", config(provider="torch"), "has no provider 'torch', only triton; "),
     ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
     ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
@@ -144,7 +144,7 @@ def test_what_is_forced_must_exist():
     [
         ("attention_fwd", "d64n256", FP16, "here", "tiled", set()),
         ("attention_fwd", "d64nlong", FP16, "here", "", set()),
-        ("attention_bwd", "d64n256", FP16, "here", "tiled", set()),
+        ("attention_bwd", "d64n256", FP16, "here", "tiled specialized", set()),
         ("attention_bwd", "d80n320", FP16, "here", "", set()),
         ("layer_norm_fwd", "3x256a", FP16, "here", "", set()),
         ("layer_norm_bwd", "3x256as", FP16, "here", "", set()),
