@@ -42,6 +42,7 @@ def _kernel(p_ptr, dact_ptr, outputs, ACT: tl.constexpr, PLAIN: tl.constexpr, BL
     tl.store(outputs[6] + at, activations.wide_activate(p, ACT, PLAIN))
     tl.store(outputs[7] + at, wide)
     tl.store(outputs[8] + at, wide_slope)
+    tl.store(outputs[9] + at, activations.activate_and_slope(p, ACT, PLAIN, ALONE=True)[1])
 
 
 def computed(
@@ -49,18 +50,19 @@ def computed(
 ) -> tuple[torch.Tensor, ...]:
     """(activation, slope in fp32, kept slope, kept slope times dact), of p in its dtype.
 
-    Checks that the six functions give the same bits: backward writes again what forward wrote.
+    Checks that all functions give the same bits: backward writes again what forward wrote.
     """
     padding = (0, -p.numel() % BLOCK)
     padded, dact = F.pad(p, padding), F.pad(torch.ones(p.shape) if dact is None else dact, padding)
-    kinds = (p.dtype, torch.float32, *[p.dtype] * 4, *[torch.float32] * 3)
+    kinds = (p.dtype, torch.float32, *[p.dtype] * 4, *[torch.float32] * 4)
     results = [torch.full(padded.shape, NAN, dtype=dtype, device=DEVICE) for dtype in kinds]
     grid = (padded.numel() // BLOCK,)
     _kernel[grid](padded.to(DEVICE), dact.to(DEVICE), tuple(results), ACT=activation, PLAIN=plain, BLOCK=BLOCK)
     results = [r[: p.numel()].cpu() for r in results]
-    value, slope, kept, dpre, again, kept_value, wide, wide_again, wide_slope = results
+    value, slope, kept, dpre, again, kept_value, wide, wide_again, wide_slope, alone = results
     same = ((value, again), (value, kept_value), (value, wide.to(p.dtype)), (wide, wide_again), (slope, wide_slope))
-    for one, other in (*same, (kept, slope.to(p.dtype)), (dpre, dact[: p.numel()].to(p.dtype) * kept)):
+    same += ((slope, alone), (kept, slope.to(p.dtype)), (dpre, dact[: p.numel()].to(p.dtype) * kept))
+    for one, other in same:
         assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
     return value, slope, kept, dpre
 
