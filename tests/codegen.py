@@ -253,8 +253,9 @@ def unchanged(work: dict[tuple, tuple], named: list[str]) -> dict[tuple, dict]:
         if f"triton {triton.__version__};" not in next(file):
             return {}
     rows = [row for row in committed() if row["kernel"] not in named and list(row) == COLUMNS]
-    known = {(*(row[k] for k in COLUMNS[:5]), row["warps"]): row for row in rows}
-    at = {key: (*heading(job).values(), job[-1].arguments.get("num_warps", 4)) for key, job in work.items()}
+    known = {(*(row[k] for k in COLUMNS[:7]),): row for row in rows}
+    sizes = lambda job: (job[-1].arguments.get("num_warps", 4), job[-1].arguments.get("num_stages", 3))  # noqa: E731
+    at = {key: (*heading(job).values(), *sizes(job)) for key, job in work.items()}
     return {key: known[entry] for key, entry in at.items() if entry in known}
 
 
@@ -286,8 +287,7 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: serialised wgmma, {waits}")
         if r.get("hazards"):  # earlier tables have no such column
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
-        sums = any(word in r["kernel"] for word in SUMS) and (not product or r["tensor_core"] in cubin.TENSOR_CORE[:2])
-        if "SHORT_" in r["tile"] or sums:  # a product of 16 rows is for mma.sync
+        if "SHORT_" in r["tile"] or r["hmma"] <= OF_ONES.get(r["kernel"], 0):  # a product of 16 rows is for mma.sync
             continue
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
@@ -304,14 +304,14 @@ def _rows(config: str) -> int:
 
 # The most local loads and stores of two kernels in Triton 3.9; in 3.6 and 3.8 they have none. On an H100 with 3.6 the
 # resident kernel's tile without any took 30 % longer. The other has none of its in a loop, and no GPU has run it.
-FEW_SPILLS = {"_attention_bwd_resident_kernel": 9, "_attention_bwd_specialized_kernel": 27}
+FEW_SPILLS = {"_attention_bwd_resident_kernel": 11, "_attention_bwd_specialized_kernel": 27}
 # Of a kernel's HGMMAs, the share that may wait for all before them: at most 6 of 9 do (dQ at heads of 16, Triton 3.6).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
-# Kernels whose column sums may be a product with 16 rows of ones.
-SUMS = ("persistent", "dgelu_matmul", "gelu_bwd", "dgated_matmul", "gated_bwd")
+# The most instructions of mma.sync in kernels whose column sums are a product with 16 rows of ones.
+OF_ONES = {"persistent_kernel": 32, "dgelu_matmul_kernel": 16}
 
 
 def main() -> int:

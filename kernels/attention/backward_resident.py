@@ -102,6 +102,7 @@ def _attention_bwd_resident_kernel(
         deltas = deltas + (row_dot((os[i],), (dos[i],)),)
         dqs = dqs + (tl.zeros(qs[i].shape, tl.float32),)
         first += PARTS[i]
+    base2_scale = scale * LOG2E  # once: the loop moves nothing out of itself
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES, disable_licm=True):
         k = qkv_box.load([b, H + h, start, 0]).reshape(BLOCK_N, D)
         v = qkv_box.load([b, 2 * H + h, start, 0]).reshape(BLOCK_N, D)
@@ -110,7 +111,7 @@ def _attention_bwd_resident_kernel(
         dv, dk, sums = tl.zeros((D, BLOCK_N), tl.float32), tl.zeros((D, BLOCK_N), tl.float32), ()
         for i in tl.static_range(len(PARTS)):
             s, dp = tl.dot(qs[i], tl.trans(k)), tl.dot(dos[i], tl.trans(v))
-            p = tl.where(counts, tl.exp2(tl.fma(s, scale * LOG2E, -lses[i][:, None])), 0.0)
+            p = tl.where(counts, tl.exp2(tl.fma(s, base2_scale, -lses[i][:, None])), 0.0)
             ds = (p * (dp - deltas[i][:, None])).to(DTYPE)
             sums = sums + (tl.dot(ds, k, dqs[i]),)
             dv = tl.dot(tl.trans(dos[i]), p.to(DTYPE), dv)

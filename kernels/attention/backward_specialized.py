@@ -28,7 +28,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import launch
 from ..rows import row_programs
-from .backward_resident import serves as resident_serves
 
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 # Triton 3.9 has other names for copies and for a view of shared memory in another shape and layout.
@@ -270,11 +269,6 @@ def _attention_bwd_specialized_kernel(
         [4, 4, 4],
         [128, 128, 128],  # registers a thread: of 120, some of the keys' lie on the stack, and their products wait
     )
-
-
-def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
-    """Whether the kernel can read these: what "resident" reads, of 193 to 207 tokens and heads of 64."""
-    return TAIL.value < q.shape[1] <= ONES.value and q.shape[3] == 64 and resident_serves(q, k, v, chunks)
 
 
 def box(x: Tensor, heads: int, rows: int) -> TensorDescriptor:

@@ -16,6 +16,7 @@ that it is not padded to the next power of two where that wastes much. Which pat
 """
 
 import functools
+import importlib
 import math
 import sys
 
@@ -26,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configs import tiles
 from ..launch import INTERPRETED, batch_invariant, cdiv, fp32_precision, launch
-from . import backward_specialized as specialized
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .common import Head, describable, tiles_of
@@ -36,6 +36,7 @@ from .options import PLAIN, AttentionOptions, as_packed
 from .terms import _bias_bwd_kernel, _rope_bwd_kernel
 
 HEAD_SIZES = tuple(range(16, 129, 8))
+WITH_ROLES = range(193, 208)  # tokens that "specialized" takes, with heads of 64
 # From this many (batch, head) pairs on, one program takes every query of its head: that fills ~132 multiprocessors,
 # with two programs each, twice.
 MANY_HEADS = 512
@@ -178,7 +179,8 @@ def attention_fwd(
         found, lse = found.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
         return found if o is None else o.copy_(found), lse
     o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
-    boxes = describable(q) and describable(o) and not head_chunks(D)[1]
+    # With few heads a launch is short, and the descriptors cost more of the host's time than they save.
+    boxes = B * H >= MANY_HEADS and describable(q) and describable(o) and not head_chunks(D)[1]
     config = _lookup("attention_fwd", q, options, () if boxes else ("single_pass_tma",))
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
@@ -215,11 +217,9 @@ def attention_bwd(
     dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
-    one, unfit = as_qkv and serves(q, k, v, head_chunks(D)), ()
-    if not one:
+    unfit = () if D == 64 and N in WITH_ROLES and not INTERPRETED else ("specialized",)  # Gluon has no interpreter
+    if not (as_qkv and serves(q, k, v, head_chunks(D))):
         unfit = "resident", "specialized"
-    elif INTERPRETED or not specialized.serves(q, k, v, head_chunks(D)):  # Gluon has no interpreter
-        unfit = ("specialized",)
     config = _lookup("attention_bwd", q, options, unfit)
     grads = q.new_empty(B, N, 3, H, D) if as_qkv else tuple(q.new_empty(q.shape) for _ in range(3))
     each = grads.unbind(2) if as_qkv else grads
@@ -344,6 +344,8 @@ def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options
     sums = _sums(q, want_sums, q.shape[0], 3)
     common, (*inputs, grad) = _arguments(scale, q, k, v, o, do, dq)
     common |= dict(lse_ptr=lse, SUMS=want_sums, **config.meta)
-    run = specialized.launch_specialized if config.provider == "specialized" else launch_resident
+    run = launch_resident
+    if config.provider == "specialized":  # imported late, because Gluon takes 0.2 s
+        run = importlib.import_module(".backward_specialized", __package__).launch_specialized
     run(common, tuple(inputs), grad, sums)
     return sums.sum(0).flatten() if want_sums else None

@@ -231,9 +231,10 @@ def logit_scale(bias, scale):
 def softmax_weights(s, lse, bias, scale, HEAD: tl.constexpr):
     """exp(logit_scale s - lse), where add_bias returned s and lse is a column or a row.
 
-    HEAD.folds: in base 2, by one multiply-add. lse log2(e) is rounded as lse was, so that the weights of a query have
-    a factor within 1.2e-7 |lse| of 1, twice what the rounding of lse makes. Else the difference is taken before the
-    change to base 2. So it is 0 with a bias that masks all keys of a query by the lowest finite number.
+    HEAD.folds: in base 2, by one multiply-add. lse log2(e) is rounded as lse was, and forward's maximum before, so that
+    the weights of a query have a factor within 2e-7 |lse| of 1, three times what the rounding of lse makes. Else the
+    difference is taken before the change to base 2. So it is 0 with a bias that masks all keys of a query by the lowest
+    finite number.
     """
     if bias is not None:
         return tl.exp2((s - lse) * LOG2E)

@@ -76,9 +76,9 @@ def magnitude(p):
 
 @triton.jit
 def magnitude_alone(pre, PLAIN: tl.constexpr):
-    """`magnitude` where p itself is not needed, of two bf16 numbers at a time: 1.5 instructions less."""
-    if PLAIN or pre.dtype != tl.bfloat16:
-        return magnitude(pre.to(tl.float32))
+    """`magnitude` where p itself is not needed, of two bf16 numbers at a time: up to 1.5 instructions less."""
+    if PLAIN or pre.dtype != tl.bfloat16 or not tl.target_info.cuda_capability_geq(9, 0):
+        return magnitude(wide(pre, PLAIN))
     else:
         asm: tl.constexpr = """{ .reg .b32 z, most; mov.b32 most, 0x41804180; abs.bf16x2 z, $2;
             min.NaN.bf16x2 z, z, most; shl.b32 $0, z, 16; and.b32 $1, z, 0xffff0000; }"""

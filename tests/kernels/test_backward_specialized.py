@@ -197,7 +197,7 @@ def modelled(N, dtype, seed=0, programs=1, sums=True, fault=("", "")):
     """The same in the model; fault: what the source has, and what is planted in its place."""
     source = inspect.getsource(specialized)
     assert fault[0] in source
-    tree = ast.parse(source[source.index("async_load =") : source.index("def serves(")].replace(*fault, 1))
+    tree = ast.parse(source[source.index("async_load =") : source.index("def box(")].replace(*fault, 1))
     code = compile(ast.fix_missing_locations(Steps(tree).visit(tree)), specialized.__file__, "exec")
 
     def run(qkv, do, o, lse, dqkv, totals):

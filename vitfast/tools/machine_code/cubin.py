@@ -11,7 +11,7 @@ It is read without a GPU, by the cuobjdump, nvdisasm and ptxas that come with Tr
 What an instruction costs depends on how often it runs. `step` is the shortest loop around a tensor-core product: a step
 along K, or along the keys or queries of attention. `once_a_block` counts the rest of a product of two matrices, which
 runs once for each block of the result: the epilogue and what begins a block. Both count the instructions that one
-thread issues, whether their predicate is true or not, and every branch of an `if` that the threads may take.
+thread issues, whether their predicate is true or not; `step` takes the shorter branch of an `if`, `once_a_block` both.
 """
 
 import re
@@ -83,10 +83,21 @@ class Code:
         target = re.search(r"`\((\.L\w+)\)", instruction) if name in ("BRA", "CALL") else None
         if target:
             yield self.labels[target.group(1)]
-        # BRA.DIV and BRA.CONV have one more operand; if the threads of a warp agree, the program goes on after them.
-        ends = name in ("EXIT", "RET") or (name == "BRA" and "," not in instruction)
-        if at + 1 < len(self.instructions) and (instruction.startswith("@") or not ends):
+        if name == "BRX":  # by a table without labels: to any place that nothing runs on into
+            yield from self._entries
+        if at + 1 < len(self.instructions) and not self._ends(at):
             yield at + 1
+
+    def _ends(self, at: int) -> bool:
+        """Whether the program never goes on after an instruction."""
+        instruction = self.instructions[at]
+        # BRA.DIV and BRA.CONV have one more operand; if the threads of a warp agree, the program goes on after them.
+        jumps = name_of(instruction) == "BRA" and "," not in instruction
+        return not instruction.startswith("@") and (jumps or name_of(instruction) in ("EXIT", "RET", "BRX"))
+
+    @cached_property
+    def _entries(self) -> list[int]:
+        return [at + 1 for at in range(len(self.instructions) - 1) if self._ends(at)]
 
     @cached_property
     def _graph(self) -> dict[int, list[int]]:

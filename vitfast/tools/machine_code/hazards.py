@@ -128,4 +128,7 @@ def hazards(code: Code) -> dict[int, Use]:
             if merged != known:
                 states[follower] = merged
                 todo.append(follower)
+    never = [i for i, text in enumerate(code.instructions) if name_of(text) in PRODUCTS and i not in states]
+    if never:  # a way that `followers` does not know
+        raise ValueError(f"{len(never)} products of this program are reached by no path, the first at {never[0]}")
     return found
