@@ -17,7 +17,7 @@ if __name__ != "__mp_main__":  # the processes that compile, which import this f
     from asking import Rivals
     from decide import covered
     from questions import QUEUE
-    from rivals import overridden
+    from rivals import configuration, overridden
 
     from vitfast import ops
     from vitfast.kernels.configs import tiles
@@ -61,6 +61,12 @@ def fp32_stream(s: "Sizes") -> "list[Launch]":
     return found
 
 
+def compiles(name: str) -> bool:
+    """Whether the providers of a rival's name are kernels of ours for this generation, or choices between them."""
+    chosen = [part.split("=") for part in name.split(" | ")[1:]]
+    return all(provider not in ("cublas", "cublaslt") and configuration(op, provider) for op, provider in chosen)
+
+
 def launches_of(rivals: "Rivals", s: "Sizes") -> "list[Launch]":
     """The launches of what rivals are compared in, ours alone."""
     if rivals.operation:
@@ -82,7 +88,9 @@ def queue(sm: int) -> "list[Launch]":
         for rivals in (question.run for question in QUEUE if isinstance(question.run, Rivals)):
             preset, image, batch = rivals.shape.split(" ")
             s = Sizes.of_preset(preset, int(batch[1:]), int(image))
-            for name in sorted({name[name.find(" | ") :] if " | " in name else "" for name in rivals.names}):
+            # libraries have no kernels to compile, and some providers are another generation's
+            names = {name[name.find(" | ") :] if " | " in name else "" for name in rivals.names}
+            for name in sorted(name for name in names if compiles(name)):
                 with overridden(name):
                     found += launches_of(rivals, s)
         found += step(model("S/16", 224, True, False), 128)  # the losses

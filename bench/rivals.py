@@ -72,11 +72,12 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def configuration(op: str, provider: str) -> tiles.KernelConfig:
-    """The first configuration of a provider for 16 bits on this GPU, candidates first."""
+def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
+    """The first configuration of a provider for 16 bits on this GPU, candidates first; None where it has none."""
     generation = tiles.generation(torch.device("cuda" if machine.GPU else "cpu"))
     rules = (*tiles.CANDIDATES.get(op), *tiles.RULES[op])
-    return next(r.config for r in rules if generation in r.sm and r.bits != "32" and r.config.provider == provider)
+    known = (r.config for r in rules if generation in r.sm and r.bits != "32" and r.config.provider == provider)
+    return next(known, None)
 
 
 @contextlib.contextmanager
@@ -85,7 +86,9 @@ def overridden(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for part in name.split(" | ")[1:]:
             op, provider = part.split("=")
-            stack.enter_context(tiles.using(op, configuration(op, provider)))
+            if (found := configuration(op, provider)) is None:
+                raise ValueError(f"{op} has no provider {provider!r} on this GPU")
+            stack.enter_context(tiles.using(op, found))
         yield
 
 

@@ -149,15 +149,14 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 
 @triton.jit
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
-    """Epilogue of dgelu_matmul's persistent kernel: writes dpre and, if wanted, gelu(pre) and sums."""
+    """Epilogue of dgelu_matmul's persistent kernel: writes dpre, its column sums and, if wanted, gelu(pre)."""
     index_m, first_m, first_n, _, N = at
     act, dpre = dgelu(dact, pre, ACT, act_out is not None)
     if act_out is not None:
         act, dpre = together(act, dpre)
         act_out.store([first_m, first_n], act)
     dpre_out.store([first_m, first_n], dpre)
-    if others[0] is not None:
-        store_column_sums(dpre, others[0], index_m, first_n, N, True)
+    store_column_sums(dpre, others[0], index_m, first_n, N, True)
 
 
 @triton.jit
@@ -300,10 +299,11 @@ def dgelu_matmul(
     config = tiles.lookup("dgelu_matmul", g, shape, without)
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
-    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
-    if config.provider == "persistent":
+    persistent = config.provider == "persistent"
+    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad or persistent)
+    if persistent:  # without sums, which cost little, the loop spills (Triton 3.6 and 3.9)
         launch_persistent(g, weight2, config, "nn", dgelu_epilogue, dpre, act, None, pre, (sums,), activation)
-        return dpre, act, sums
+        return dpre, act, sums if want_bias_grad else None
     grid, shared = row_product(g, weight2, config, "nn")
     outputs = dict(dpre_ptr=dpre, act_ptr=act)
     if config.provider in DESCRIBED:

@@ -9,9 +9,9 @@ bf16; an element is a number of the output):
 - The accumulator starts at the bias of the next block's columns, set where a block ends. Where Triton flattens two
   loops, it is set to zero by two instructions an element, and the bias takes another.
 - Results leave by descriptors (TMA), without addresses and masks.
-- A matrix that the epilogue reads (the residual, or what the MLP kept) is loaded by TMA AHEAD steps before its use, and
-  lies in registers until then, in pairs: as 16-bit numbers, the loop would carry each in a register of its own. AHEAD
-  = 0: the epilogue loads it.
+- A matrix that the epilogue reads (the residual, or what the MLP kept) is loaded by TMA AHEAD steps before its use.
+  The warps wait for it there, under one product in flight. It then lies in registers in pairs: as 16-bit numbers, the
+  loop would carry each in a register of its own. AHEAD = 0: the epilogue loads it.
 
 With these, fc1 + GELU takes 14 instructions an element in place of 23, fc2 + residual 6 in place of 11.
 """

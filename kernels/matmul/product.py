@@ -159,7 +159,9 @@ def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
 
 def describable(x: Tensor) -> bool:
     """Whether a descriptor (TMA) can read blocks of a matrix: rows must start at multiples of 16 bytes."""
-    return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]  # rows that overlap are left to pointers
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x.numel() > 0 and x.stride(1) == 1 and apart and aligned
 
 
 DESCRIBED = ("tma", "flattened", "persistent")  # providers that read matrices through descriptors
@@ -169,7 +171,8 @@ def unfit(*matrices: Tensor, columns: int = 0) -> tuple[str, ...]:
     """The providers that cannot read these matrices, or write a matrix of so many columns."""
     if not all(map(describable, matrices)):
         return DESCRIBED
-    return ("persistent",) if columns * matrices[0].element_size() % 16 else ()
+    # 8 would do for the descriptor, but then masks of factors spill with Triton 3.6.
+    return ("persistent",) if columns % 16 else ()
 
 
 def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

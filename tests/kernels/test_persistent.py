@@ -46,9 +46,9 @@ def close(found: torch.Tensor, exact: torch.Tensor, roundings: float = 1, atol: 
 @pytest.mark.parametrize("k, pieces, ahead", [(24, 1, 2), (40, 2, 2), (136, 4, 2), (136, 2, 0), (72, 2, 1)])
 def test_linear_and_residual(dtype, k, pieces, ahead):
     """Twelve blocks by three programs, with every set of factors and either dtype of the residual stream."""
-    x, weight, bias = drawn(100, k, dtype=dtype), drawn(72, k, dtype=dtype) / 4, drawn(72, dtype=dtype)
-    scale, drop = drawn(72, dtype=dtype), torch.tensor([0.0, 1.25, 2.0, 1.0])
-    stream = drawn(100, 144, dtype=dtype)[:, 8:80]  # rows that lie apart
+    x, weight, bias = drawn(100, k, dtype=dtype), drawn(80, k, dtype=dtype) / 4, drawn(80, dtype=dtype)
+    scale, drop = drawn(80, dtype=dtype), torch.tensor([0.0, 1.25, 2.0, 1.0])
+    stream = drawn(100, 144, dtype=dtype)[:, 8:88]  # rows that lie apart
     exact = x.double() @ weight.double().T
     for given in itertools.product((bias, None), (stream, stream.float()), (scale, None), (drop, None)):
         b, residual, ls, dp = given
@@ -72,8 +72,8 @@ def test_linear_and_residual(dtype, k, pieces, ahead):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_mlp_forward_and_backward(dtype, activation):
     """From pre and from the slope; every path writes the same activation."""
-    x, weight, bias = drawn(100, 40, dtype=dtype), drawn(72, 40, dtype=dtype) / 4, drawn(72, dtype=dtype)
-    g, weight2 = drawn(100, 136, dtype=dtype), drawn(136, 72, dtype=dtype) / 8
+    x, weight, bias = drawn(100, 40, dtype=dtype), drawn(80, 40, dtype=dtype) / 4, drawn(80, dtype=dtype)
+    g, weight2 = drawn(100, 136, dtype=dtype), drawn(136, 80, dtype=dtype) / 8
     with tiles.using("linear_gelu_fwd", config()):
         act, pre = mlp.linear_gelu(x, weight, bias, activation, "pre")
         slope_act, slope = mlp.linear_gelu(x, weight, bias, activation, "slope")
@@ -104,8 +104,8 @@ def test_the_mlp_forward_and_backward(dtype, activation):
 
 @pytest.mark.parametrize("provider", ["cublas", "triton", "tma"])
 def test_every_provider_keeps_the_slope(provider):
-    x, weight, bias = drawn(100, 64), drawn(72, 64) / 4, drawn(72)
-    g, weight2 = drawn(100, 64), drawn(64, 72) / 8
+    x, weight, bias = drawn(100, 64), drawn(80, 64) / 4, drawn(80)
+    g, weight2 = drawn(100, 64), drawn(64, 80) / 8
     tile = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=2) if provider != "cublas" else {}
     small = tiles.config(4, 2, provider, **tile)
     with tiles.using("linear_gelu_fwd", small), tiles.using("dgelu_matmul", small):
@@ -120,10 +120,13 @@ def test_every_provider_keeps_the_slope(provider):
 
 
 def test_a_matrix_that_is_no_pairs_goes_another_way():
-    """An odd number of columns, an odd distance between rows, or one number before the first."""
-    x, weight = drawn(100, 40), drawn(71, 40)
+    """Rows that overlap or begin anywhere: the epilogue reads it. An odd number of columns: another kernel."""
+    x = drawn(100, 40)
     with tiles.using("linear_residual_fwd", config(), sm=90):
-        for residual in (drawn(100, 72)[:, 1:], drawn(100, 71)):
+        for residual in (drawn(100, 81)[:, 1:], drawn(1, 80).expand(100, 80), drawn(100, 71)):
+            weight = drawn(residual.shape[1], 40)
+            (launch,) = record(lambda: linear.linear_residual(x, weight, None, residual, None, None, 1)) or (None,)  # noqa: B023
+            assert launch is None or launch.arguments.get("early_ptr") is None
             exact = residual.double() + x.double() @ weight.double().T
             close(linear.linear_residual(x, weight, None, residual, None, None, 1), exact, atol=0.03)
 

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
@@ -67,6 +66,7 @@ def compiled(launch: Launch, capability: int):
 
 def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
+    _go_by_name(type(launch.kernel))  # Gluon's kernels are of a kind of their own
     for value in filter(_is_jit_function, launch.arguments.values()):
         settle(value)
     # Keys replace functions, which JSON cannot hold: as JSON, Triton 3.6 hands the specialisation to the hook.
@@ -86,9 +86,12 @@ def _function(module: str, name: str):
     return getattr(importlib.import_module(module), name)
 
 
-# So launches on meta tensors can be sent to other processes: a kernel or a helper goes by its name.
-for _kind in (JITFunction, GluonJITFunction):
-    copyreg.pickle(_kind, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
+def _go_by_name(kind: type) -> None:
+    """Has kernels and helpers of a kind pickled as names, so that launches can be sent to other processes."""
+    copyreg.pickle(kind, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
+
+
+_go_by_name(JITFunction)
 
 
 def detached(launch: Launch) -> Launch:
