@@ -33,7 +33,7 @@ class Stage:
         self.folder, self.out, self.script = folder, folder / "out", folder / "tree" / "bench" / "gpu.sh"
         for name in ("tree/bench/results", "tree/vitfast", "tree/kernels/attention", "plan", "home", "tmp"):
             (folder / name).mkdir(parents=True)
-        for name in ("gpu.sh", "decide.py", "questions.py", "asking.py"):
+        for name in ("gpu.sh", "decide.py", "questions.py", "counted.py", "asking.py"):
             shutil.copy(ROOT / "bench" / name, self.script.parent)
         (folder / "tree" / "kernels" / "attention" / "terms.py").touch()
         shutil.copy(ROOT / "tests" / "helpers" / "stand_in.sh", folder / "python")

@@ -36,7 +36,7 @@ HEADS = (32, 64, 72, 80)
 # The last sizes have rows and patches enough for several steps in each slice of a weight gradient.
 ROWS = (
     Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
-    Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
+    Sizes(batch=2, tokens=50, width=384, heads=6, hidden=208, image=48, patch=16),
     Sizes(batch=1, tokens=197, width=768, heads=12, hidden=136, image=40, patch=8),
     Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
 )
