@@ -160,8 +160,8 @@ def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
 def describable(x: Tensor) -> bool:
     """Whether a descriptor (TMA) can read blocks of a matrix: rows must start at multiples of 16 bytes."""
     apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]  # rows that overlap are left to pointers
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return x.numel() > 0 and x.stride(1) == 1 and apart and aligned
+    fits = x.numel() > 0 and x.stride(1) == 1 and apart
+    return fits and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 DESCRIBED = ("tma", "flattened", "persistent")  # providers that read matrices through descriptors
