@@ -135,7 +135,9 @@ def _launch_linear(
     if config.provider == "persistent":
         # Dividing rows into samples takes the registers that a residual read early would lie in.
         early = residual if config["AHEAD"] and drop_path is None and readable_early(residual) else None
-        others = None if early is not None else residual, *factors, rows_per_sample, stride_rm
+        # Triton compiles anew for what divides these numbers, so those that nothing reads are 0.
+        late = (residual, stride_rm) if early is None else (None, 0)
+        others = late[0], *factors, 0 if drop_path is None else rows_per_sample, late[1]
         launch_persistent(x, weight, config, kind, linear_epilogue, out, None, bias, early, others)
         return out
     grid, shared = row_product(x, weight, config, kind)
