@@ -311,7 +311,7 @@ WAITING = 2 / 3
 PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 # The most instructions of mma.sync in kernels whose column sums are a product with 16 rows of ones.
-OF_ONES = {"persistent_kernel": 32, "dgelu_matmul_kernel": 16}
+OF_ONES = {"persistent_kernel": 64, "dgelu_matmul_kernel": 16}
 
 
 def main() -> int:
