@@ -45,6 +45,15 @@ def _kernel(p_ptr, dact_ptr, outputs, ACT: tl.constexpr, PLAIN: tl.constexpr, BL
     tl.store(outputs[9] + at, activations.activate_and_slope(p, ACT, PLAIN, ALONE=True)[1])
 
 
+@triton.jit
+def _by_erf(p_ptr, value_ptr, slope_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.load(p_ptr + at)
+    gate = 0.5 + 0.5 * tl.erf(p * 0.7071067811865476)
+    tl.store(value_ptr + at, p * gate)
+    tl.store(slope_ptr + at, gate + p * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * p * p))
+
+
 def computed(
     p: torch.Tensor, activation: str = "gelu", dact: torch.Tensor | None = None, plain: bool = DEVICE == "cpu"
 ) -> tuple[torch.Tensor, ...]:
@@ -97,20 +106,24 @@ def on_a_grid():
     """p, (value, by erf, exact) of gelu and of its slope."""
     p = torch.linspace(-12, 12, 2**17, dtype=torch.float64).float()
     value, slope, *_ = computed(p)
-    gate = 0.5 + 0.5 * torch.erf(p * 0.5**0.5)
-    erf, erf_slope = p * gate, gate + p * torch.exp(-0.5 * p * p) * (2 * torch.pi) ** -0.5
+    erf, erf_slope = (torch.empty_like(p, device=DEVICE) for _ in range(2))
+    _by_erf[(len(p) // BLOCK,)](p.to(DEVICE), erf, erf_slope, BLOCK=BLOCK)
+    erf, erf_slope = erf.cpu(), erf_slope.cpu()
     exact, exact_slope = truth(p)
     return p, ((value, erf, exact), (slope, erf_slope, exact_slope))
 
 
-def test_no_range_has_a_much_larger_error_than_with_erf(on_a_grid):
+def test_no_range_has_a_larger_error_than_with_erf(on_a_grid):
     """The largest errors: 2.5e-7 of gelu, 1.2e-7 of its slope; erf's formula has 4.5e-7 and 1.4e-7."""
     p, both = on_a_grid
     for largest, (value, by_erf, exact) in zip((2.7e-7, 1.3e-7), both):
         for low, high in [(-12, -6), (-6, -4), (-4, -2), (-2, 2), (2, 4), (4, 12)]:
             here = (p >= low) & (p <= high)
             error, before = ((v.double() - exact)[here].abs().max().item() for v in (value, by_erf))
-            assert error <= min(1.1 * before, largest), f"on [{low}, {high}]: {error:.2e}, by erf {before:.2e}"
+            assert error <= min(before, largest), f"on [{low}, {high}]: {error:.2e}, by erf {before:.2e}"
+        for dtype in (torch.bfloat16, torch.float16):  # rounds like the exact value as often
+            wrong, before = ((v.to(dtype) != exact.to(dtype)).double().mean() for v in (value, by_erf))
+            assert wrong <= before
 
 
 @pytest.mark.parametrize("least, largest", [(1e-3, 4e-5), (1e-6, 2e-3), (1e-9, 5e-2)])
