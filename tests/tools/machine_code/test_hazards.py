@@ -40,10 +40,16 @@ WAIT, ONE_RUNS = (f"WARPGROUP.DEPBAR.LE gsb0, {count}" for count in ("0x0", "0x1
         (("NOP", "MOV R20, R3", GROUP, WAIT, "@P0 BRA `(.L_x_0)", ONE_RUNS), []),
         ((GROUP, "BRA `(.L_x_1)", "MOV R20, R3", "NOP", WAIT, "MOV R20, R3"), []),  # what is skipped is not run
         ((GROUP, "@P0 BRA `(.L_x_1)", WAIT, "NOP", "MOV R20, R3"), [4]),  # a wait on one of two ways
+        (("BRX R2 -0x40", "NOP", "EXIT", GROUP, "MOV R21, R3", WAIT), [4]),  # a jump by a table reaches every role
     ],
 )
 def test_what_may_not_be_touched(body, found):
     assert sorted(hazards(Code(90, 0, body, {".L_x_0": 1, ".L_x_1": 4}))) == found
+
+
+def test_a_product_that_no_path_reaches_is_an_error():
+    with pytest.raises(ValueError, match="1 products of this program are reached by no path, the first at 1$"):
+        hazards(Code(90, 0, ("EXIT", GROUP, WAIT), {}))
 
 
 PRODUCT = """
