@@ -198,11 +198,11 @@ def shift_of(m, scale, HEAD: tl.constexpr):
 def exp_difference(s, shift, scale, HEAD: tl.constexpr):
     """exp(scale (s - m)), shift being shift_of m, a column.
 
-    In fp32, and beside a bias, the difference comes first, and the weight of a lone key is 1. HEAD.folds: one
-    multiply-add gives s c - shift for c = scale log2(e). shift is m c rounded, so that all weights of a row, and their
-    sum l, have one factor too many, 2^(m c - shift), which is within 6e-8 |logit| of 1 (6e-4 at logits of 1e4). Neither
-    o = acc / l nor lse = ln(2) (shift + log2(l)) knows it, but for what acc's weights lose by rounding to 16 bits. A
-    factor that no longer fits 16 bits takes logits beyond 1e8.
+    In fp32, beside a bias and in packed samples, the difference comes first: the weight of a lone key is 1.
+    HEAD.folds: one multiply-add gives s c - shift for c = scale log2(e). shift is m c rounded, so that all weights of a
+    row, and their sum l, have one factor too many, 2^(m c - shift), which is within 6e-8 |logit| of 1 (6e-4 at logits
+    of 1e4). Neither o = acc / l nor lse = ln(2) (shift + log2(l)) knows it, but for what acc's weights lose by rounding
+    to 16 bits. A factor that no longer fits 16 bits takes logits beyond 1e8.
     """
     if HEAD.folds:
         return tl.exp2(tl.fma(s, scale * LOG2E, -shift))
