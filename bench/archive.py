@@ -62,7 +62,7 @@ def fp32_stream(s: "Sizes") -> "list[Launch]":
 
 
 def compiles(name: str) -> bool:
-    """Whether the providers of a rival's name are kernels of ours for this generation, or choices between them."""
+    """Whether a rival's name gives kernels of ours for this generation, or choices between them."""
     chosen = [part.split("=") for part in name.split(" | ")[1:]]
     return all(provider not in ("cublas", "cublaslt") and configuration(op, provider) for op, provider in chosen)
 

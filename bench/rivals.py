@@ -73,7 +73,7 @@ def free_memory() -> None:
 
 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
-    """The first configuration of a provider for 16 bits on this GPU, candidates first; None where it has none."""
+    """The first configuration of a provider for 16 bits on this GPU, candidates first, or None."""
     generation = tiles.generation(torch.device("cuda" if machine.GPU else "cpu"))
     rules = (*tiles.CANDIDATES.get(op), *tiles.RULES[op])
     known = (r.config for r in rules if generation in r.sm and r.bits != "32" and r.config.provider == provider)

@@ -149,7 +149,7 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 
 @triton.jit
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
-    """Epilogue of dgelu_matmul's persistent kernel: writes dpre, its column sums and, if wanted, gelu(pre)."""
+    """Epilogue of dgelu_matmul's persistent loop: writes dpre, its column sums and, if wanted, act."""
     index_m, first_m, first_n, _, N = at
     act, dpre = dgelu(dact, pre, ACT, act_out is not None)
     if act_out is not None:

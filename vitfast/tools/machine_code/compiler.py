@@ -87,7 +87,7 @@ def _function(module: str, name: str):
 
 
 def _go_by_name(kind: type) -> None:
-    """Has kernels and helpers of a kind pickled as names, so that launches can be sent to other processes."""
+    """Has kernels and helpers of a kind pickled as names, so that launches can go to other processes."""
     copyreg.pickle(kind, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
 
 
