@@ -138,7 +138,7 @@ def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN
         pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
         farthest = max(farthest, (options.longest if packed else N) * strides[1])
-    # The factor is a number more to hold: kernels of packed samples spill on sm_100, with every Triton.
+    # The factor is a number more to hold: with it, kernels of packed samples spill on sm_100 (Triton 3.8 and 3.9).
     folds = tensors[0].element_size() == 2 and options.bias is None and not packed
     head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision(), folds)
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs

@@ -112,7 +112,10 @@ def centred_bytes(u):
 
 @triton.jit
 def load_patches(ptrs, mask, dtype: tl.constexpr, SHORT: tl.constexpr = False):
-    """Loads image values as `dtype`, finite where masked; uint8 becomes u - 128, SHORT: by fp16."""
+    """Loads image values as `dtype`, finite where masked; uint8 becomes u - 128.
+
+    SHORT: in fp16 by one instruction a pixel.
+    """
     x = tl.load(ptrs, mask=mask, other=0)
     if x.dtype == tl.uint8:
         x = centred_bytes(x) if SHORT and dtype == tl.float16 else x.to(tl.float32) - 128
