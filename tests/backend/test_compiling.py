@@ -1,5 +1,7 @@
 """Ways to compile a model: Inductor's modes, regions, graph breaks, checkpointing, inference, dynamic batches."""
 
+from collections import Counter
+
 import pytest
 import timm
 import torch
@@ -26,23 +28,34 @@ def of_timm(depth: int = 2) -> nn.Module:
     return randomize(timm.create_model("vit_tiny_patch16_224", depth=depth, **SIZES))
 
 
+PADDING = torch.arange(7) >= torch.tensor([4, 7, 2])[:, None]
+CAUSAL = torch.ones(7, 7, dtype=torch.bool).triu(1)
+FUSED = {
+    "gelu": ({}, {}, {"attention block": 2, "MLP block": 2}),
+    "relu": (dict(activation="relu"), {}, {"attention block": 2, "LayerNorm": 2}),
+    "padding": ({}, dict(src_key_padding_mask=PADDING), {"attention block": 2, "MLP block": 2}),
+    "causal": ({}, dict(mask=CAUSAL), {"attention block": 2, "MLP block": 2}),
+    "causal, padding": ({}, dict(mask=CAUSAL, src_key_padding_mask=PADDING), {"attention block": 2, "MLP block": 2}),
+    "post norm": (dict(norm_first=False), {}, {"LayerNorm": 4, "MLP": 2, "attention": 2}),
+}
+
+
 @torch.no_grad()
-def test_pytorchs_fused_encoder_layer_is_named_and_without_it_its_parts_are_replaced():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True, norm_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 7, 32)
-    expected = model(x)
-    for fused in (True, False):
-        torch._dynamo.reset()
-        torch.backends.mha.set_fastpath_enabled(fused)
-        try:
-            found = torch.compile(model, backend="vitfast", options={"inner": "eager"})(x)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-        assert_close(found, expected, atol=1e-5)
-        report = backend.report()
-        assert [len(report.replaced), len(report.left)] == ([0, 2] if fused else [4, 0])
-        assert all("set_fastpath_enabled" in entry.why for entry in report.left)
+@pytest.mark.parametrize("name", FUSED)
+def test_the_parts_of_pytorchs_fused_encoder_layer_are_replaced(name, monkeypatch):
+    options, masks, expected = FUSED[name]
+    called, fused = [], torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: called.append(a) or fused(*a))
+    kinds = dict(activation="gelu", batch_first=True, norm_first=True) | options
+    layer = nn.TransformerEncoderLayer(32, 4, 64, **kinds, dtype=torch.float64)
+    model = randomize(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    wanted = model(x := torch.randn(3, 7, 32, dtype=torch.float64), **masks)
+    assert len(called) == 2
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="vitfast", options={"inner": "eager"}, fullgraph=True)(x, **masks)
+    assert_close(found, wanted, atol=1e-9)
+    assert Counter(entry.kind for entry in backend.report().replaced) == expected
 
 
 @pytest.fixture

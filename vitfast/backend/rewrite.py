@@ -41,7 +41,6 @@ from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise
 
 _log = logging.getLogger("vitfast")
-FUSED = "it is PyTorch's fused call for inference; torch.backends.mha.set_fastpath_enabled(False) shows its parts"
 
 
 def ambient_autocast(device: str) -> torch.dtype | None:
@@ -83,9 +82,8 @@ def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | No
     report = Report(rewriter.run())
     report.proof = rewriter.proof_seconds
     report.recognition = time.perf_counter() - start - report.proof
-    if report.replaced:
-        module.graph.lint()
-        module.recompile()
+    module.graph.lint()
+    module.recompile()
     return joined([*inner, report])
 
 
@@ -103,9 +101,6 @@ class _Rewriter:
         """Blocks first, then what is left of their parts."""
         calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
         entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
-        for node in self.graph.nodes:
-            if name_of(node) == "_transformer_encoder_layer_fwd":
-                entries.append(Entry("encoder layer", module_of(node), FUSED))
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)

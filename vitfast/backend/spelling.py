@@ -1,10 +1,14 @@
 """Brings a captured graph into one spelling, of the same values, before parts are looked for."""
 
+import operator
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .graph import ANALYTIC, name_of, value_of
+from .graph import ANALYTIC, Call, name_of, tensor_of, value_of
 
 # The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.
 _INPUT = ANALYTIC - {"where", "einsum", "cat", "stack", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -12,9 +16,11 @@ _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_di
 
 
 def standardise(graph: Graph) -> None:
-    """Puts arguments in the places where they are looked for; makes constants of symbolic numbers."""
-    for node in graph.nodes:
+    """Puts arguments in the places where they are looked for; writes out fused calls and symbolic numbers."""
+    for node in list(graph.nodes):
         _place_arguments(node)
+        if name_of(node) == "_transformer_encoder_layer_fwd" and not node.kwargs and len(node.args) == 20:
+            _write_out(graph, node)
     _fix_numbers(graph)
 
 
@@ -48,3 +54,57 @@ def _fix_numbers(graph: Graph) -> None:
             for user in readers:
                 user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda a, n=numbers: n.get(a, a))
             graph.erase_node(node)
+
+
+@torch.no_grad()
+def _write_out(graph: Graph, fused: Node) -> None:
+    """Replaces PyTorch's fused call for inference by its parts, where these give a tensor of its shape and dtype.
+
+    Those of nested tensors do not, nor do those of autocast on a CPU.
+    """
+    written: list[Node] = []
+
+    def call(function, *arguments, **keywords):
+        values = map_arg((arguments, keywords), value_of)
+        value = function(*values[0], **values[1])
+        written.append(node := graph.call_function(function, arguments, keywords))
+        node.meta = fused.meta | dict(example_value=value)
+        return node
+
+    whole, x = tensor_of(fused), tensor_of(fused.args[0])
+    if whole is None or x is None or x.is_nested or x.dim() != 3:
+        return
+    with whole.fake_mode, graph.inserting_before(fused):
+        out = tensor_of(_encoder_layer(call, *fused.args))
+    same = (out.shape, out.dtype, out.device) == (whole.shape, whole.dtype, whole.device)
+    if same:
+        fused.replace_all_uses_with(written[-1])
+    for node in [fused] if same else written[::-1]:
+        graph.erase_node(node)
+
+
+def _encoder_layer(
+    call: Call, x, width, heads, qkv, qkv_bias, proj, proj_bias, gelu, norm_first, eps, *parameters
+) -> Node:
+    """The parts of nn.TransformerEncoderLayer, with the arguments of torch._transformer_encoder_layer_fwd."""
+    *norms, fc1, fc1_bias, fc2, fc2_bias, mask, kind = parameters
+    if mask is not None and tensor_of(mask).dtype == torch.bool:
+        mask = call(torch.logical_not, mask)
+    if mask is not None and kind == 1:  # of keys, (B, N); others are (N, N) or (B, H, N, N)
+        mask = call(operator.getitem, mask, (slice(None), None, None))
+
+    def attention(h):
+        three = call(Tensor.unflatten, call(F.linear, h, qkv, qkv_bias), -1, (3, heads, width // heads))
+        q, k, v = (call(Tensor.transpose, call(Tensor.select, three, 2, i), 1, 2) for i in range(3))
+        o = call(F.scaled_dot_product_attention, q, k, v, mask)
+        return call(F.linear, call(Tensor.flatten, call(Tensor.transpose, o, 1, 2), 2), proj, proj_bias)
+
+    def mlp(h):
+        return call(F.linear, call(F.gelu if gelu else F.relu, call(F.linear, h, fc1, fc1_bias)), fc2, fc2_bias)
+
+    for branch, norm in ((attention, norms[:2]), (mlp, norms[2:])):
+        if norm_first:
+            x = call(operator.add, x, branch(call(F.layer_norm, x, (width,), *norm, eps)))
+        else:
+            x = call(F.layer_norm, call(operator.add, x, branch(x)), (width,), *norm, eps)
+    return x
