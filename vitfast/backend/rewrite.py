@@ -77,7 +77,7 @@ def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | No
         if isinstance(child, GraphModule)
     ]
     start = time.perf_counter()
-    standardise(module.graph)
+    standardise(module.graph, autocast)
     rewriter = _Rewriter(module.graph, autocast)
     report = Report(rewriter.run())
     report.proof = rewriter.proof_seconds

@@ -1,6 +1,7 @@
 """Brings a captured graph into one spelling, of the same values, before parts are looked for."""
 
 import operator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,15 @@ _INPUT = ANALYTIC - {"where", "einsum", "cat", "stack", "scaled_dot_product_atte
 _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_divide divide".split())
 
 
-def standardise(graph: Graph) -> None:
-    """Puts arguments in the places where they are looked for; writes out fused calls and symbolic numbers."""
+def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
+    """Puts arguments in the places where they are looked for; writes out fused calls and symbolic numbers.
+
+    autocast(device type): the dtype of autocast at each node.
+    """
     for node in list(graph.nodes):
         _place_arguments(node)
         if name_of(node) == "_transformer_encoder_layer_fwd" and not node.kwargs and len(node.args) == 20:
-            _write_out(graph, node)
+            _write_out(graph, node, autocast)
     _fix_numbers(graph)
 
 
@@ -57,30 +61,26 @@ def _fix_numbers(graph: Graph) -> None:
 
 
 @torch.no_grad()
-def _write_out(graph: Graph, fused: Node) -> None:
-    """Replaces PyTorch's fused call for inference by its parts, where these give a tensor of its shape and dtype.
+def _write_out(graph: Graph, fused: Node, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
+    """Replaces PyTorch's fused call for inference by its parts.
 
-    Those of nested tensors do not, nor do those of autocast on a CPU.
+    It stays where there is autocast, in which it gives another dtype than its parts, or a nested tensor.
     """
-    written: list[Node] = []
 
     def call(function, *arguments, **keywords):
         values = map_arg((arguments, keywords), value_of)
         value = function(*values[0], **values[1])
-        written.append(node := graph.call_function(function, arguments, keywords))
+        node = graph.call_function(function, arguments, keywords)
         node.meta = fused.meta | dict(example_value=value)
         return node
 
-    whole, x = tensor_of(fused), tensor_of(fused.args[0])
-    if whole is None or x is None or x.is_nested or x.dim() != 3:
+    x = tensor_of(fused.args[0])
+    if x is None or x.is_nested or autocast(x.device.type)[fused] is not None:
         return
-    with whole.fake_mode, graph.inserting_before(fused):
-        out = tensor_of(_encoder_layer(call, *fused.args))
-    same = (out.shape, out.dtype, out.device) == (whole.shape, whole.dtype, whole.device)
-    if same:
-        fused.replace_all_uses_with(written[-1])
-    for node in [fused] if same else written[::-1]:
-        graph.erase_node(node)
+    with x.fake_mode, graph.inserting_before(fused):
+        out = _encoder_layer(call, *fused.args)
+    fused.replace_all_uses_with(out)
+    graph.erase_node(fused)
 
 
 def _encoder_layer(
