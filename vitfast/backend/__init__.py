@@ -8,12 +8,14 @@ another backend, Inductor unless told otherwise. `report()` says what it did.
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_args, overload
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from ..ops._blocks import Keep
+from .parts import AS_THE_ORIGINAL, Choices, choices
 from .reports import Entry, Report, joined
 from .rewrite import rewrite_graph
 
@@ -32,8 +34,8 @@ def compile(model: Any = None, **options) -> Any:
     """Calls torch.compile(model, backend="vitfast", **options), also if no entry point is installed.
 
     options: the arguments of torch.compile. Its own `options` may hold "inner", the backend for the rewritten graph
-    ("inductor" by default, "eager", the name of another backend or a callable), "mode", Inductor's mode, and options of
-    the inner backend.
+    ("inductor" by default, "eager", the name of another backend or a callable), "mode", Inductor's mode, "keep" and
+    "residual_in_fp32" as in vitfast.accelerate, and options of the inner backend.
     """
     return torch.compile(model, backend=compile_graph, **options)
 
@@ -45,16 +47,30 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     """
     options = dict(options or {})
     inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
+    own = {name: options.pop(name) for name in Choices._fields if name in options}
     compiler = _inner_compiler(inner, mode, options)
+    rewrite(module, Choices(**own))
+    return compiler(module, inputs)
+
+
+def rewrite(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
+    """Rewrites a captured graph in place, and reports on it; an error in recognition leaves the rest as it is."""
+    if chosen.keep not in get_args(Keep):
+        raise ValueError(f"vitfast backend: keep must be 'least' or 'all', got {chosen.keep!r}")
+    if chosen.residual_in_fp32 not in (None, True, False):
+        raise ValueError(f"vitfast backend: residual_in_fp32 must be None or a bool, got {chosen.residual_in_fp32!r}")
+    before = choices.set(chosen)
     try:
         done = joined([rewrite_graph(module), Report(_cut_by_ddp())])
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
         module.recompile()  # each replacement is whole, or was undone
+    finally:
+        choices.reset(before)
     _reports.append(done)
     _log.info("vitfast backend: %s", done.summary())
-    return compiler(module, inputs)
+    return done
 
 
 def _cut_by_ddp() -> list[Entry]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,20 @@ from .graph import (
 )
 from .linear import Linear, linear_of, with_bias
 from .norm import NORMS, norm_arguments
+
+
+class Choices(NamedTuple):
+    """What the user chooses about blocks: the dtype of the residual stream under autocast, and what is kept.
+
+    residual_in_fp32: None for that of the original. keep: as in ops.attention_block.
+    """
+
+    residual_in_fp32: bool | None = None
+    keep: str = "least"
+
+
+AS_THE_ORIGINAL = Choices()
+choices: ContextVar[Choices] = ContextVar("vitfast.backend.choices", default=AS_THE_ORIGINAL)  # for the graph at work
 
 
 class Parts(NamedTuple):
@@ -74,11 +89,21 @@ def parts_of(region: Region) -> Parts:
     return Parts(region, linears, attentions, norms)
 
 
+def stream_dtype(parts: Parts) -> torch.dtype:
+    """The dtype of the residual stream: the output's, or another that was chosen under autocast."""
+    output, in_fp32 = tensor_of(parts.region.output).dtype, choices.get().residual_in_fp32
+    if in_fp32 is None or not parts.linears:
+        return output
+    last = parts.linears[-1]
+    computed, weight = tensor_of(last.node).dtype, tensor_of(last.weight).dtype
+    return output if computed == weight else torch.float32 if in_fp32 else computed
+
+
 def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callable[[Call], dict]]:
     """([norm weight, norm bias], the keyword arguments of every block).
 
     last: the node of the output layer."""
-    region, width, output = parts.region, shape_of(parts.region.source)[-1], tensor_of(parts.region.output)
+    region, width = parts.region, shape_of(parts.region.source)[-1]
     first = parts.linears[0].node if parts.linears else last
     stops = {linear.node for linear in parts.linears} - {first}
     kind, weight, bias, eps = norm_arguments(norm, region, parts.before(first, stops))
@@ -94,7 +119,8 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
             raise Unrecognised(f"the branch is multiplied by a tensor of shape {shape}")
         if twice:
             raise Unrecognised("the branch is multiplied by two vectors")
-    factor, computed = constant_factor(tail), tensor_of(last).dtype
+    factor, computed, keep = constant_factor(tail), tensor_of(last).dtype, choices.get().keep
+    stream = stream_dtype(parts)
 
     def keywords(call: Call) -> dict:
         found = dict(eps=eps, norm=kind)
@@ -103,8 +129,10 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
             found["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
         if drop_path is not None:
             found["drop_path"] = call(factors, drop_path, factor)
-        if output.dtype != computed:
+        if stream != computed:
             found["residual_in_fp32"] = True
+        if keep != "least":
+            found["keep"] = keep
         return found
 
     return [weight, bias], keywords
@@ -113,13 +141,14 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
 def call_block(
     parts: Parts, call: Call, operation: Callable, affine: list, layers: Iterable, *, tokens_first=False, **keywords
 ) -> Any:
-    """Calls the operation of a block with x in the output's dtype and as (B, N, D) or (tokens, D).
+    """Calls the operation of a block with x in the stream's dtype and as (B, N, D) or (tokens, D).
 
     affine: the norm's weight and bias. tokens_first: whether x is (N, B, D)."""
-    source, output, (weight, bias) = parts.region.source, tensor_of(parts.region.output), affine
-    x = source if tensor_of(source).dtype == output.dtype else call(Tensor.to, source, output.dtype)
+    source, dtype, (weight, bias) = parts.region.source, stream_dtype(parts), affine
+    chosen = choices.get().residual_in_fp32 is not None  # then the source may have another dtype than the graph says
+    x = source if tensor_of(source).dtype == dtype and not chosen else call(Tensor.to, source, dtype)
     if weight is None:
-        weight = call(torch.ones, shape_of(source)[-1], dtype=output.dtype, device=output.device)
+        weight = call(torch.ones, shape_of(source)[-1], dtype=dtype, device=tensor_of(source).device)
     rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(source)) == 4 else x
     rows = call(Tensor.transpose, x, 0, 1) if tokens_first else rows
     out = call(operation, rows, weight, bias, *layers, **keywords)
