@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import math
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,18 @@ def first_step(model, images, **options) -> float:
     start = time.perf_counter()
     torch.compile(model, backend="vitfast", **options)(images).sum().backward()
     return time.perf_counter() - start
+
+
+def test_proofs_of_a_b16_layer_draw_its_attention_three_times_and_its_mlp_once(monkeypatch):
+    """Numbers are counted, not seconds, which are those of whatever else runs."""
+    drawn, real, width = [], proof._random, 768
+    monkeypatch.setattr(proof, "_random", lambda shape, generator: [drawn.append(shape), real(shape, generator)][1])
+    layer = timm.models.vision_transformer.Block(width, 12, qkv_bias=True)
+    first_step(layer, torch.randn(2, 197, width), options={"inner": "eager"})
+    assert len(backend.report().replaced) == 2
+    weights = Counter(math.prod(shape) // width**2 for shape in drawn)  # in squares of the width
+    assert weights.pop(0) and weights == {3: 3, 1: 3, 4: 2}
+    assert sum(map(math.prod, drawn)) < 21 * width**2  # 20 of them are weights
 
 
 @pytest.mark.long

@@ -3,10 +3,11 @@
 import logging
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
-from compiled import ADD_M, ATTEND, WEIGHTS, block, compare
+from compiled import ADD_M, ATTEND, WEIGHTS, M, block, compare, halves
 
 from vitfast import backend, ops
 from vitfast.backend import proof, rewrite
@@ -130,6 +131,46 @@ def test_equal_layers_are_proven_once(monkeypatch):
     monkeypatch.setattr(proof, "_known", type(proof._known)())
     compare(torch.nn.Sequential(*(block("", "")[0] for _ in range(4))).double(), X, tolerance=1e-9)
     assert len(proven) == 2 and len(backend.report().replaced) == 8
+
+
+def units_of(model, monkeypatch, *, whole: bool) -> tuple[set, Counter]:
+    """The lengths of units that proofs replaced, and what was replaced; whole: whether one run has all units."""
+    others, units, real = [numbers._replace(whole=whole and numbers.whole) for numbers in proof.OTHERS], [], proof._run
+    monkeypatch.setattr(proof, "OTHERS", others)
+    monkeypatch.setattr(proof, "_run", lambda *given: [units.append(given[1].units), real(*given)][1])
+    proof._known.clear()
+    done = compare(model, X, tolerance=1e-9)
+    return {n for lengths in units for n in lengths}, done
+
+
+HALVES = "u, g = self.fc1(h).chunk(2, -1); m = F.linear(F.silu(u) * g, self.fc2.weight[:, :24])"
+ALIKE = {"a hidden layer": (M, {48}), "two in one weight": (HALVES, {24, 48})}
+ACTIVE = "u = self.fc1(h); g = F.gelu(u)"
+OF_PLACE = {  # hidden units of which some are not as others, in places where a proof may have no units
+    "another activation": "g = torch.cat([g[..., :40], F.silu(u[..., 40:])], -1)",
+    "other places": "g = torch.cat([g[..., 24:], g[..., :24]], -1)",
+    "narrowed": "g = torch.cat([g.narrow(-1, 0, 40), 2 * g.narrow(-1, 40, 8)], -1)",
+    "other places by a view": "g = g.view(3, 7, 2, 24).transpose(2, 3).reshape(3, 7, 48)",
+    "swapped halves": "g = torch.cat(g.chunk(2, -1)[::-1], -1)",
+    "shown or not": "g = g.masked_fill(torch.arange(48) >= 40, 0.0)",
+    "a norm": "g = F.layer_norm(g, (48,))",
+    "their mean": "g = g - g.sum(-1, keepdim=True) / 48",
+    "as a softmax": "g = u.softmax(-1)",
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_proofs_take_few_units_of_hidden_layers(name, monkeypatch):
+    text, lengths = ALIKE[name]
+    units, done = units_of(block(M, text), monkeypatch, whole=True)
+    assert units == lengths and halves(done) == "am"
+
+
+@pytest.mark.parametrize("name", OF_PLACE)
+@pytest.mark.parametrize("whole", [True, False])
+def test_units_that_are_not_alike_are_all_there(name, whole, monkeypatch):
+    units, done = units_of(block(M, f"{ACTIVE}; {OF_PLACE[name]}; m = self.fc2(g)"), monkeypatch, whole=whole)
+    assert not units and halves(done) == "a"
 
 
 @torch.inference_mode()

@@ -1,14 +1,14 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
-Both run on the same random float64 inputs, of two samples and a few tokens where these numbers can be replaced, and
-twice more: on more samples and tokens, with other masks, and on magnitudes from 1e-3 to 1e3. So a proof holds for more
-than the numbers that a normal distribution draws. Casts to 16 and 32 bits inside the region become casts to float64:
-the proof is of the mathematics, and the dtypes are looked at besides.
+Both run on the same random float64 inputs, of two samples, a few tokens and few hidden units where these numbers can be
+replaced, and twice more: on more samples and tokens, with other masks, once with all hidden units, and once on
+magnitudes from 1e-3 to 1e3. So a proof holds for more than the numbers that a normal distribution draws. Casts to 16
+and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes are looked at
+besides.
 """
 
 import contextlib
 import functools
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,32 +19,20 @@ from torch.fx.node import Node, map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
-from .graph import Proposal, Region, Unrecognised, argument, changed_by, name_of, shape_of, size, tensor_of, value_of
+from .graph import Proposal, Region, Unrecognised, argument, changed_by, name_of, tensor_of, value_of
+from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, ways_to_shrink
 from .masks import as_lengths, random_mask
 from .norm import default_eps
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
-MOST_PREFIX = 8  # tokens in front of the patches
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
-_RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
-_SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
-_LENGTHS = frozenset({"getitem", "narrow", "select", "repeat"})  # of these too a whole number is a length or a place
 _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_forward", "conv2d"})
-
-
-class Numbers(NamedTuple):
-    """The inputs of one run."""
-
-    samples: int
-    tokens: int
-    seed: int
-    wide: bool  # magnitudes of a wide range: a softmax is 0 or 1, so that these prove nothing alone
 
 
 ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample hides what mixes samples
 OTHERS = (
-    Numbers(samples=3, tokens=13, seed=2, wide=False),
+    Numbers(samples=3, tokens=13, seed=2, wide=False, whole=True),
     Numbers(samples=3, tokens=13, seed=3, wide=True),
 )
 
@@ -179,69 +167,15 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
-    """Random values of the inputs, and the region's output: of few samples and tokens where it works."""
-    *ways, last = [*_smaller(region, numbers), *_symbols(region, numbers)]
+    """Random values of the inputs, and the region's output: of few samples, tokens and units where it works."""
+    *ways, last = ways_to_shrink(region, numbers)
     for lengths in ways:
         with contextlib.suppress(Exception):
             return _run(region, lengths, numbers)
     return _run(region, last, numbers)
 
 
-class _Lengths(NamedTuple):
-    """Lengths to replace in the shapes of a region: those of samples and tokens."""
-
-    tokens: dict[int, int]
-    samples: dict[int, int]
-    kept: frozenset[Node] = frozenset()  # inputs that have none
-    first: bool = False  # whether samples are replaced in the first axis alone
-    symbols: dict[Any, int] = {}
-
-    def of(self, shape: tuple, node: Node | None = None) -> tuple:
-        """This shape, of a node or of an argument, with the lengths replaced."""
-        shape = tuple(int(n.node.expr.subs(self.symbols)) if isinstance(n, torch.SymInt) else n for n in shape)
-        if node in self.kept:
-            return shape
-        both = self.tokens | self.samples
-        rest = self.tokens if self.first else both
-        return tuple(n if not isinstance(n, int) else (rest if i else both).get(n, n) for i, n in enumerate(shape))
-
-
-def _smaller(region: Region, numbers: Numbers) -> Iterator[_Lengths]:
-    """Lengths to replace, fewer with each.
-
-    Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
-    fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
-    """
-    lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
-    places = [n for node in region.nodes if name_of(node) not in _RESHAPES | _SIZED for n in _numbers(node)]
-    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in places):
-        return
-    samples, tokens = lengths[0], lengths[-2]
-    few, fewer = {samples: numbers.samples} if samples > numbers.samples else {}, {}
-    if tokens > 3 * numbers.tokens and tokens != samples:
-        # Rotary tables have no rows for prefix tokens.
-        patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
-        patches -= {n for shape in shapes for n in shape[-1:]}
-        fewer = {n: n - tokens + numbers.tokens for n in (*patches, tokens)}
-    # A length of a parameter may be that of the batch by chance.
-    kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
-    for replaced in (fewer, {}) if fewer else ({},):
-        if not any(samples in (shape_of(n) or ())[n not in kept :] for n in region.inputs[1:]):
-            yield _Lengths(replaced, few)
-        yield _Lengths(replaced, few, kept, first=True)
-
-
-def _is_weight(node: Node) -> bool:
-    return any(name_of(user) == "conv2d" and argument(user, 1, "weight") is node for user in node.users)
-
-
-def _numbers(node: Node) -> list[int]:
-    found: list[int] = []
-    map_aggregate((node.args, node.kwargs), lambda a: found.append(a) if type(a) is int else None)
-    return found
-
-
-def _run(region: Region, lengths: _Lengths, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
+def _run(region: Region, lengths: Lengths, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
     values = _inputs(region, lengths, numbers)
     # What the region changes in place is a copy: leaves may not be changed, and the operation reads them too.
     copied = any(map(changed_by, region.nodes))
@@ -253,10 +187,10 @@ def _run(region: Region, lengths: _Lengths, numbers: Numbers) -> tuple[dict[Node
     return values, env[region.output]
 
 
-def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
+def _execute(node: Node, env: dict[Node, Any], lengths: Lengths, last: bool):
     arguments, keywords = _values((node.args, node.kwargs), env, _CASTS)
     keywords = dict(keywords)
-    if name_of(node) in _RESHAPES:
+    if name_of(node) in RESHAPES:
         given = arguments[1:]
         listed = len(given) == 1 and isinstance(given[0], (tuple, list))
         arguments = (arguments[0], lengths.of(given[0])) if listed else (arguments[0], *lengths.of(given))
@@ -271,7 +205,7 @@ def _execute(node: Node, env: dict[Node, Any], lengths: _Lengths, last: bool):
     return getattr(arguments[0], "double" if node.target in _CAST_METHODS else node.target)(*arguments[1:], **keywords)
 
 
-def _inputs(region: Region, lengths: _Lengths, numbers: Numbers) -> dict[Node, Any]:
+def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, Any]:
     """Random float64 tensors, masks with both values, pixels, and sizes."""
     generator, values = _generator(numbers.seed), {}
     for node in region.inputs:
@@ -305,7 +239,7 @@ def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
     inside, layers, masks = set(region.nodes), set(), set()
     for node in region.inputs:
         value, readers = value_of(node), {name_of(user) for user in node.users if user in inside}
-        if isinstance(value, torch.SymInt) and not readers <= _RESHAPES | _SIZED | _LENGTHS:
+        if isinstance(value, torch.SymInt) and not readers <= RESHAPES | SIZED | PLACES:
             raise Unprovable("a length is one of the numbers that the region computes with")
         if not isinstance(value, (Tensor, int, torch.SymInt, torch.SymFloat)):
             raise Unprovable(f"an input that is a {type(value).__name__}")
@@ -320,30 +254,6 @@ def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
     for node in region.nodes:
         if (value := tensor_of(node)) is not None and value.is_floating_point() and value.dtype not in precise:
             raise Unprovable(f"a value is rounded to {value.dtype}")
-
-
-def _symbols(region: Region, numbers: Numbers) -> list[_Lengths]:
-    """Sizes of the symbols, in ways to be tried: a few samples; others one more than in this call.
-
-    In this call they may equal a constant of the model by chance. No length may shrink to one or none, where different
-    orders of the samples are the same.
-    """
-    lengths = [
-        n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
-    ]
-    lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
-    known: dict[Any, int] = {}
-    for n in lengths:
-        if n.node.expr.is_symbol and n.node.expr not in known:  # two that are equal in this call become unequal
-            known[n.node.expr] = next(i for i in itertools.count(size(n) + 1) if i not in known.values())
-    samples = tensor_of(region.source).shape[0]
-    free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
-    free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
-    ways = [known | dict.fromkeys(free, numbers.samples + i) for i in range(16 if free else 1)]
-    ways = [way for way in ways if all(n.node.expr.subs(way) > 1 for n in lengths)]
-    if not ways:
-        raise Unprovable("the lengths are none of few samples")
-    return [_Lengths({}, {}, symbols=way) for way in ways]
 
 
 def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:

@@ -1,0 +1,163 @@
+"""Smaller lengths for a proof: few samples, tokens and hidden units in place of those of the call."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import Node, map_aggregate
+
+from .graph import ADDS, CASTS, MULTIPLIES, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
+
+MOST_PREFIX = 8  # tokens in front of the patches
+RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
+SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
+PLACES = frozenset({"getitem", "narrow", "select", "repeat"})  # of these too a whole number is a length or a place
+# Functions that compute each number from those in the same place, or put tensors side by side; those that turn axes.
+_POINTWISE = frozenset("gelu silu sigmoid tanh erf dropout clone contiguous expand cat".split())
+_POINTWISE |= CASTS | ADDS | MULTIPLIES
+_AXES = frozenset({"permute", "transpose", "t"})
+
+
+class Numbers(NamedTuple):
+    """The inputs of one run."""
+
+    samples: int
+    tokens: int
+    seed: int
+    wide: bool  # magnitudes of a wide range: a softmax is 0 or 1, so that these prove nothing alone
+    whole: bool = False  # whether hidden layers have all their units
+
+
+class Lengths(NamedTuple):
+    """Lengths to replace in the shapes of a region: those of samples, tokens and units."""
+
+    tokens: dict[int, int]
+    samples: dict[int, int]
+    kept: frozenset[Node] = frozenset()  # inputs that have none
+    first: bool = False  # whether samples are replaced in the first axis alone
+    symbols: dict[Any, int] = {}
+    units: dict[int, int] = {}
+
+    def of(self, shape: tuple, node: Node | None = None) -> tuple:
+        """This shape, of a node or of an argument, with the lengths replaced."""
+        shape = tuple(
+            int(n.node.expr.subs(self.symbols)) if isinstance(n, torch.SymInt) else self.units.get(n, n) for n in shape
+        )
+        if node in self.kept:
+            return shape
+        both = self.tokens | self.samples
+        rest = self.tokens if self.first else both
+        return tuple(n if not isinstance(n, int) else (rest if i else both).get(n, n) for i, n in enumerate(shape))
+
+
+def ways_to_shrink(region: Region, numbers: Numbers) -> list[Lengths]:
+    """Lengths to replace, in ways to be tried in this order."""
+    ways = [*_smaller(region, numbers), *_symbols(region, numbers)]
+    units = {} if numbers.whole else _fewer_units(region, numbers)
+    return [way._replace(units=u) for u in ([units, {}] if units else [{}]) for way in ways]
+
+
+def _fewer_units(region: Region, numbers: Numbers) -> dict[int, int]:
+    """Smaller lengths for hidden layers, and for the width of tokens that are made of images.
+
+    Every function of such an axis must compute each unit as any other, or sum over all of them. Then what a region and
+    an operation give is a sum of one function of each unit's weights, or these functions side by side, whatever the
+    number of units.
+    """
+    shapes = [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
+    taken, found = {n for shape in shapes for n in shape}, {}
+    weights = [shape_of(argument(n, 1, "weight")) or () for n in region.nodes if name_of(n) in ("linear", "conv2d")]
+    for n in dict.fromkeys(n for shape in weights for n in shape[:2]):
+        few = next(i for i in itertools.count(4 * numbers.samples) if not {i, 2 * i} & taken)
+        units = {n: few} | ({2 * n: 2 * few} if 2 * n in taken else {})  # two layers in one weight
+        if n <= few or units.keys() & {*shape_of(region.source), *found}:
+            continue
+        if all(_treats_alike(node, units.keys()) for node in region.nodes):
+            found |= units
+            taken |= set(units.values())
+    return found
+
+
+def _treats_alike(node: Node, units: Collection[int]) -> bool:
+    """Whether a node computes all units of an axis of such a length in the same way, or sums over them."""
+    axes = lambda shape: [(i - len(shape), n) for i, n in enumerate(shape or ()) if n in units]  # noqa: E731
+    name, out, given = name_of(node), axes(shape_of(node)), [axes(shape_of(a)) for a in node.all_input_nodes]
+    if not any((out, *given)):
+        return True
+    if name == "linear":
+        return not (out and given[0])
+    if name == "conv2d":
+        alone = not axes(shape_of(argument(node, 1, "weight"))[1:]) and argument(node, 6, "groups", 1) == 1
+        return alone and not given[0]
+    if name == "chunk":
+        halved = [[(-1, 2 * min(units))]]
+        return given == halved and argument(node, 1, "chunks") == 2 and argument(node, 2, "dim", 0) == -1
+    if name == "getitem":
+        return name_of(node.args[0]) == "chunk"
+    if len(out) != 1 or name in _POINTWISE:
+        return len(out) == 1 and all(place in ([], out) for place in given)
+    if len(given[0]) != 1 or name in _AXES:
+        return len(given[0]) == 1
+    before = [math.prod(shape_of(a)[:axis]) for a, [(axis, _)] in ((node, out), (node.all_input_nodes[0], given[0]))]
+    return name in RESHAPES | {"flatten"} and before[0] == before[1]
+
+
+def _smaller(region: Region, numbers: Numbers) -> Iterator[Lengths]:
+    """Lengths to replace, fewer with each.
+
+    Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
+    fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
+    """
+    lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
+    places = [n for node in region.nodes if name_of(node) not in RESHAPES | SIZED for n in _numbers(node)]
+    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in places):
+        return
+    samples, tokens = lengths[0], lengths[-2]
+    few, fewer = {samples: numbers.samples} if samples > numbers.samples else {}, {}
+    if tokens > 3 * numbers.tokens and tokens != samples:
+        # Rotary tables have no rows for prefix tokens.
+        patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
+        patches -= {n for shape in shapes for n in shape[-1:]}
+        fewer = {n: n - tokens + numbers.tokens for n in (*patches, tokens)}
+    # A length of a parameter may be that of the batch by chance.
+    kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
+    for replaced in (fewer, {}) if fewer else ({},):
+        if not any(samples in (shape_of(n) or ())[n not in kept :] for n in region.inputs[1:]):
+            yield Lengths(replaced, few)
+        yield Lengths(replaced, few, kept, first=True)
+
+
+def _is_weight(node: Node) -> bool:
+    return any(name_of(user) == "conv2d" and argument(user, 1, "weight") is node for user in node.users)
+
+
+def _numbers(node: Node) -> list[int]:
+    found: list[int] = []
+    map_aggregate((node.args, node.kwargs), lambda a: found.append(a) if type(a) is int else None)
+    return found
+
+
+def _symbols(region: Region, numbers: Numbers) -> list[Lengths]:
+    """Sizes of the symbols, in ways to be tried: a few samples; others one more than in this call.
+
+    In this call they may equal a constant of the model by chance. No length may shrink to one or none, where different
+    orders of the samples are the same.
+    """
+    lengths = [
+        n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
+    ]
+    lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
+    known: dict[Any, int] = {}
+    for n in lengths:
+        if n.node.expr.is_symbol and n.node.expr not in known:  # two that are equal in this call become unequal
+            known[n.node.expr] = next(i for i in itertools.count(size(n) + 1) if i not in known.values())
+    samples = tensor_of(region.source).shape[0]
+    free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
+    free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
+    ways = [known | dict.fromkeys(free, numbers.samples + i) for i in range(16 if free else 1)]
+    ways = [way for way in ways if all(n.node.expr.subs(way) > 1 for n in lengths)]
+    if not ways:
+        raise Unrecognised("the lengths are none of few samples")
+    return [Lengths({}, {}, symbols=way) for way in ways]
