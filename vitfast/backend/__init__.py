@@ -15,11 +15,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..ops._blocks import Keep
+from .packed import capture_lengths
 from .parts import AS_THE_ORIGINAL, Choices, choices
 from .reports import Entry, Report, joined
 from .rewrite import rewrite_graph
 
-__all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
+__all__ = ["Entry", "Report", "capture_lengths", "compile", "compile_graph", "report"]
 
 Model = TypeVar("Model")  # a module or a function
 _log = logging.getLogger("vitfast")

@@ -93,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bh
     """PyTorch's scaled_dot_product_attention, computed by ops.attention.
 
     q, k, v, and what is returned: (B, H, N, Dh) or (H, N, Dh) with axes "bhnd", (B, N, H, Dh) with "bnhd". masks: bias
-    and key_lengths of ops.attention.
+    and key_lengths of ops.attention, or offsets and longest of samples that are packed as one.
     """
     heads_first = axes == "bhnd"
     if flat := q.dim() == 3:
@@ -102,9 +102,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bh
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if "bias" in masks:
         masks["bias"] = masks["bias"].expand(-1, q.shape[2], -1, -1)
-    out = ops.attention(q, k, v, scale=scale, **masks)
+    if "offsets" in masks:
+        out = ops.attention(q[0], k[0], v[0], scale=scale, **masks)[None]
+    else:
+        out = ops.attention(q, k, v, scale=scale, **masks)
     out = out.transpose(1, 2) if heads_first else out
     return out[0] if flat else out
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """The offsets (S + 1,) of packed samples of these lengths (S,)."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def laid_out(x: Tensor, axes: tuple[int, ...]) -> Tensor:

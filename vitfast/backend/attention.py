@@ -29,6 +29,7 @@ from .graph import (
     value_of,
     values_read,
 )
+from .lengths import PACKED, packing_of
 from .linear import Linear
 from .masks import Mask, bias_of, mask_arguments, masks_of
 from .parts import Parts, call_block, common_arguments, tokens_may_be_first
@@ -72,7 +73,9 @@ def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[
 
 
 def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
-    """([q, k, v], masks, scale) of a call of scaled_dot_product_attention."""
+    """([q, k, v], masks, scale) of a call of scaled_dot_product_attention, or of one for packed samples."""
+    if name_of(node) == PACKED:
+        return list(node.args[:3]), [], node.args[3]
     if argument(node, 5, "is_causal", False):
         raise Unrecognised("causal attention")
     mask = argument(node, 3, "attn_mask")
@@ -121,6 +124,7 @@ def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]]
 
 
 _PRODUCTS = ("matmul", "bmm", "einsum")
+_CALLS = ("scaled_dot_product_attention", PACKED)
 
 
 class _Roles(NamedTuple):
@@ -137,10 +141,11 @@ class _Roles(NamedTuple):
 
 def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     """Attention blocks that a region with one attention may be."""
-    if len(shape_of(parts.region.source)) == 2:
-        raise Unrecognised("tokens without samples")
     if len(parts.attentions) != 1:
         raise Unrecognised(f"{len(parts.attentions)} attentions")
+    packing = packing_of(parts.attentions[0])
+    if len(shape_of(parts.region.source)) == 2 and not packing:
+        raise Unrecognised("tokens without samples")
     if len(parts.norms) != 1:
         raise Unrecognised(f"{len(parts.norms)} norms in an attention block")
     attention = parts.attentions[0]
@@ -168,6 +173,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
             roles.masks, shape_of(parts.region.source)[first], bias_of(roles.heads, tensor_of(out[0].node).dtype)
         )
     ]
+    ways = [(False, lambda call: packing)] if packing else ways
     for rows, rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
         def build(call, rows=rows, rope=rope, first=first, masked=masked):
@@ -230,7 +236,7 @@ def _first_output(node: Node) -> Node:
 def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
     stops = {linear.node for linear in layers}
     inside = {*parts.region.nodes, parts.region.source}
-    if name_of(attention) == "scaled_dot_product_attention":
+    if name_of(attention) in _CALLS:
         (q, k, v), masks, factor = _fused_call(attention)
         if len(shape := shape_of(q)) != 4:
             raise Unrecognised(f"q of shape {shape}")
@@ -261,7 +267,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         found += [own[0]] if own[0] not in found else []
     if len(found) != len(layers):
         raise Unrecognised("linear layers that are none of q, k and v")
-    turned = parts.before(q, stops) if name_of(attention) == "scaled_dot_product_attention" else scores
+    turned = parts.before(q, stops) if name_of(attention) in _CALLS else scores
     factors = _factors(scores, inside)
     others = [factor for factor, _ in factors]
     tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in others and tensor_of(t) is not None]
@@ -275,10 +281,13 @@ def _rope_candidates(parts: Parts, roles: _Roles) -> list:
     cos and sin are lists: of one table, or of one for each part of a head that is rotated alone."""
     if not roles.tables:
         return [None]
-    tokens = tensor_of(parts.region.source).shape[1:-1].numel()
+    packed = bool(packing_of(parts.attentions[0]))
+    tokens = tensor_of(parts.region.source).shape[not packed : -1].numel()
     if len(roles.tables) % 2 or not isinstance(tokens, int):
         raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
     lengths = {([n for n in shape_of(t)[:-1] if n != 1] or [1])[-1] for t in roles.tables}
+    if packed and lengths == {-1}:  # a length that is known when the graph runs: of all tokens, or it raises
+        lengths = {tokens}
     if len(lengths) != 1 or not 0 < (length := lengths.pop()) <= tokens:
         raise Unrecognised("q is multiplied by tensors that are no rotary tables")
     a, b = roles.tables[::2], roles.tables[1::2]

@@ -37,7 +37,7 @@ linear addmm matmul bmm mm einsum baddbmm scaled_dot_product_attention multi_hea
 rms_norm gelu silu sigmoid tanh erf exp pow sqrt rsqrt square reciprocal softmax _softmax mean var sum amax dropout
 where masked_fill masked_fill_ conv2d add iadd add_ sub isub sub_ subtract rsub mul imul mul_ multiply multiply_ div
 div_ truediv itruediv true_divide divide neg negative getitem cat stack split chunk unbind tensor_split select narrow
-index_select
+index_select vitfast.backend.arguments.attend
 """
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
 # Functions whose result has a layout in memory of its own, or none.
@@ -172,7 +172,8 @@ def changed_by(node: Node) -> list[Node]:
     if _may_change_all(node, name):
         return node.all_input_nodes
     map_arg(node.kwargs.get("out"), found.append)
-    if name.strip("_") in INPLACE or (name.endswith("_") and not name.endswith("__")) or _takes_inplace(node):
+    ends = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")  # of operator
+    if name.strip("_") in INPLACE or ends or _takes_inplace(node):
         map_arg(node.args[:1], found.append)
     return found
 
@@ -282,16 +283,16 @@ class Positions:
         inside = set(nodes)
         inputs = {source: None} | {a: None for node in nodes for a in node.all_input_nodes if a not in inside}
         texts: dict[str, Node] = {}
-        return Region(nodes, list(inputs), {node: texts.setdefault(self._expression(node), node) for node in inputs})
+        return Region(nodes, list(inputs), {node: texts.setdefault(self.expression(node), node) for node in inputs})
 
-    def _expression(self, node: Node, depth: int = 6) -> str:
+    def expression(self, node: Node, depth: int = 6) -> str:
         """Equal for nodes that compute the same: their own name where that is not certain, or far away."""
         name, tensor = name_of(node), tensor_of(node)
         pure = node.op == "call_method" or (node.op == "call_function" and "." not in name and "empty" not in name)
         changes = {storage_of(a) for a in (node, *node.all_input_nodes)} & self.changed
         if not pure or changes or is_draw(node) or changed_by(node) or not depth:
             return f"%{node.name}"
-        arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self._expression(a, depth - 1)))
+        arguments = map_arg((node.args, node.kwargs), lambda a: _Text(self.expression(a, depth - 1)))
         state = "" if tensor is None else (tensor.dtype, tensor.requires_grad)  # autocast and no_grad change these
         return f"{node.target}{arguments}{state}"
 

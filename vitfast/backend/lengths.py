@@ -1,4 +1,4 @@
-"""Smaller lengths for a proof: few samples, tokens and hidden units in place of those of the call."""
+"""Lengths of packed samples, and smaller lengths for a proof: few samples, tokens and hidden units."""
 
 import itertools
 import math
@@ -8,8 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import Node, map_aggregate
 
-from .graph import ADDS, CASTS, MULTIPLIES, Region, Unrecognised, argument, name_of, shape_of, size, tensor_of, value_of
+from .graph import (
+    ADDS,
+    CASTS,
+    MULTIPLIES,
+    Region,
+    Unrecognised,
+    argument,
+    name_of,
+    shape_of,
+    size,
+    tensor_of,
+    value_of,
+)
 
+PACKED = "vitfast.backend.arguments.attend"  # the attention of packed samples, which comes into a graph before blocks
 MOST_PREFIX = 8  # tokens in front of the patches
 RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
 SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
@@ -18,6 +31,16 @@ PLACES = frozenset({"getitem", "narrow", "select", "repeat"})  # of these too a 
 _POINTWISE = frozenset("gelu silu sigmoid tanh erf dropout clone contiguous expand cat".split())
 _POINTWISE |= CASTS | ADDS | MULTIPLIES
 _AXES = frozenset({"permute", "transpose", "t"})
+
+
+def packing_of(node: Node) -> dict[str, Node]:
+    """The offsets and longest of packed samples that a node attends to; empty for other nodes."""
+    return dict(node.kwargs) if name_of(node) == PACKED and "offsets" in node.kwargs else {}
+
+
+def packings_in(region: Region) -> dict[Node, str]:
+    """The offsets and the longest sample that attention of packed samples in a region reads, with their names."""
+    return {given: name for node in region.nodes for name, given in packing_of(node).items()}
 
 
 class Numbers(NamedTuple):
@@ -110,6 +133,11 @@ def _smaller(region: Region, numbers: Numbers) -> Iterator[Lengths]:
     Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
     fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
     """
+    if packings_in(region):  # what has a length that nobody knows is a table of all tokens
+        shapes = [getattr(value_of(node), "shape", ()) for node in region.inputs]
+        symbols = {n.node.expr: numbers.tokens for shape in shapes for n in shape if isinstance(n, torch.SymInt)}
+        yield Lengths({n: numbers.tokens for n in shapes[0][-2:-1] if isinstance(n, int)}, {}, symbols=symbols)
+        return
     lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
     places = [n for node in region.nodes if name_of(node) not in RESHAPES | SIZED for n in _numbers(node)]
     if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in places):

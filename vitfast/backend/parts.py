@@ -21,6 +21,7 @@ from .graph import (
     tensor_of,
     values_read,
 )
+from .lengths import PACKED
 from .linear import Linear, linear_of, with_bias
 from .norm import NORMS, norm_arguments
 
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
         return self.region.read_by(n for n in nodes if name_of(n) in names)
 
 
-ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "softmax", "_softmax")
+ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "softmax", "_softmax", PACKED)
 
 
 def parts_of(region: Region) -> Parts:
@@ -149,11 +150,13 @@ def call_block(
     x = source if tensor_of(source).dtype == dtype and not chosen else call(Tensor.to, source, dtype)
     if weight is None:
         weight = call(torch.ones, shape_of(source)[-1], dtype=dtype, device=tensor_of(source).device)
-    rows = call(Tensor.flatten, x, 1, 2) if len(shape_of(source)) == 4 else x
+    first = int("offsets" not in keywords)  # the first axis that holds tokens
+    flat = len(shape_of(source)) > 2 + first
+    rows = call(Tensor.flatten, x, first, -2) if flat else x
     rows = call(Tensor.transpose, x, 0, 1) if tokens_first else rows
     out = call(operation, rows, weight, bias, *layers, **keywords)
     out = call(Tensor.transpose, out, 0, 1) if tokens_first else out
-    return call(Tensor.view_as, out, x) if len(shape_of(source)) == 4 else out
+    return call(Tensor.view_as, out, x) if flat else out
 
 
 def tokens_may_be_first(parts: Parts, tokens: int) -> list[bool]:

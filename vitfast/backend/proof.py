@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
 from .graph import Proposal, Region, Unrecognised, argument, changed_by, name_of, tensor_of, value_of
-from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, ways_to_shrink
+from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, packings_in, ways_to_shrink
 from .masks import as_lengths, random_mask
 from .norm import default_eps
 
@@ -208,10 +208,13 @@ def _execute(node: Node, env: dict[Node, Any], lengths: Lengths, last: bool):
 def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, Any]:
     """Random float64 tensors, masks with both values, pixels, and sizes."""
     generator, values = _generator(numbers.seed), {}
+    packings, tokens = packings_in(region), lengths.of(tensor_of(region.source).shape)[-2]
     for node in region.inputs:
         value = value_of(node)
         if region.equal[node] is not node:
             values[node] = values[region.equal[node]]
+        elif node in packings:
+            values[node] = tokens if packings[node] == "longest" else _offsets(value, tokens, generator)
         elif isinstance(value, torch.SymFloat):
             values[node] = 0.5 + torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
         elif not isinstance(value, Tensor):
@@ -234,10 +237,19 @@ def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, An
     return values
 
 
+def _offsets(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
+    """Offsets of packed samples of random lengths, as many as there are in a fake tensor."""
+    inner = torch.randint(tokens + 1, (like.shape[0] - 2,), generator=generator, device="cpu").sort().values
+    ends = torch.tensor([0, tokens], device="cpu")
+    return torch.cat([ends[:1], inner, ends[1:]]).to(like.device, torch.int32)
+
+
 def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
     """Raises Unprovable where random inputs would prove too little."""
-    inside, layers, masks = set(region.nodes), set(), set()
+    inside, layers, masks, packings = set(region.nodes), set(), set(), packings_in(region)
     for node in region.inputs:
+        if node in packings:
+            continue
         value, readers = value_of(node), {name_of(user) for user in node.users if user in inside}
         if isinstance(value, torch.SymInt) and not readers <= RESHAPES | SIZED | PLACES:
             raise Unprovable("a length is one of the numbers that the region computes with")

@@ -32,9 +32,11 @@ from .graph import (
     size,
     tensor_of,
 )
+from .lengths import packing_of
 from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
 from .norm import NORMS, norm_alone
+from .packed import join_pieces, pieces_of, prove_pieces
 from .parts import parts_of
 from .proof import prove
 from .reports import ALREADY, Entry, Report, joined
@@ -93,6 +95,7 @@ class _Rewriter:
     def __init__(self, graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]):
         self.graph, self.autocast = graph, autocast
         self.positions = Positions(graph)
+        self.packings: dict[tuple, tuple[Node, Node]] = {}  # offsets and longest, by lengths
         self.proof_seconds = 0.0
         self.written: list[Node] = []  # outputs of what replaced regions
         self.ours = {node: name for node in graph.nodes if (name := operation_of(node)) is not None}
@@ -101,6 +104,8 @@ class _Rewriter:
         """Blocks first, then what is left of their parts."""
         calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
         entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
+        for node in [node for node in self.graph.nodes if name_of(node) == "cat"]:
+            entries += self._guarded(self._pieces, node)
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)
@@ -121,6 +126,20 @@ class _Rewriter:
         except Exception as error:
             _log.warning("vitfast backend: %s is left, an error in recognition", node.name, exc_info=True)
             return [Entry("block", module_of(node), f"{type(error).__name__}: {error}")]
+
+    def _pieces(self, cat: Node) -> list[Entry]:
+        """Joins attention of packed samples, which a block may take then: the entry of one that is left."""
+        start = time.perf_counter()
+        try:
+            if (pieces := pieces_of(cat, self.positions)) is None:
+                return []
+            join_pieces(self.graph, pieces, prove_pieces(pieces), self.packings)
+        except Unrecognised as reason:
+            return [Entry("attention", module_of(cat), str(reason))]
+        finally:
+            self.proof_seconds += time.perf_counter() - start
+        self.positions = Positions(self.graph)
+        return []
 
     def _block(self, add: Node) -> list[Entry]:
         """The entry of an addition that ends a block, none of one that is no candidate."""
@@ -151,6 +170,8 @@ class _Rewriter:
         return left if name_of(node) == "conv2d" else []
 
     def _attention(self, node: Node) -> list[Entry]:
+        if packing_of(node):
+            return [Entry("attention", module_of(node), None)]
         if name_of(node) not in ("scaled_dot_product_attention", "softmax"):
             return []
         try:

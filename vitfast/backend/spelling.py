@@ -1,5 +1,6 @@
 """Brings a captured graph into one spelling, of the same values, before parts are looked for."""
 
+import functools
 import operator
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .graph import ANALYTIC, Call, name_of, tensor_of, value_of
+from .packed import read_once, write_call
 
 # The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.
 _INPUT = ANALYTIC - {"where", "einsum", "cat", "stack", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -26,6 +28,7 @@ def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype |
         if name_of(node) == "_transformer_encoder_layer_fwd" and not node.kwargs and len(node.args) == 20:
             _write_out(graph, node, autocast)
     _fix_numbers(graph)
+    read_once(graph)
 
 
 def _place_arguments(node: Node) -> None:
@@ -66,19 +69,11 @@ def _write_out(graph: Graph, fused: Node, autocast: Callable[[str], dict[Node, t
 
     It stays where there is autocast, in which it gives another dtype than its parts, or a nested tensor.
     """
-
-    def call(function, *arguments, **keywords):
-        values = map_arg((arguments, keywords), value_of)
-        value = function(*values[0], **values[1])
-        node = graph.call_function(function, arguments, keywords)
-        node.meta = fused.meta | dict(example_value=value)
-        return node
-
     x = tensor_of(fused.args[0])
     if x is None or x.is_nested or autocast(x.device.type)[fused] is not None:
         return
     with x.fake_mode, graph.inserting_before(fused):
-        out = _encoder_layer(call, *fused.args)
+        out = _encoder_layer(functools.partial(write_call, graph, fused), *fused.args)
     fused.replace_all_uses_with(out)
     graph.erase_node(fused)
 

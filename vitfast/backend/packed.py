@@ -1,0 +1,226 @@
+"""Attention of packed samples that is written piece by piece: proven, and replaced by one call.
+
+Towers of Qwen2-VL's kind lay images in one row of tokens, read their lengths as numbers, split q, k and v by these,
+attend within each piece and put the pieces in a row again. The lengths are known when the graph runs, and not before.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental import _config as symbolic
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_true
+from torch.fx.node import map_arg
+
+from . import proof
+from .arguments import attend, offsets_of
+from .graph import (
+    REARRANGEMENTS,
+    Call,
+    Positions,
+    Region,
+    Unrecognised,
+    argument,
+    name_of,
+    shape_of,
+    storage_of,
+    tensor_of,
+    value_of,
+)
+from .lengths import Lengths
+
+_BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # splits and the row of all pieces
+
+
+@contextlib.contextmanager
+def capture_lengths() -> Iterator[None]:
+    """What is compiled inside keeps attention of packed images in one graph, where it can be replaced.
+
+    Without it Dynamo cuts the graph where lengths are read as numbers. It must also be told that pieces have more than
+    one token, or it cuts the graph where a library asks; the compiled code raises for pieces that have not.
+    """
+    # Dynamo stops at a length of which products alone are read, unless it is told that this is no error.
+    lax = symbolic.patch(soft_pending_unbacked_not_found_error=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), lax, mock.patch.object(torch, "split", _split):
+        yield
+
+
+def _split(tensor: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """torch.split, which tells Dynamo that pieces of unknown lengths have more than one token."""
+    if isinstance(split_size_or_sections, (list, tuple)):
+        for length in split_size_or_sections:
+            if guard_or_true(length > 1):  # it is unknown, or a number of which that is so
+                torch._check(length > 1)
+    return tensor.split(split_size_or_sections, dim)
+
+
+class Pieces(NamedTuple):
+    """An attention of packed samples: the splits of q, k and v, and the sizes that they share."""
+
+    region: Region
+    splits: list[Node]
+    sizes: list[Node]
+    lengths: Node  # the sizes in one tensor
+    scale: float | None
+
+
+def write_call(graph: Graph, like: Node, function: Callable, *arguments, fake: Callable | None = None, **keywords):
+    """Writes a call of a function with its fake value, as if captured where another node was; returns its node.
+
+    fake: computes the fake value in the function's place.
+    """
+    values, named = map_arg((arguments, keywords), value_of)
+    node = graph.call_function(function, arguments, keywords)
+    node.meta = {**like.meta, "example_value": (fake or function)(*values, **named)}
+    return node
+
+
+def read_once(graph: Graph) -> None:
+    """Makes one of all readings of the same number of a tensor: for each the host waits for a GPU."""
+    positions, known = Positions(graph), {}
+    for node in positions.nodes:
+        if name_of(node) == "item":
+            first = known.setdefault(positions.expression(node), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def pieces_of(cat: Node, positions: Positions) -> Pieces | None:
+    """The attention whose pieces a node puts in a row; None where it puts others there."""
+    nodes, splits, stack = {cat}, [], list(cat.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in nodes or tensor_of(node) is None and name_of(node) != "split":
+            continue
+        nodes.add(node)
+        if name_of(node) == "split":
+            splits.append(node)
+        elif name_of(node) not in _BETWEEN:
+            return None
+        else:
+            stack += node.all_input_nodes
+    calls = [node for node in positions.nodes if node in nodes and name_of(node) == "scaled_dot_product_attention"]
+    if not calls or not splits or not all(map(_sizes, splits)):
+        return None
+    pieces = [argument(calls[0], place, name) for place, name in enumerate(("query", "key", "value"))]
+    found = [piece.args[0] for piece in pieces if name_of(piece) == "getitem"]
+    sizes = _sizes(splits[0])
+    if len(found) != 3 or set(found) != set(splits) or any(_sizes(split) != sizes for split in splits):
+        raise Unrecognised("pieces of q, k and v that are split in different ways")
+    lengths = sizes[0].args[0].args[0]
+    read = [size.args[0].args for size in sizes]
+    if read != [(lengths, i) for i in range(len(sizes))] or shape_of(lengths) != (len(sizes),):
+        raise Unrecognised("pieces whose lengths are not all numbers of a tensor, in its order")
+    if storage_of(lengths) is None or storage_of(lengths) in positions.changed:
+        raise Unrecognised("the lengths of the pieces are changed in place")
+    region = positions.around(nodes, found[0].args[0])
+    if set(region.inputs) != {split.args[0] for split in found} | set(sizes):
+        raise Unrecognised("pieces with masks, or with other numbers")
+    if (why := positions.obstacle(region)) is not None:
+        raise Unrecognised(why)
+    return Pieces(region, found, sizes, lengths, argument(calls[0], 6, "scale"))
+
+
+def _sizes(split: Node) -> list[Node] | None:
+    """The sizes of pieces that are read from a tensor; None for others."""
+    sizes = argument(split, 1, "split_size_or_sections", argument(split, 1, "split_size"))
+    if not isinstance(sizes, (list, tuple)) or not sizes:
+        return None
+    items = all(isinstance(n, Node) and name_of(n) == "item" and name_of(n.args[0]) == "getitem" for n in sizes)
+    return list(sizes) if items else None
+
+
+def _attention(call: Call, pieces: Pieces, packing: tuple, heads_first: bool):
+    """The attention in one call, as (1, H, tokens, Dh) or (1, tokens, H, Dh)."""
+    tensors = [split.args[0] for split in pieces.splits]
+    offsets, longest = packing
+    found = call(attend, *tensors, pieces.scale, "bhnd", offsets=offsets, longest=longest)
+    return call(Tensor.contiguous, found if heads_first else call(Tensor.transpose, found, 1, 2))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
+    """A tensor like that of attention: of fake ones, since guards on the longest of many lengths take seconds."""
+    return (q + k + v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _packing(call: Call, pieces: Pieces) -> tuple:
+    """(offsets, longest) of the samples."""
+    return call(offsets_of, pieces.lengths), functools.reduce(functools.partial(call, torch.sym_max), pieces.sizes)
+
+
+def prove_pieces(pieces: Pieces) -> bool:
+    """Whether the row of pieces has heads in front of tokens; raises Unrecognised where it is no such attention.
+
+    The pieces have other lengths in each of three runs. Masks, and what else numbers could depend on, are no inputs.
+    """
+    tensors = [split.args[0] for split in pieces.splits]
+    like = [tensor_of(node) for node in (*tensors, pieces.lengths)]
+    if {t.dtype for t in like[:3]} != {tensor_of(pieces.region.output).dtype} or len({t.device for t in like}) != 1:
+        raise Unrecognised("q, k and v of different dtypes, or lengths on another device")
+    if len({shape_of(node) for node in tensors}) != 1 or len(like[0].shape) != 4 or like[0].shape[0] != 1:
+        raise Unrecognised("q, k and v that are not (1, H, tokens, Dh) of packed samples")
+    ways = [False, True]
+    with proof._apart(like[0].device):
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            counts = torch.randint(1, 6, (len(pieces.sizes),), generator=generator, device="cpu")
+            counts[0] += seed  # of one length once, of others then
+            values = dict(zip(pieces.sizes, counts.tolist())) | {pieces.lengths: counts.to(like[0].device, torch.int32)}
+            for node, t in zip(tensors, like):
+                shape = 1, t.shape[1], sum(counts.tolist()), t.shape[3]
+                values[node] = proof._random(shape, generator).to(t.device).requires_grad_()
+            env = dict(values)
+            for node in pieces.region.nodes:
+                env[node] = proof._execute(node, env, Lengths({}, {}), last=False)
+            theirs, call = env[node], functools.partial(proof._compute, values, proof._CASTS)
+            upstream = proof._random(theirs.shape, generator).to(theirs.device)
+            gradients = proof._gradients(theirs, values, upstream)
+            packing = _packing(call, pieces)
+            for way in list(ways):
+                ours = _attention(call, pieces, packing, way)
+                error = proof._error(theirs, ours)
+                if error < proof.TOLERANCE:
+                    error = proof._gradient_error(gradients, proof._gradients(ours, values, upstream))
+                if not error < proof.TOLERANCE:
+                    ways.remove(way)
+    if not ways:
+        raise Unrecognised("pieces that do not attend each to itself alone")
+    return ways[0]
+
+
+def join_pieces(graph: Graph, pieces: Pieces, heads_first: bool, packings: dict[tuple, tuple[Node, Node]]) -> None:
+    """Writes the call in front of the row of pieces, which go; layers share offsets and longest."""
+    output, key = pieces.region.output, (pieces.lengths, *pieces.sizes)
+
+    def call(function, *arguments, **keywords):
+        return write_call(
+            graph, output, function, *arguments, fake=_attended if function is attend else None, **keywords
+        )
+
+    with tensor_of(pieces.region.source).fake_mode, graph.inserting_before(output):
+        packing = packings[key] = packings.get(key) or _packing(call, pieces)
+        new = _attention(call, pieces, packing, heads_first)
+    output.replace_all_uses_with(new)
+    for node in reversed(pieces.region.nodes):
+        if not node.users:  # others read its shape
+            graph.erase_node(node)
+    _refresh(new)
+
+
+def _refresh(node: Node) -> None:
+    """Computes the shapes of what comes from a node again, where they were sums of lengths that nobody knows."""
+    for user in node.users:
+        value = tensor_of(user)
+        if value is None or not free_unbacked_symbols(value):
+            continue
+        args, kwargs = map_arg((user.args, user.kwargs), value_of)
+        with value.fake_mode, torch.set_grad_enabled(value.requires_grad):
+            function = getattr(args[0], user.target) if user.op == "call_method" else user.target
+            user.meta["example_value"] = function(*(args[1:] if user.op == "call_method" else args), **kwargs)
+        _refresh(user)
