@@ -14,6 +14,7 @@ class Model(nn.Module):
         super().__init__()
         self.m, self.call = block("", "")[0], forward
         self.weight, self.bias = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.gate = nn.Parameter(torch.randn(1))
         self.module, self.separate = nn.MultiheadAttention(32, 4), nn.MultiheadAttention(32, 4, kdim=32, vdim=32)
         self.module.batch_first = self.separate.batch_first = True
         self.double()
@@ -112,6 +113,12 @@ def heads_as_samples(s, x):
     return F.scaled_dot_product_attention(q, k, v, q @ s.m.matrix[:8, :7] * s.bias[:7])
 
 
+def gated(s, x):
+    """Branches that a learnt number scales, as Mllama has it."""
+    x = x + s.gate.tanh() * s.m.attention(s.m.norm1(x))
+    return x + s.gate.tanh() * s.mlp(s.m.norm2(x))
+
+
 def layers_as_einsum(s, x):
     h, qkv, proj = s.m.norm1(x), s.m.qkv.weight.unflatten(0, (3, 4, 8)), s.m.proj.weight.unflatten(1, (4, 8))
     q, k, v = (torch.einsum("bnd,hed->bnhe", h, w) for w in qkv)
@@ -198,6 +205,7 @@ CASES = {
     "tokens first": (tokens_first, "attention block"),
     "module, tokens first": (module_tokens_first, "attention block"),
     "module by place": (module_by_place, "attention block"),
+    "gated": (gated, "MLP block, attention block"),
     "layers as einsum": (layers_as_einsum, "MLP block, attention block"),
     "keywords": (keywords, "MLP block, attention block"),
     "rotary axes": (rotary_axes, "attention block"),

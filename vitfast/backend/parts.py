@@ -114,7 +114,7 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
         shape = shape_of(given) or ()
         if len(shape) > 1 and all(n == 1 for n in shape[1:]) and shape[0] == shape_of(region.source)[0]:
             drop_path, twice = given, drop_path is not None
-        elif shape[-1:] == (width,) and all(n == 1 for n in shape[:-1]):
+        elif shape == (1,) or (shape[-1:] == (width,) and all(n == 1 for n in shape[:-1])):
             scale, twice = given, scale is not None
         else:
             raise Unrecognised(f"the branch is multiplied by a tensor of shape {shape}")
@@ -127,6 +127,7 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
         found = dict(eps=eps, norm=kind)
         if scale is not None:
             shaped = scale if len(shape_of(scale)) == 1 else call(Tensor.flatten, scale)
+            shaped = call(Tensor.expand, shaped, width) if shape_of(scale) == (1,) else shaped  # a gate of the branch
             found["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
         if drop_path is not None:
             found["drop_path"] = call(factors, drop_path, factor)
