@@ -1,5 +1,6 @@
 """The door of the backend: entry point, options, errors in recognition, the report, the state of the user."""
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -7,11 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from compiled import ADD_M, ATTEND, WEIGHTS, M, block, compare, halves
+from compiled import ADD_M, ATTEND, WEIGHTS, A, M, block, compare, halves
 
 from vitfast import backend, ops
-from vitfast.backend import proof, rewrite
+from vitfast.backend import proof
 
+rewrite = importlib.import_module("vitfast.backend.rewrite")  # in vitfast.backend this name is a function's
 X = torch.randn(3, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
@@ -171,6 +173,12 @@ def test_proofs_take_few_units_of_hidden_layers(name, monkeypatch):
 def test_units_that_are_not_alike_are_all_there(name, whole, monkeypatch):
     units, done = units_of(block(M, f"{ACTIVE}; {OF_PLACE[name]}; m = self.fc2(g)"), monkeypatch, whole=whole)
     assert not units and halves(done) == "a"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tokens_that_are_not_alike_are_all_there(dynamic):
+    text = "a = self.attention(h); a = torch.cat([a[:, :20], 2 * a[:, 20:]], 1)"
+    assert halves(compare(block(A, text), X.repeat(1, 6, 1), tolerance=1e-9, dynamic=dynamic)) == "m"
 
 
 @torch.inference_mode()

@@ -76,8 +76,19 @@ class Lengths(NamedTuple):
 
 
 def ways_to_shrink(region: Region, numbers: Numbers) -> list[Lengths]:
-    """Lengths to replace, in ways to be tried in this order."""
-    ways = [*_smaller(region, numbers), *_symbols(region, numbers)]
+    """Lengths to replace, in ways to be tried in this order.
+
+    Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
+    fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
+    """
+    places = [n for node in region.nodes if name_of(node) not in RESHAPES | SIZED for n in _numbers(node)]
+    if packings_in(region):
+        ways = [_packed(region, numbers), *_symbols(region, numbers, {})]
+    elif any(abs(n) > MOST_PREFIX for n in places):
+        ways = _symbols(region, numbers, {})
+    else:
+        fewer = _fewer_tokens(region, numbers)
+        ways = [*_smaller(region, numbers, fewer), *_symbols(region, numbers, fewer)]
     units = {} if numbers.whole else _fewer_units(region, numbers)
     return [way._replace(units=u) for u in ([units, {}] if units else [{}]) for way in ways]
 
@@ -127,28 +138,33 @@ def _treats_alike(node: Node, units: Collection[int]) -> bool:
     return name in RESHAPES | {"flatten"} and before[0] == before[1]
 
 
-def _smaller(region: Region, numbers: Numbers) -> Iterator[Lengths]:
-    """Lengths to replace, fewer with each.
+def _fewer_tokens(region: Region, numbers: Numbers) -> dict[Any, int]:
+    """Smaller lengths in place of those of tokens, or in place of their symbol."""
+    shape, shapes = shape_of(region.source), [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
+    tokens, given = shape[-2], tensor_of(region.source).shape[-2]
+    if tokens <= 3 * numbers.tokens or tokens == shape[0]:
+        return {}
+    if not isinstance(given, int):
+        return {given.node.expr: numbers.tokens}
+    # Rotary tables have no rows for prefix tokens.
+    patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
+    patches -= {n for shape in shapes for n in shape[-1:]}
+    return {n: n - tokens + numbers.tokens for n in (*patches, tokens)}
 
-    Every tensor must then have its shape with these lengths replaced (_run looks), which makes it the same program for
-    fewer tokens. Other whole numbers may be places of tokens, so that none above MOST_PREFIX is allowed.
-    """
-    if packings_in(region):  # what has a length that nobody knows is a table of all tokens
-        shapes = [getattr(value_of(node), "shape", ()) for node in region.inputs]
-        symbols = {n.node.expr: numbers.tokens for shape in shapes for n in shape if isinstance(n, torch.SymInt)}
-        yield Lengths({n: numbers.tokens for n in shapes[0][-2:-1] if isinstance(n, int)}, {}, symbols=symbols)
+
+def _packed(region: Region, numbers: Numbers) -> Lengths:
+    """Fewer tokens of packed samples: what has a length that nobody knows is a table of all tokens."""
+    shapes = [getattr(value_of(node), "shape", ()) for node in region.inputs]
+    symbols = {n.node.expr: numbers.tokens for shape in shapes for n in shape if isinstance(n, torch.SymInt)}
+    return Lengths({n: numbers.tokens for n in shapes[0][-2:-1] if isinstance(n, int)}, {}, symbols=symbols)
+
+
+def _smaller(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> Iterator[Lengths]:
+    """Lengths of samples and tokens to replace where these are no symbols, fewer with each."""
+    shape = tensor_of(region.source).shape
+    if any(not isinstance(n, int) for n in shape):
         return
-    lengths, shapes = tensor_of(region.source).shape, [shape_of(node) or () for node in (*region.inputs, *region.nodes)]
-    places = [n for node in region.nodes if name_of(node) not in RESHAPES | SIZED for n in _numbers(node)]
-    if any(not isinstance(n, int) for n in lengths) or any(abs(n) > MOST_PREFIX for n in places):
-        return
-    samples, tokens = lengths[0], lengths[-2]
-    few, fewer = {samples: numbers.samples} if samples > numbers.samples else {}, {}
-    if tokens > 3 * numbers.tokens and tokens != samples:
-        # Rotary tables have no rows for prefix tokens.
-        patches = {n for shape in shapes for n in shape[:-1] if tokens - MOST_PREFIX <= n < tokens}
-        patches -= {n for shape in shapes for n in shape[-1:]}
-        fewer = {n: n - tokens + numbers.tokens for n in (*patches, tokens)}
+    samples, few = shape[0], {shape[0]: numbers.samples} if shape[0] > numbers.samples else {}
     # A length of a parameter may be that of the batch by chance.
     kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
     for replaced in (fewer, {}) if fewer else ({},):
@@ -167,8 +183,8 @@ def _numbers(node: Node) -> list[int]:
     return found
 
 
-def _symbols(region: Region, numbers: Numbers) -> list[Lengths]:
-    """Sizes of the symbols, in ways to be tried: a few samples; others one more than in this call.
+def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Lengths]:
+    """Sizes of the symbols, in ways to be tried: few samples and tokens; others one more than in this call.
 
     In this call they may equal a constant of the model by chance. No length may shrink to one or none, where different
     orders of the samples are the same.
@@ -184,8 +200,16 @@ def _symbols(region: Region, numbers: Numbers) -> list[Lengths]:
     samples = tensor_of(region.source).shape[0]
     free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
     free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
-    ways = [known | dict.fromkeys(free, numbers.samples + i) for i in range(16 if free else 1)]
-    ways = [way for way in ways if all(n.node.expr.subs(way) > 1 for n in lengths)]
+    moved = {s: n for s, n in fewer.items() if s in known and n not in known.values()}
+    fixed = {n: few for n, few in fewer.items() if isinstance(n, int)}
+    ways = [
+        Lengths(tokens, {}, symbols=known | symbols | dict.fromkeys(free, numbers.samples + i))
+        for tokens, symbols in ([(fixed, moved)] if lengths and fewer else []) + [({}, {})]
+        for i in range(16 if free else 1)
+        if numbers.samples + i not in symbols.values()
+    ]
+    sizes = {n.node.expr for n in lengths}
+    ways = [way for way in ways if all(expr.subs(way.symbols) > 1 for expr in sizes)]
     if not ways:
         raise Unrecognised("the lengths are none of few samples")
-    return [Lengths({}, {}, symbols=way) for way in ways]
+    return ways
