@@ -60,9 +60,10 @@ def rewrite(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
         raise ValueError(f"vitfast backend: keep must be 'least' or 'all', got {chosen.keep!r}")
     if chosen.residual_in_fp32 not in (None, True, False):
         raise ValueError(f"vitfast backend: residual_in_fp32 must be None or a bool, got {chosen.residual_in_fp32!r}")
-    before = choices.set(chosen)
+    before, unchanged = choices.set(chosen), lambda x: x
     try:
-        done = joined([rewrite_graph(module), Report(_cut_by_ddp())])
+        with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):  # not those of activation checkpointing
+            done = joined([rewrite_graph(module), Report(_cut_by_ddp())])
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])

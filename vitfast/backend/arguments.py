@@ -1,5 +1,7 @@
 """Arguments of the operations made from a model's tensors: functions that the graph calls."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -172,3 +174,25 @@ def prefix_and_positions(steps: list[tuple[str, Tensor]]) -> tuple[Tensor | None
             prefix = None if prefix is None else prefix + given[:, :count]
             positions = given[:, count:] if positions is None else positions + given[:, count:]
     return prefix, positions
+
+
+def patches_as_image(tokens: Tensor, images: Tensor, weight: Tensor) -> Tensor:
+    """Tokens (B, N, D) as a convolution gives them, (B, D, H / P, W / Q), in the layout channels last."""
+    return tokens.transpose(1, 2).unflatten(2, tuple(n // p for n, p in zip(images.shape[2:], weight.shape[2:])))
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """ops.layer_norm; of fp32 in fp32 under autocast too, as PyTorch's."""
+    with _in_dtype_of(x):
+        return ops.layer_norm(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """ops.rms_norm, as layer_norm."""
+    with _in_dtype_of(x):
+        return ops.rms_norm(x, weight, eps)
+
+
+def _in_dtype_of(x: Tensor) -> AbstractContextManager:
+    active = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if active else nullcontext()

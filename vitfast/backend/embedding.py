@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from .. import ops
 from ..model.presets import pair
-from .arguments import patch_weight, per_channel, prefix_and_positions, whole_patches
+from .arguments import patch_weight, patches_as_image, per_channel, prefix_and_positions, whole_patches
 from .graph import (
     ADDS,
     ANALYTIC,
@@ -31,6 +31,8 @@ from .graph import (
     tensor_of,
 )
 from .linear import linear_of
+
+PROJECTION = "patch projection"  # a convolution alone
 
 
 class _Step(NamedTuple):
@@ -65,9 +67,13 @@ def patch_embeddings(positions: Positions, node: Node) -> Iterator[tuple[Region,
         if nodes and repeated.isdisjoint(nodes):
             region = positions.around([*nodes, *repeated], source)
             yield region, _proposals(source, chain, cropped, weights, bias, steps)
+    if name_of(node) == "conv2d" and (nodes := positions.between(source, node)):
+        yield positions.around(nodes, source), _proposals(source, chain, cropped, weights, bias, [], as_image=True)
 
 
-def _proposals(source: Node, chain: list[Node], cropped: bool, weights, bias, steps: list[_Step]) -> Iterator[Proposal]:
+def _proposals(
+    source: Node, chain: list[Node], cropped: bool, weights, bias, steps: list[_Step], as_image: bool = False
+) -> Iterator[Proposal]:
     for weight in weights:
 
         def build(call, weight=weight):
@@ -78,9 +84,11 @@ def _proposals(source: Node, chain: list[Node], cropped: bool, weights, bias, st
             if steps:
                 both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
                 layer += [call(operator.getitem, both, i) for i in (0, 1)]
-            return call(ops.patch_embed, call(whole_patches, source, layer[0]) if cropped else source, *layer)
+            images = call(whole_patches, source, layer[0]) if cropped else source
+            tokens = call(ops.patch_embed, images, *layer)
+            return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
 
-        yield Proposal("patch embedding", build)
+        yield Proposal(PROJECTION if as_image else "patch embedding", build)
 
 
 def _linear_of_patches(node: Node) -> tuple | None:

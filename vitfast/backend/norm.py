@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import ops
+from .arguments import layer_norm, rms_norm
 from .graph import (
     ADDS,
     CASTS,
@@ -73,12 +73,9 @@ def norm_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Propo
     kind, weight, bias, eps = norm_arguments(node, region, nodes)
 
     def build(call):
-        x = (
-            source
-            if tensor_of(source).dtype == tensor_of(output).dtype
-            else call(Tensor.to, source, tensor_of(output).dtype)
-        )
-        return call(ops.layer_norm, x, weight, bias, eps) if kind == "layer" else call(ops.rms_norm, x, weight, eps)
+        dtype = tensor_of(output).dtype
+        x = source if tensor_of(source).dtype == dtype else call(Tensor.to, source, dtype)
+        return call(layer_norm, x, weight, bias, eps) if kind == "layer" else call(rms_norm, x, weight, eps)
 
     return region, iter([Proposal("LayerNorm" if kind == "layer" else "RMSNorm", build)])
 

@@ -23,6 +23,7 @@ from .graph import Proposal, Region, Unrecognised, argument, changed_by, name_of
 from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, packings_in, ways_to_shrink
 from .masks import as_lengths, random_mask
 from .norm import default_eps
+from .parts import choices
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -87,7 +88,7 @@ def _text(arguments, number: dict[Node, int]) -> str:
 
 def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
     """The first proposal that computes the region, with its proof; None where none does."""
-    key = structure_of(region, autocast)
+    key = structure_of(region, autocast), choices.get()
     if (known := _known.get(key)) is not None:
         _known.move_to_end(key)
         found = None if known.index is None else next(p for i, p in enumerate(proposals) if i == known.index)
@@ -302,5 +303,6 @@ def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], aut
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         given = _built(proposal, real, casts=frozenset()).dtype
-    if given != (want := tensor_of(region.output).dtype):
+    chosen = choices.get().residual_in_fp32 is not None and given in (autocast, torch.float32)
+    if given != (want := tensor_of(region.output).dtype) and not chosen:
         raise Unprovable(f"the operation gives {given} where the model has {want}")
