@@ -15,12 +15,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..ops._blocks import Keep
-from .packed import capture_lengths
+from .packed import capture_lengths  # noqa: F401
 from .parts import AS_THE_ORIGINAL, Choices, choices
 from .reports import Entry, Report, joined
 from .rewrite import rewrite_graph
 
-__all__ = ["Entry", "Report", "capture_lengths", "compile", "compile_graph", "report"]
+__all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
 
 Model = TypeVar("Model")  # a module or a function
 _log = logging.getLogger("vitfast")
@@ -55,7 +55,7 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
 
 
 def rewrite(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
-    """Rewrites a captured graph in place, and reports on it; an error in recognition leaves the rest as it is."""
+    """Rewrites a captured graph in place, and reports on it; an error leaves the rest as it is."""
     if chosen.keep not in get_args(Keep):
         raise ValueError(f"vitfast backend: keep must be 'least' or 'all', got {chosen.keep!r}")
     if chosen.residual_in_fp32 not in (None, True, False):

@@ -32,9 +32,6 @@ from .graph import (
 )
 from .linear import linear_of
 
-PROJECTION = "patch projection"  # a convolution alone
-
-
 class _Step(NamedTuple):
     """One of prefix_and_positions, and the nodes that repeat its tokens for every image."""
 
@@ -88,7 +85,7 @@ def _proposals(
             tokens = call(ops.patch_embed, images, *layer)
             return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
 
-        yield Proposal(PROJECTION if as_image else "patch embedding", build)
+        yield Proposal("patch projection" if as_image else "patch embedding", build)
 
 
 def _linear_of_patches(node: Node) -> tuple | None:

@@ -39,7 +39,7 @@ def packing_of(node: Node) -> dict[str, Node]:
 
 
 def packings_in(region: Region) -> dict[Node, str]:
-    """The offsets and the longest sample that attention of packed samples in a region reads, with their names."""
+    """The offsets and longest samples that attention in a region reads, with their names."""
     return {given: name for node in region.nodes for name, given in packing_of(node).items()}
 
 
@@ -184,7 +184,7 @@ def _numbers(node: Node) -> list[int]:
 
 
 def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Lengths]:
-    """Sizes of the symbols, in ways to be tried: few samples and tokens; others one more than in this call.
+    """Sizes of the symbols to be tried: few samples and tokens, other lengths than in this call.
 
     In this call they may equal a constant of the model by chance. No length may shrink to one or none, where different
     orders of the samples are the same.
@@ -194,16 +194,21 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
     ]
     lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
     known: dict[Any, int] = {}
+    cuts = any(name_of(node) == "conv2d" for node in region.nodes)
+    sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
     for n in lengths:
         if n.node.expr.is_symbol and n.node.expr not in known:  # two that are equal in this call become unequal
-            known[n.node.expr] = next(i for i in itertools.count(size(n) + 1) if i not in known.values())
+            step = size(n) if n.node.expr in sides else 1  # whole patches
+            known[n.node.expr] = next(i for i in itertools.count(size(n) + step, step) if i not in known.values())
+    fitted = {n.node.expr: size(n) for n in lengths if n.node.expr in sides}  # those that positions may demand
     samples = tensor_of(region.source).shape[0]
     free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
     free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
     moved = {s: n for s, n in fewer.items() if s in known and n not in known.values()}
     fixed = {n: few for n, few in fewer.items() if isinstance(n, int)}
     ways = [
-        Lengths(tokens, {}, symbols=known | symbols | dict.fromkeys(free, numbers.samples + i))
+        Lengths(tokens, {}, symbols=known | other | symbols | dict.fromkeys(free, numbers.samples + i))
+        for other in ({}, fitted)[: 1 + bool(fitted)]
         for tokens, symbols in ([(fixed, moved)] if lengths and fewer else []) + [({}, {})]
         for i in range(16 if free else 1)
         if numbers.samples + i not in symbols.values()

@@ -40,7 +40,7 @@ _BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # split
 
 @contextlib.contextmanager
 def capture_lengths() -> Iterator[None]:
-    """What is compiled inside keeps attention of packed images in one graph, where it can be replaced.
+    """Keeps attention of packed images, in what is compiled inside, in one graph.
 
     Without it Dynamo cuts the graph where lengths are read as numbers. It must also be told that pieces have more than
     one token, or it cuts the graph where a library asks; the compiled code raises for pieces that have not.
@@ -87,7 +87,7 @@ class Pieces(NamedTuple):
 
 
 def write_call(graph: Graph, like: Node, function: Callable, *arguments, fake: Callable | None = None, **keywords):
-    """Writes a call of a function with its fake value, as if captured where another node was; returns its node.
+    """Writes a call of a function, as if it was captured where another node was.
 
     fake: computes the fake value in the function's place.
     """
@@ -162,7 +162,7 @@ def _attention(call: Call, pieces: Pieces, packing: tuple, heads_first: bool):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
-    """A tensor like that of attention: of fake ones, since guards on the longest of many lengths take seconds."""
+    """A tensor like that of attention, for fake ones: guards on many lengths take seconds."""
     return (q + k + v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -172,7 +172,7 @@ def _packing(call: Call, pieces: Pieces) -> tuple:
 
 
 def prove_pieces(pieces: Pieces) -> bool:
-    """Whether the row of pieces has heads in front of tokens; raises Unrecognised where it is no such attention.
+    """Whether the row of pieces has heads in front of tokens; raises Unrecognised for others.
 
     The pieces have other lengths in each of three runs. Masks, and what else numbers could depend on, are no inputs.
     """
@@ -231,7 +231,7 @@ def join_pieces(graph: Graph, pieces: Pieces, heads_first: bool, packings: dict[
 
 
 def _refresh(node: Node) -> None:
-    """Computes the shapes of what comes from a node again, where they were sums of lengths that nobody knows."""
+    """Computes again the shapes after a node that were sums of unknown lengths."""
     for user in node.users:
         value = tensor_of(user)
         if value is None or not free_unbacked_symbols(value):

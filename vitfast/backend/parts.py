@@ -27,7 +27,7 @@ from .norm import NORMS, norm_arguments
 
 
 class Choices(NamedTuple):
-    """What the user chooses about blocks: the dtype of the residual stream under autocast, and what is kept.
+    """The user's choices: the dtype of the residual stream under autocast, and what is kept.
 
     residual_in_fp32: None for that of the original. keep: as in ops.attention_block.
     """

@@ -168,7 +168,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
-    """Random values of the inputs, and the region's output: of few samples, tokens and units where it works."""
+    """Random inputs and the region's output, of few samples, tokens and units where it works."""
     *ways, last = ways_to_shrink(region, numbers)
     for lengths in ways:
         with contextlib.suppress(Exception):

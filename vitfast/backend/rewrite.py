@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
-from .embedding import PROJECTION, patch_embeddings
+from .embedding import patch_embeddings
 from .graph import (
     VALUE_FREE,
     Positions,
@@ -201,8 +201,6 @@ class _Rewriter:
             if proposal is not None:
                 kind = proposal.kind
                 self._write(region, proposal)
-                if kind == PROJECTION:  # channels last, as a convolution may give it: its tokens are then no copy
-                    self.written.pop()
         return Entry(kind, name, why)
 
     def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, str | None]:

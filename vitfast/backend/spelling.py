@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .graph import ANALYTIC, Call, name_of, tensor_of, value_of
+from .graph import ADDS, ANALYTIC, Call, name_of, tensor_of, value_of
 from .packed import read_once, write_call
 
 # The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.
@@ -19,7 +19,7 @@ _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_di
 
 
 def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
-    """Puts arguments in the places where they are looked for; writes out fused calls and symbolic numbers.
+    """Puts arguments in their places; writes out fused calls and symbolic numbers.
 
     autocast(device type): the dtype of autocast at each node.
     """
@@ -47,6 +47,12 @@ def _place(node: Node, word: str) -> None:
     node.kwargs = {key: value for key, value in node.kwargs.items() if key != word}
 
 
+def _reads_constant(node: Node) -> bool:
+    """Whether a number that a node reads is one of an operation's, such as the eps of a norm that is written out."""
+    added = name_of(node) in ADDS and any(tensor_of(a) is not None for a in node.all_input_nodes)
+    return added or any(word in name_of(node) for word in ("norm", "dropout", "attention"))
+
+
 def _fix_numbers(graph: Graph) -> None:
     """Makes constants of what dynamic=True makes inputs: eps of norms, rates of dropout, scales.
 
@@ -56,7 +62,7 @@ def _fix_numbers(graph: Graph) -> None:
         value, readers = value_of(node), list(node.users)
         if node.op == "placeholder" or not isinstance(value, torch.SymFloat) or value.node.hint is None:
             continue
-        if readers and all(any(word in name_of(n) for word in ("norm", "dropout", "attention")) for n in readers):
+        if readers and all(map(_reads_constant, readers)):
             numbers = {node: float(value)}
             for user in readers:
                 user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda a, n=numbers: n.get(a, a))
@@ -81,7 +87,7 @@ def _write_out(graph: Graph, fused: Node, autocast: Callable[[str], dict[Node, t
 def _encoder_layer(
     call: Call, x, width, heads, qkv, qkv_bias, proj, proj_bias, gelu, norm_first, eps, *parameters
 ) -> Node:
-    """The parts of nn.TransformerEncoderLayer, with the arguments of torch._transformer_encoder_layer_fwd."""
+    """The parts of nn.TransformerEncoderLayer, from the arguments of its fused call."""
     *norms, fc1, fc1_bias, fc2, fc2_bias, mask, kind = parameters
     if mask is not None and tensor_of(mask).dtype == torch.bool:
         mask = call(torch.logical_not, mask)
