@@ -10,7 +10,7 @@ from compiled import run
 from torch import nn
 
 from vitfast import backend, ops
-from vitfast.backend import capture_lengths
+from vitfast.backend.packed import capture_lengths
 
 
 class Layer(nn.Module):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..ops._blocks import Keep
-from .packed import capture_lengths  # noqa: F401
 from .parts import AS_THE_ORIGINAL, Choices, choices
 from .reports import Entry, Report, joined
 from .rewrite import rewrite_graph

@@ -32,6 +32,7 @@ from .graph import (
 )
 from .linear import linear_of
 
+
 class _Step(NamedTuple):
     """One of prefix_and_positions, and the nodes that repeat its tokens for every image."""
 

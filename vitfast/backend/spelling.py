@@ -48,7 +48,7 @@ def _place(node: Node, word: str) -> None:
 
 
 def _reads_constant(node: Node) -> bool:
-    """Whether a number that a node reads is one of an operation's, such as the eps of a norm that is written out."""
+    """Whether a number that a node reads is an operation's, such as the eps of a norm."""
     added = name_of(node) in ADDS and any(tensor_of(a) is not None for a in node.all_input_nodes)
     return added or any(word in name_of(node) for word in ("norm", "dropout", "attention"))
 
