@@ -16,7 +16,7 @@ KERNELS = tuple(f"kernels/{name}/*.py" for name in ("attention", "layer_norm", "
 BESIDE = (*KERNELS, "kernels/rows.py", "kernels/launch.py", "kernels/libraries/*", "vitfast/ops/*.py")
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
-ADAPTERS = (*BESIDE, "vitfast/adapters/*.py")
+ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
 NORM = ("kernels/layer_norm/*.py", "kernels/configs/layer_norm.py", "kernels/rows.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
@@ -46,6 +46,17 @@ def backend(
     prediction = Prediction(says, faster(names[0], rival), least=least)
     figures = {(BY_BACKEND, figure.replace("_", " ")): value for figure, value in rows.items()}
     return Question(name, asks, Rivals(what, B16, names), prediction, PROFILE, seconds, DOOR, worth, figures)
+
+
+def doors(name: str, what: str, precision: str, rival: str, says: str, least: float, worth: float) -> Question:
+    """timm's B/16 through `accelerate` and torch.compile, and through the backend."""
+    names = tuple(f"{library} compile {precision}" for library in (ACCELERATED, BACKEND))
+    shape = "B/16 224 B1" if what == "latency" else B16
+    asks = f"timm's B/16, {what} in {precision}: is it right through both doors, and as fast as by hand-made layers?"
+    prediction = Prediction(says, faster(names[0], rival), least=least)
+    return Question(
+        f"doors_{name}", asks, Rivals(what, shape, (*names, rival)), prediction, PROFILE, 90, ADAPTERS, worth
+    )
 
 
 def graphs(ours: str, precision: str, model: str, batch: int, expected: float, seconds: int, worth: float) -> Question:
@@ -166,6 +177,9 @@ QUEUE = (
         throughput_by_our_own_ViT=0.98,
     ),
     backend("backend_inference_amp", "throughput", "amp", "timm compile amp", "1.2 times timm's speed", 1.1, 80, 3.0),
+    doors("amp", "train", "amp", "timm compile amp", "1.21 times timm's speed, as before", 1.19, 9.0),
+    doors("bf16", "train", "bf16", TIMM, "1.24 times timm's speed, as before", 1.22, 9.0),
+    doors("one_image", "latency", "bf16", BF16, "0.497 ms, that of our ViT", 0.97, 2.0),
     Question(
         "one_image",
         "One image: 0.50 ms by the rule for few rows, and less with proj and fc2 by cuBLASLt?",

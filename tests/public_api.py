@@ -10,7 +10,7 @@ from typing_extensions import assert_type
 import vitfast
 import vitfast.timm_models
 from vitfast import Embedder, InputError, PackedImages, ViT, ops, pack, ref
-from vitfast.adapters import Attention, Entry, Layer, Mlp, Report, register
+from vitfast.adapters import Entry, Report
 from vitfast.data.datasets import Digits
 from vitfast.data.eval_transforms import EvalTransform
 from vitfast.data.image_files import image_files
@@ -74,10 +74,7 @@ def other_libraries(block: Block, images: Tensor) -> None:
     assert_type(report.replaced, list[Entry])
     assert_type(report.summary(), str)
     assert_type(vitfast.restore(block), Block)
-    attention = Attention(path="attention", qkv="to_qkv", proj="to_out", heads="heads")
-    layer = Layer(make=lambda cls: cls(32, 2), norms=("ln1", "ln2"), attention=attention, mlp=Mlp(fc1="up", fc2="down"))
-    register(Block, layer, places=("embed",))
-    vitfast.adapters.register(Block, layer)
+    assert_type(vitfast.adapters.accelerate(block), Block)
     torch.compile(block, backend="vitfast", options={"inner": "eager"})(images)
     assert_type(vitfast.backend.compile(block, dynamic=True), Block)
     vitfast.backend.compile(mode="max-autotune")(block)(images)

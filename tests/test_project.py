@@ -105,7 +105,10 @@ def test_the_types_of_every_public_name_are_checked():
     used = {*re.findall(r"\w+", (ROOT / "tests/public_api.py").read_text())}
     methods = [name for name, value in vars(vitfast.ViT).items() if callable(getattr(value, "__func__", value))]
     names = [*dir(vitfast), *vitfast.ops.__all__, *vitfast.adapters.__all__, *vitfast.backend.__all__, *methods]
-    assert {name for name in names if not name.startswith("_")} - used <= {"forward", "compile_graph"}
+    assert {name for name in names if not name.startswith("_")} - used <= {
+        "forward",
+        "compile_graph",
+    }
     assert (
         "pyright" in (ROOT / "Makefile").read_text() and "tests/public_api.py" in (ROOT / "pyproject.toml").read_text()
     )

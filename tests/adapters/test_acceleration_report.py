@@ -1,25 +1,75 @@
-"""acceleration_report against the operations that ran: our models, last calls, own forwards."""
+"""acceleration_report before and after the first call, its texts and the log, and of vitfast's own models."""
 
 import logging
 from collections import Counter
 
 import pytest
 import torch
-from adapter_models import IMAGES, calls, claimed, left, report, said, timm_vit
+from adapter_models import ALL_PARTS, IMAGES, NAMED, NOT_CALLED, hf_vit, left, report, said, timm_vit
 from torch import nn
 from torch.nn.utils import prune
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.adapters import fallback_log
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
+from vitfast.ops._dispatch import counting
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+FIRST_CALL = "decided at the first call"
+
+
+@pytest.mark.parametrize("make", [timm_vit, hf_vit], ids=["timm", "transformers"])
+def test_before_the_first_call_it_is_on_what_a_call_would_do(make):
+    model = make()
+    assert {*left(model)} == {NOT_CALLED}
+    vitfast.accelerate(model)
+    state, before = torch.get_rng_state(), report(model)
+    assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    kinds = Counter(entry.part for entry in before.replaced)
+    assert kinds == {"attention block": 2, "MLP block": 2, "LayerNorm": 1}
+    assert [entry.why for entry in before.left] == [FIRST_CALL]
+    with torch.no_grad():
+        model(IMAGES)
+    after = report(model)
+    assert len(after.replaced) == ALL_PARTS and not after.left
+    assert {*after.replaced} >= {*before.replaced}
+
+
+def test_layers_that_take_more_than_tokens_are_decided_at_the_first_call():
+    model = vitfast.accelerate(NAMED["transformers DINOv3"].make())
+    assert FIRST_CALL in left(model) and FIRST_CALL in str(report(model))
+    model(IMAGES)
+    assert not left(model) and len(report(model).replaced) == ALL_PARTS
+
+
+def test_the_last_call_counts():
+    model = vitfast.accelerate(timm_vit()).eval()
+    model(IMAGES, is_causal=True)
+    assert "attention block: causal attention" in str(report(model))
+    assert Counter(entry.part for entry in report(model).replaced)["attention block"] == 0
+    model(IMAGES)
+    assert len(report(model).replaced) == ALL_PARTS and not left(model)
+
+
+def test_log_and_report_say_what_was_done(caplog):
+    model = timm_vit(act_layer="relu")
+    with caplog.at_level(logging.INFO, "vitfast"):
+        vitfast.accelerate(model)
+    (line,) = said(caplog)
+    assert line.startswith("accelerate: VisionTransformer: ") and "2 x Block" in line
+    assert line.endswith("the first call of each compiles it")
+    model(IMAGES)
+    text = str(report(model))
+    assert text.startswith("VisionTransformer: 6 parts on vitfast, 2 left\n"), text
+    assert "  replaced  blocks.0 ... blocks.1 (2) (Block), attention block\n" in text
+    assert "  left      blocks.0 ... blocks.1 (2) (Block), MLP block: " in text and "relu" in text
+    assert "the operations run plain PyTorch, not kernels: the weights are on cpu" in text
+    assert (
+        report(model).summary().startswith("VisionTransformer: ") and "2 x attention block" in report(model).summary()
+    )
 
 
 def hybrid():
-    return ViT(**{**SMALL, "patch_size": 8}, backbone=dict(layers=(1,), width=0.5))
+    return ViT(**SMALL, backbone=dict(layers=(1,), width=0.5))
 
 
 def changed():
@@ -41,7 +91,7 @@ class Wrapped(nn.Module):
         return self.backbone(x)
 
 
-# Of vitfast's own models; of others the contract (test_accelerate.py) tells it. A word of each reason for what is left.
+# Of vitfast's own models: a word of each reason for what is left.
 OURS = {
     "plain": (lambda: ViT(**SMALL, init_values=0.1, reg_tokens=1), []),
     "average pooling": (lambda: ViT(**SMALL, global_pool="avg"), []),
@@ -51,76 +101,35 @@ OURS = {
     "dropout in training": (lambda: ViT(**SMALL, proj_drop_rate=0.1).train(), ["active in training"] * 4),
     "pruned and hooked": (changed, ["proj has hooks", "attn.qkv has hooks", "fc1 is", "mlp.fc1 is"]),
 }
+PART_OF = {"layer_norm": "norm", "patch_embed": "patch projection", "mlp_block": "MLP block"}
+PART_OF |= {"attention_block": "attention block", "attention": "attention", "linear_gelu": "linear layer and GELU"}
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_report_claims_what_runs(name):
+def test_the_report_on_our_models_claims_what_runs(name):
     make, words = OURS[name]
     model = make().train("training" in name)
-    assert calls(model, IMAGES) == claimed(model), report(model)
+    with counting() as seen, torch.no_grad():
+        model(IMAGES)
+    ran = Counter({PART_OF[name]: count for name, count in seen.items() if name != "linear_residual"})
+    parts = Counter()
+    for entry in report(model).replaced:  # a half that runs on smaller operations has its norm, and one in its middle
+        half, _, around = entry.part.partition(", around ")
+        middle = "attention" if half == "attention block" else "linear layer and GELU"
+        parts.update(["norm", middle] if around else [half])
+    assert ran == parts, report(model)
     assert len(left(model)) == len(words) and all(word in why for word, why in zip(words, left(model))), report(model)
 
 
-REST = Counter({"MLP block": 2, "norm": 1, "patch projection": 1})
-
-
-def test_the_last_call_counts(caplog):
-    """Causal, then not: and the log says once what the library's own code ran for."""
-    fallback_log.said.clear()
-    model = vitfast.accelerate(timm_vit()).eval()
-    assert len(report(model).replaced) == 6, "nothing was called yet"
-    with caplog.at_level(logging.WARNING, "vitfast"):
-        for _ in range(2):
-            assert calls(model, IMAGES, is_causal=True) == claimed(model) == REST
-    assert said(caplog) == ["Block, attention block: the call has is_causal; the library's own code runs"]
-    assert calls(model, IMAGES) == claimed(model) == REST + Counter({"attention block": 2})
-
-
-def test_log_and_report_say_once_what_was_done(caplog):
-    fallback_log.said.clear()
-    model = timm_vit(act_layer="relu")
-    assert set(left(model)) == {"vitfast.accelerate(model) was not called"}
-    with caplog.at_level(logging.INFO, "vitfast"):
-        vitfast.accelerate(model)
-        model(IMAGES)
-        (record,) = caplog.records
-        assert (record.name, record.levelname) == ("vitfast", "INFO")
-        assert "2 x attention block" in record.message and "ReLU" in record.message
-        model.blocks[0].attn.register_forward_hook(lambda *_: None)
-        model(IMAGES)
-        model(IMAGES)
-    (record,) = caplog.records[1:]
-    assert record.message == "Block, attention block: attn has hooks; the library's own code runs"
-    text = str(vitfast.acceleration_report(model))
-    assert "blocks.0 ... blocks.1 (2) (Block), MLP block: mlp.act is torch.nn.modules.activation.ReLU" in text
-
-
-def test_compiled_models(caplog):
-    """One graph: its operations are those that the report claims."""
-    torch._dynamo.reset()
-    graphs, inner = [], ViT(**SMALL).eval()
-    model = torch.compile(inner, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
-    with ops.use_kernels("on"), torch.no_grad():
-        model(IMAGES)
-        model(IMAGES)
-    (graph,) = graphs
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    found = Counter(name.split(".")[1].removesuffix("_fwd") for name in names if name.startswith("vitfast."))
-    assert found == dict(patch_embed=1, attention_block=2, mlp_block=2, layer_norm=1)
-    assert claimed(model) == calls(inner, IMAGES) and not left(model) and not said(caplog)
-
-
-@pytest.mark.parametrize("make", [lambda: vitfast.accelerate(timm_vit()), lambda: ViT(**SMALL)], ids=["timm", "ours"])
-def test_a_forward_set_on_the_instance_decides(make):
-    made = make()
-    before = claimed(made)
-    for name in ("blocks.0", "norm", "patch_embed.proj" if type(made) is not ViT else "patch_embed"):
-        module = made.get_submodule(name)
+def test_a_forward_set_on_an_instance_of_ours_decides():
+    model = ViT(**SMALL)
+    for name in ("blocks.0", "norm", "patch_embed"):
+        module = model.get_submodule(name)
         module.forward = lambda x, *_, **__: x
-        (entry,) = report(made).left
+        (entry,) = report(model).left
         assert entry.name == name and "a forward of its own" in entry.why
         del module.forward
-    assert claimed(made) == before
+    assert not left(model)
 
 
 def test_our_heads_without_a_kernel_are_left():

@@ -135,7 +135,7 @@ def test_pages_are_short_and_narrow_and_name_files_that_are_there(page):
 
 def test_every_place_of_the_architecture_stands_on_its_floor():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| (\d) \| `(?:vitfast/)?(\w+)(?:/|\.py)` \| .+ \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| `(?:vitfast/)?(\w+)(?:/|\.py)` \| .+ \|$", text, re.MULTILINE)
     floors = [int(floor) for floor, _ in rows]
     assert sorted(rows) == sorted((str(i), place) for i, floor in enumerate(FLOORS, 1) for place in floor)
     assert floors == sorted(floors, reverse=True) and len(text.splitlines()) <= 60

@@ -1,4 +1,4 @@
-"""What tests of `accelerate` share: small models, comparisons, the operations that are called."""
+"""Shared by the tests of `accelerate`: small models, comparisons with the library's code, counts of operations."""
 
 import copy
 from collections import Counter
@@ -7,36 +7,35 @@ from collections.abc import Callable
 import pytest
 import torch
 from checks import assert_close, randomize
-from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import CLIPTextConfig, CLIPTextModel, SwinConfig, SwinModel
+from vision_families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
 
 import vitfast
-from vitfast import ops
-from vitfast.adapters.families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
 from vitfast.ops._dispatch import counting
 
 NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
 PIXTRAL, QWEN = "transformers Pixtral", "transformers Qwen2.5-VL"
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
+TOKENS = torch.randn(2, 5, 32, generator=torch.manual_seed(1))
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
 Q_AND_V = ("q_proj", "v_proj", "query", "value")  # of transformers, as its versions call them
-ALL_PARTS = 6  # of a model with two layers: the patch projection, four fused blocks, the last norm
-# Of each operation the part in a report that it does.
-PART_OF = {
-    "attention_block": "attention block",
-    "mlp_block": "MLP block",
-    "gated_mlp_block": "MLP block",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "mlp": "MLP",
-    "gated_mlp": "MLP",
-    "patch_embed": "patch projection",
+ALL_PARTS = 6  # of a model with two layers: the patch projection, four blocks, the last norm
+NOT_CALLED = "vitfast.accelerate was not called on it; copies run the library's code"
+# The operation behind each kind of part in a report.
+OPERATION = {
+    "attention block": "attention_block",
+    "MLP block": "mlp_block",
+    "gated MLP block": "gated_mlp_block",
+    "LayerNorm": "layer_norm",
+    "RMSNorm": "rms_norm",
+    "patch embedding": "patch_embed",
+    "patch projection": "patch_embed",
     "attention": "attention",
-    "linear_gelu": "linear layer and GELU",
+    "MLP": "mlp",
 }
+BLOCKS = ("attention_block", "mlp_block", "gated_mlp_block")
 
 
 def timm_vit(**options) -> nn.Module:
@@ -51,19 +50,12 @@ def tv_vit(**options) -> nn.Module:
     return torchvision_model(**options)()
 
 
-def swin(kind: str) -> nn.Module:
-    """A Swin of timm, or of transformers with this attention."""
-    sizes = dict(patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2), drop_path_rate=0.0)
-    if kind == "timm":
-        return SwinTransformer(16, **sizes)
-    return SwinModel(SwinConfig(image_size=16, **sizes, attn_implementation=kind))
-
-
-def causal_text() -> nn.Module:
-    return CLIPTextModel(CLIPTextConfig(**TEXT, hidden_act="gelu", attn_implementation="sdpa"))
-
-
 MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
+
+
+def images_for(name: str) -> dict:
+    """The arguments of a model of MAKERS, or of a family."""
+    return NAMED[name].batch() if name in NAMED else {"pixel_values" if "Hugging" in name else "x": IMAGES}
 
 
 def lora(*targets: str, **options) -> Callable[[nn.Module], nn.Module]:
@@ -83,10 +75,10 @@ def family(name: str) -> Family:
     return NAMED[name]
 
 
-def pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def pair(model: nn.Module, **options) -> tuple[nn.Module, nn.Module]:
     """(accelerated, original) with the same random weights."""
     model = randomize(model)
-    return vitfast.accelerate(copy.deepcopy(model)), model
+    return vitfast.accelerate(copy.deepcopy(model), **options), model
 
 
 def report(model: nn.Module) -> vitfast.adapters.Report:
@@ -101,11 +93,6 @@ def left(model: nn.Module) -> list[str]:
 def said(caplog) -> list[str]:
     """vitfast's lines in the log."""
     return [record.message for record in caplog.records if record.name == "vitfast"]
-
-
-def running(model: nn.Module) -> int:
-    """How many parts run on vitfast now."""
-    return len(report(model).replaced)
 
 
 def tensor(output) -> Tensor:
@@ -145,35 +132,21 @@ def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = ""
 def snapshot(model: nn.Module) -> tuple:
     """Everything that accelerate must not touch."""
     parameters = [(name, id(p), p.data_ptr(), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
-    buffers = [(name, id(b)) for name, b in model.named_buffers()]
-    return parameters, buffers, list(model.state_dict()), [(name, id(m)) for name, m in model.named_modules()]
+    modules = [(name, id(m), type(m), {*vars(m)} - {"_compiled_call_impl"}) for name, m in model.named_modules()]
+    return parameters, [(name, id(b)) for name, b in model.named_buffers()], list(model.state_dict()), modules
 
 
-def classes(model: nn.Module) -> list[tuple]:
-    return [(type(m), sorted(m.__dict__)) for m in model.modules()]
-
-
-def calls(model: nn.Module, *args, **kwargs) -> Counter:
-    """The operations that one forward calls, by part of a report, whatever does them."""
-    with counting() as seen, torch.no_grad():
-        model(*args, **kwargs)
-    found = Counter()
-    for name, count in seen.items():
-        if name != "linear_residual":  # of a half that runs on smaller operations
-            found[PART_OF[name]] += count
-    return found
+def counted(model: nn.Module, batch: dict) -> Counter:
+    """The operations that one forward calls, whatever does them."""
+    outputs(model, batch)  # proofs of the first call in a mode count too
+    with counting() as seen:
+        outputs(model, batch)
+    return Counter(seen)
 
 
 def claimed(model: nn.Module) -> Counter:
-    """The same from the report: a half that runs on smaller operations has its norm, and one in its middle."""
-    found = Counter()
-    for entry in report(model).replaced:
-        half, _, around = entry.part.partition(", around ")
-        if around:
-            found.update(["norm", "attention" if half == "attention block" else "linear layer and GELU"])
-        else:
-            found[entry.part.removesuffix(" only (set_attn_implementation)")] += 1
-    return found
+    """The same from the report on the last call."""
+    return Counter(OPERATION[entry.part] for entry in report(model).replaced)
 
 
 def dtypes(model: nn.Module, images: Tensor, norms: bool = False) -> list[torch.dtype]:
@@ -187,22 +160,3 @@ def dtypes(model: nn.Module, images: Tensor, norms: bool = False) -> list[torch.
     for hook in hooks:
         hook.remove()
     return seen
-
-
-def blocks_in(model: nn.Module, batch: dict) -> list[tuple[str, Tensor, dict]]:
-    """(operation, input, keyword arguments) of each fused block in a forward."""
-    seen = []
-
-    def watched(name, function):
-        return lambda x, *a, **k: (seen.append((name, x, k)), function(x, *a, **k))[1]
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        for name in ("attention_block", "mlp_block", "gated_mlp_block"):
-            patch.setattr(ops, name, watched(name, getattr(ops, name)))
-        model(**batch)
-    return seen
-
-
-def attention_in(model: nn.Module, batch: dict) -> list[dict]:
-    """The keyword arguments of each attention block in a forward."""
-    return [given for name, _, given in blocks_in(model, batch) if name == "attention_block"]

@@ -1,4 +1,4 @@
-"""A model compiled by the backend beside the same model as it is: outputs and gradients."""
+"""A model compiled by the backend, and accelerated, beside the same model as it is: outputs and gradients."""
 
 from collections import Counter
 
@@ -9,6 +9,7 @@ from checks import assert_close
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize  # noqa: F401, for SOURCE
 
+import vitfast
 from vitfast import backend
 
 
@@ -124,11 +125,36 @@ def run(call, model, inputs, upstream=None) -> tuple[torch.Tensor, dict[str, tor
 
 
 def compare(model, *inputs, inner="eager", tolerance=1e-5, compiled=None, **options) -> Counter:
-    """Compares a model with itself compiled; returns how many blocks of each kind were replaced."""
+    """Compares a model with itself accelerated and compiled; returns how many blocks of each kind were replaced."""
     torch._dynamo.reset()
-    expected, wanted = run(model, model, inputs)
+    expected, eager = run(model, model, inputs), 0
+    ours = any(hasattr(module, "report_entries") for module in model.modules())
+    if inner == "eager" and compiled is None and not ours:
+        eager = accelerated_blocks(model, inputs, expected, tolerance)
+        torch._dynamo.reset()
     compiled = backend.compile(model, options={"inner": inner}, **options) if compiled is None else compiled
-    found, given = run(compiled, model, inputs)
+    assert_equal(run(compiled, model, inputs), expected, tolerance)
+    done = Counter(entry.kind for entry in backend.report().replaced)
+    assert eager <= sum(done[kind] for kind in BLOCKS), "in place more is replaced than in the graph of the whole"
+    return done
+
+
+BLOCKS = ("attention block", "MLP block", "gated MLP block")
+
+
+def accelerated_blocks(model, inputs, expected, tolerance) -> int:
+    """Compares a model with itself accelerated in place; returns how many blocks were replaced."""
+    vitfast.accelerate(model)
+    try:
+        assert_equal(run(model, model, inputs), expected, tolerance)
+        return sum(entry.part in BLOCKS for entry in vitfast.acceleration_report(model).replaced)
+    finally:
+        vitfast.restore(model)
+
+
+def assert_equal(ours: tuple, theirs: tuple, tolerance: float) -> None:
+    """Two results of `run` are close, gradients relative to their largest number."""
+    (found, given), (expected, wanted) = ours, theirs
     assert found.dtype == expected.dtype
     assert_close(found, expected, atol=tolerance, rtol=tolerance, name="output")
     assert given.keys() == wanted.keys(), given.keys() ^ wanted.keys()
@@ -138,7 +164,6 @@ def compare(model, *inputs, inner="eager", tolerance=1e-5, compiled=None, **opti
         assert gradient.dtype == given[name].dtype
         scale = max(gradient.abs().max().item(), 1e-3 * most)  # k's bias has a gradient of zero but for rounding
         assert_close(given[name] / scale, gradient / scale, atol=tolerance, name=f"gradient of {name}")
-    return Counter(entry.kind for entry in backend.report().replaced)
 
 
 def halves(done: Counter) -> str:

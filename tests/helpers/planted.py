@@ -71,15 +71,33 @@ gradients that nobody asked for | ops/linear_residual.py | ops/test_passes.py -k
 - out_dtype=dtype) if needs.out_weight else None, None
 + out_dtype=dtype), None
 # adapters
-a mask that hides the last key that counts | adapters/masks.py | adapters/test_masks.py -k padded_batches
-- torch.arange(1, N + 1, device
-+ torch.arange(N, device
-a report that leaves out what is left | adapters/report.py | adapters/test_acceleration_report.py -k claims_what_runs
--         entries += found\n
-+         entries += [e for e in found if e.why is None]\n
-restore leaves the dtype of the residual | adapters/__init__.py | adapters/test_accelerate.py -k residual_dtype
-- for name in ("residual_in_fp32", "vitfast_keep"):
-+ for name in ("vitfast_keep",):
+layers that are not found | adapters/structure.py | adapters/test_accelerate.py -k contract
+- for m in module.modules()) >= 2
++ for m in module.modules()) >= 200
+every call runs the library's code | adapters/layer.py | adapters/test_accelerate.py -k contract
+- if torch._C._functorch.peek_interpreter_stack() is not None:
++ if True:
+a kernel inside a transform | adapters/layer.py | adapters/test_wrapped.py -k torch_func
+- if torch._C._functorch.peek_interpreter_stack() is not None:
++ if False:
+hooks that come later are not seen | adapters/layer.py | adapters/test_changed_models.py -k kind_of_hook
+- skip_nnmodule_hook_guards=False
++ skip_nnmodule_hook_guards=True
+a graph for each rate of drop path | adapters/layer.py | adapters/test_sizes.py -k equal_layers
+-     if module.training:
++     if False:
+Inductor's pass rewrites every model | adapters/inductor.py | adapters/test_wrapped.py -k leaves_others
+- if key in found
++ if found
+a pass that stays after the last model | adapters/inductor.py | adapters/test_wrapped.py -k comes_and_goes
+- if not _models:
++ if False:
+a report that leaves out why the library ran | adapters/report.py | adapters/test_changed_models.py -k global_hooks
+- if call.why is not None:
++ if False:
+a report that leaves out what is left | adapters/report.py | adapters/test_acceleration_report.py -k log_and_report
+- e.kind, e.why) for e in found]
++ e.kind, e.why) for e in found if e.why is None]
 # data
 labels of the next image | data/samples.py | data/test_loader.py data/test_folders.py data/test_images.py
 - return image, label, unreadable

@@ -16,7 +16,7 @@ from ..version import __version__
 # `add_arguments(parser)` adds the options, and `run(args)` returns the exit code, or None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune kernels convert export inspect cost
-    embed scaling positions recipes families report-gpu
+    embed scaling positions recipes report-gpu
 """.split()
 
 EPILOG = """examples:

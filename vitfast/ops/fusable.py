@@ -50,18 +50,8 @@ def full_name(cls: type) -> str:
 
 def own_forward(module: nn.Module) -> bool:
     """Whether the instance has a forward of its own, and not its class's, which transformers puts back."""
-    return "forward" in module.__dict__ and not _of_class(module)
-
-
-def _of_class(module: nn.Module) -> bool:
-    return getattr(module.__dict__["forward"], "__func__", None) is type(module).forward
-
-
-def set_class(module: nn.Module, cls: type) -> None:
-    """Gives a module another class; deletes the old class's forward if the instance holds it."""
-    if "forward" in module.__dict__ and _of_class(module):
-        del module.__dict__["forward"]
-    module.__class__ = cls
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def modules_of(expected: ExpectedModules, layer: nn.Module) -> Modules:

@@ -1,11 +1,10 @@
 """Small modules of other libraries' classes: layers for checks, and models of each family."""
 
+import importlib
 import inspect
 import sys
 
 from torch import nn
-
-from .known_classes import imported
 
 WIDTH = 32
 # By the names that constructors and configurations have for them: each takes its own.
@@ -24,6 +23,14 @@ _OF_LAYERS = dict(drop_path=0.5, drop_path_rate=0.5, init_values=0.5, layer_scal
 _OF_LAYERS |= dict(qkv_bias=True, use_qk_norm=True, use_relative_position_bias=True, mlp_ratio=1, image_size=[16, 16])
 _OF_LAYERS |= dict(dropout=0.0, attention_dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 _WINDOW = dict(window_size=(2, 2))  # of constructors; configurations have one number
+
+
+def imported(value):
+    """The thing that "module:name" names, imported now; any other value itself."""
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def small(cls: type | str, sizes: dict = _SIZES, **options):

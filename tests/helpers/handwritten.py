@@ -1,4 +1,4 @@
-"""Vision transformers as research repositories write them, for `vitfast families --compile`.
+"""Vision transformers as research repositories write them, for the page of families.
 
 Each block has the arithmetic of a popular style in code of its own: no library's classes, no two blocks spelled alike.
 """

@@ -8,9 +8,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from small_models import WIDTH, small
 from torch import nn
-
-from .small import WIDTH, small
 
 
 class Family(NamedTuple):

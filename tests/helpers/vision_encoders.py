@@ -1,4 +1,4 @@
-"""Vision encoders as data: the small models that `vitfast families --compile` compiles.
+"""Vision encoders as data: the small models behind the page of families.
 
 Nothing is imported until a model is made. A library of another version may lack some of them.
 """
@@ -8,11 +8,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from handwritten import STYLES, HandwrittenViT
+from small_models import imported
 from torch import nn
-
-from ..adapters.families import FAMILIES, Family
-from ..adapters.known_classes import imported
-from .handwritten import STYLES, HandwrittenViT
+from vision_families import FAMILIES, Family
 
 Batch = Callable[[], dict]
 
@@ -97,7 +96,6 @@ def _grids(*columns: int, name: str = "hidden_states") -> Batch:
     return _pixels(56, *columns, name=name, grid_thw=lambda: torch.tensor([[1, 6, 4], [1, 4, 8]]))
 
 
-_CUT = "attention of packed images is cut by graph breaks, where their lengths are read as numbers"
 _QK, _POST, _INNER = "q and k norm", "a norm behind the branch", "a norm between attention and projection"
 _WINDOWS, _REDUCED, _QUERY = "windows", "keys and values reduced by a convolution", "attention of one query"
 _RELATIVE, _MIXED = "relative positions computed from q", "heads are mixed by a layer"
@@ -105,7 +103,7 @@ _GRID = lambda: torch.tensor([[1, 6, 4], [1, 4, 8]])  # noqa: E731
 _PACKED = {
     _grids(384): """
 cohere_compass:CohereCompassVisionModel exaone4_5:Exaone4_5_VisionModel glm4v:Glm4vVisionModel
-glm4v_moe:Glm4vMoeVisionModel glm_ocr:GlmOcrVisionModel qwen2_5_omni:Qwen2_5OmniVisionEncoder
+glm4v_moe:Glm4vMoeVisionModel qwen2_5_omni:Qwen2_5OmniVisionEncoder
 qwen3_5:Qwen3_5VisionModel qwen3_5_moe:Qwen3_5MoeVisionModel qwen4_exp:Qwen4ExpVisionModel
 """,
     _grids(192): "ernie4_5_vl_moe:Ernie4_5_VLMoeVisionTransformerPretrainedModel",
@@ -183,11 +181,12 @@ _TRANSFORMERS = (
     _hf("hiera:HieraModel", None, (1, 4), _WINDOWS, depths=[1, 1, 1, 1]),
     _hf("pvt:PvtModel", None, (2, 8), _REDUCED, num_attention_heads=[1, 2, 2, 2], **_HIDDEN),
     _hf("segformer:SegformerModel", None, (2, 0), _REDUCED, **_HIDDEN),
-    *(_hf(path, batch, why=_CUT) for batch, paths in _PACKED.items() for path in paths.split()),
-    _hf("qwen3_omni_moe:Qwen3OmniMoeVisionEncoder", _grids(384), why=_CUT, **_STACK),
-    _hf("qwen3_vl_moe:Qwen3VLMoeVisionModel", _grids(384), why=_CUT, **_STACK),
-    _hf("dots3_note:Dots3NoteVisionModel", _grids(192, name="pixel_values"), why=_CUT, **_DENSE),
-    _hf("glm5_next:Glm5NextVisionModel", _grids(384), (2, 0), f"{_CUT}; clamped MLPs"),
+    *(_hf(path, batch) for batch, paths in _PACKED.items() for path in paths.split()),
+    _hf("glm_ocr:GlmOcrVisionModel", _grids(384), (0, 2), _QK),
+    _hf("qwen3_omni_moe:Qwen3OmniMoeVisionEncoder", _grids(384), **_STACK),
+    _hf("qwen3_vl_moe:Qwen3VLMoeVisionModel", _grids(384), **_STACK),
+    _hf("dots3_note:Dots3NoteVisionModel", _grids(192, name="pixel_values"), (0, 2), _QK, **_DENSE),
+    _hf("glm5_next:Glm5NextVisionModel", _grids(384), (0, 0), f"{_QK}, clamped MLPs"),
 )
 
 _KNOWN = {
@@ -203,9 +202,6 @@ _KNOWN = {
         "InternVL": (0, 2, _QK),
         "SAM": (0, 2, _RELATIVE),
         "ViTDet": (0, 2, _RELATIVE),
-        "Qwen2-VL": (2, 2, _CUT),
-        "Qwen2.5-VL": (2, 2, _CUT),
-        "Qwen3-VL": (2, 2, _CUT),
     },
 }
 _TWO, _FOUR = dict(depths=(1, 1), num_heads=(1, 2)), dict(depths=(1,) * 4, num_heads=(1, 2, 2, 2))

@@ -1,0 +1,109 @@
+"""How often accelerated layers are compiled: equal layers, sizes that change, modes, and the limit of graphs."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from adapter_models import IMAGES, assert_same, counted, hf_vit, left, pair, report, timm_vit
+from checks import assert_close
+
+import vitfast
+from vitfast.adapters import layer
+
+DEEP = dict(depth=12)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many graphs have attention blocks: of one layer each."""
+    found, rewrite = [], layer.backend.rewrite
+
+    def counted_rewrite(*arguments):
+        done = rewrite(*arguments)
+        found.extend(entry for entry in done if entry.kind == "attention block")
+        return done
+
+    monkeypatch.setattr(layer.backend, "rewrite", counted_rewrite)
+    return found
+
+
+@pytest.mark.parametrize(
+    "make, most",
+    [
+        (lambda: timm_vit(**DEEP), 1),
+        (lambda: timm_vit(**DEEP, drop_path_rate=0.1), 3),
+        (lambda: hf_vit(num_hidden_layers=12), 3),
+    ],
+    ids=["timm", "drop path", "transformers"],
+)
+def test_equal_layers_are_compiled_together(make, most, compiled):
+    model, original = pair(make().train())
+    name = "x" if "timm" in type(model).__module__ else "pixel_values"
+    assert_same(model, original, {name: IMAGES}, atol=1e-4, rtol=1e-3)
+    assert 1 <= len(compiled) <= most
+    assert Counter(entry.part for entry in report(model).replaced)["attention block"] == 12
+    assert_same(model, original, {name: IMAGES.flip(0)}, atol=1e-4, rtol=1e-3)
+    assert len(compiled) <= most
+
+
+MODES = ["train", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eval", "no gradients", "autocast"))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
+    """A batch of one once more: Dynamo takes lengths of one for constants."""
+    model, original = (each.train(mode == "train") for each in pair(timm_vit(dynamic_img_size=True)))
+    tolerance = 0.05 if mode == "autocast" else 1e-5
+
+    def check(*size: int) -> None:
+        x, found = torch.randn(size[0], 3, *size[1:]), []
+        for each in (model, original):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                with torch.set_grad_enabled(mode != "no gradients"):
+                    found.append(each(x).float())
+        assert_close(*found, atol=tolerance)
+
+    for size in ((2, 16, 16), (3, 16, 16), (5, 24, 16), (2, 32, 40), (7, 8, 24), (2, 16, 16)):
+        check(*size)
+    assert 1 <= len(compiled) <= 2
+    for size in ((1, 16, 16), (1, 24, 16), (3, 24, 24)):
+        check(*size)
+    assert len(compiled) <= 3 and not left(model)
+
+
+def few(monkeypatch) -> None:
+    """A limit of one graph for the layers of a list."""
+    monkeypatch.setattr(layer, "FUNCTIONS", 1)
+    monkeypatch.setattr(layer, "_LIMIT", dict(recompile_limit=1) if layer._TOLD else {})
+
+
+@pytest.mark.skipif(not layer._TOLD, reason="torch 2.11 has no limit of our own")
+def test_the_limit_is_not_met_in_silence(monkeypatch):
+    few(monkeypatch)
+    model, original = pair(timm_vit())
+    assert_same(model, original, dict(x=IMAGES))
+    assert not left(model)
+    model.eval(), original.eval()
+    assert_same(model, original, dict(x=IMAGES))
+    assert sum("there are as many graphs of such layers as there may be" in why for why in left(model)) >= 2
+    assert not counted(model, dict(x=IMAGES))["attention_block"]
+
+
+def test_dynamo_that_is_switched_off_is_said():
+    model, original = pair(timm_vit())
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(model, original, dict(x=IMAGES))
+        assert not counted(model, dict(x=IMAGES))
+    assert all("torch.compile is switched off" in why for why in left(model)) and left(model)
+    assert_same(model, original, dict(x=IMAGES))
+    assert not left(model)
+
+
+def test_the_tenth_model_of_a_process_is_accelerated():
+    """Dynamo allows eight graphs for one code, which transformers' layers share."""
+    model = hf_vit()
+    for _ in range(10):
+        model = vitfast.accelerate(copy.deepcopy(model)).eval()
+        with torch.no_grad():
+            assert counted(model, dict(pixel_values=IMAGES))["attention_block"] == 2 and not left(model)

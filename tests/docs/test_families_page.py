@@ -1,0 +1,78 @@
+"""The page of families is what accelerated and compiled encoders compute: tests/helpers/coverage_of.py makes it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from coverage_of import Coverage, accelerated, compiled, page, row, shares
+from torch import nn
+from vision_encoders import ENCODERS, Encoder
+from vision_families import FAMILIES, Family
+
+PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
+NAMES = {f"{encoder.library} {encoder.family.name}": encoder for encoder in ENCODERS}
+HANDWRITTEN = [name for name in NAMES if name.startswith("torch as ")]
+FEW = ("timm ViT", "timm cait_xxs24_224", "transformers BlipVisionModel", "torchvision ViT", "open_clip CLIP")
+FEW += ("timm SAM", *HANDWRITTEN)
+ROWS = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of the tables below each heading of a library, which is the first cell of each."""
+    rows = []
+    for section in text.split("\n## ")[1:]:
+        library, *lines = section.splitlines()
+        rows += [[library, *line[2:-2].split(" | ")] for line in lines if line.startswith("| ")][1:]
+    return rows
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_encoder_has_the_row_of_the_page(name):
+    encoder = NAMES[name]
+    pytest.importorskip(encoder.library)
+    assert [encoder.library, *row(encoder)] in rows_of(PAGE.read_text())
+
+
+def test_the_page_has_every_encoder_and_the_share_of_blocks():
+    rows = rows_of(PAGE.read_text())
+    libraries = list(dict.fromkeys(encoder.library for encoder in ENCODERS))
+    named = sorted(((e.library, e.family.name) for e in ENCODERS), key=lambda e: libraries.index(e[0]))
+    assert [tuple(cells[:2]) for cells in rows] == named and len(NAMES) == len(ENCODERS) >= len(FAMILIES) + 140
+    last = PAGE.read_text().splitlines()[-1]
+    assert last == shares([cells[1:] for cells in rows])
+    in_place, compiled_ones = map(float, re.findall(r"([\d.]+)%", last))
+    assert in_place >= 98 and compiled_ones >= 92, "packed images of vision language models are cut when compiled"
+    first = page([NAMES["torch as in MAE's repository"]]).split("\n## ")[0]
+    assert PAGE.read_text().startswith(first)
+
+
+class Doubled(nn.Module):
+    """Another number in compiled code, and in a copy."""
+
+    factor = 1.0
+
+    def __deepcopy__(self, memo):
+        found = Doubled()
+        found.factor = 2.0
+        return found
+
+    def forward(self, x):
+        return x * (2.0 if torch.compiler.is_compiling() else self.factor)
+
+
+def test_other_numbers_are_wrong_and_two_doors_are_two_texts(monkeypatch):
+    make = lambda: nn.Sequential(nn.Linear(32, 4), Doubled())  # noqa: E731
+    encoder = Encoder(Family("torch", "doubling", make, lambda: dict(input=torch.randn(2, 5, 32))))
+    for door in (accelerated, compiled):
+        found = door(encoder)
+        assert not found.right and found.error > 0.1 and not found.failure
+        broken = door(Encoder(Family("torch", "broken", lambda: 1 / 0, dict)))
+        assert broken.failure.startswith("ZeroDivisionError") and not broken.right
+    with pytest.raises(AssertionError, match="doubling"):
+        row(encoder)
+    left = dict(left={"a reason": 2})
+    monkeypatch.setattr("coverage_of.accelerated", lambda _: Coverage(**left, mlp=(1, 2)))
+    monkeypatch.setattr("coverage_of.compiled", lambda _: Coverage(**left, mlp=(2, 2)))
+    cells = row(encoder)
+    assert cells[2] == "1 of 2; compiled: 2 of 2" and cells[5] == "2 x a reason"

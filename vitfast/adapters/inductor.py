@@ -1,0 +1,97 @@
+"""Rewrites the graphs of accelerated models that a plain `torch.compile(model)` hands to Inductor.
+
+Dynamo looks through a layer that runs compiled code, and hands its own operations on. So the same rewriting is a pass
+of Inductor, before gradients. A graph is told by the modules that its nodes were captured in; others are left. The pass
+runs before Inductor looks into its cache, as equal graphs of other models have other results there.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import torch._inductor.config as inductor
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from .. import backend
+from ..backend.parts import Choices
+from ..version import __version__
+
+_TIMING = "pre_grad_pass_timing"  # torch 2.11 has none, and runs passes early
+_models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictionary()
+
+
+class Rewrite(CustomGraphPass):
+    """The pass: Inductor keeps its results apart by the pass's uuid from those without it."""
+
+    def __call__(self, graph: Graph) -> None:
+        found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
+        for key in (key for node in graph.nodes for key in _modules_of(node)):
+            if key in found:
+                backend.rewrite(graph.owning_module, found[key])
+                break
+
+    def uuid(self) -> str:
+        return f"vitfast {__version__} {_source()}"
+
+
+def _modules_of(node) -> Iterable[int]:
+    """The ids of the modules that a node was captured in: Dynamo's keys begin with them."""
+    keys = (key.partition("@")[0] for key in node.meta.get("nn_module_stack") or {})
+    return [int(key) for key in keys if key.isdecimal()]
+
+
+@cache
+def _source() -> str:
+    """Changes with the backend's code."""
+    files = sorted(Path(backend.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+_pass = Rewrite()
+
+
+def _passes() -> list:
+    """Inductor's passes before gradients: torch 2.11 takes one, later versions several."""
+    found = inductor.pre_grad_custom_pass
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def add(model: nn.Module, chosen: Choices) -> None:
+    """Rewrites the graphs of a model from now on."""
+    _models[model] = chosen
+    if hasattr(inductor, _TIMING):
+        setattr(inductor, _TIMING, "early")
+    passes = _passes()
+    if not any(isinstance(each, (Rewrite, _Both)) for each in passes):
+        inductor.pre_grad_custom_pass = _Both(passes) if passes else _pass
+
+
+def discard(model: nn.Module) -> None:
+    """Leaves the graphs of a model; after the last one the pass is taken out."""
+    _models.pop(model, None)
+    if not _models:
+        if hasattr(inductor, _TIMING):
+            setattr(inductor, _TIMING, "default")
+        (found,) = _passes() or [None]
+        if isinstance(found, _Both):
+            found = found.others[0] if len(found.others) == 1 else found.others
+        inductor.pre_grad_custom_pass = None if found is _pass else found
+
+
+class _Both(CustomGraphPass):
+    """The user's own passes, and ours behind them."""
+
+    def __init__(self, others: list):
+        self.others = others
+
+    def __call__(self, graph: Graph) -> None:
+        for each in (*self.others, _pass):
+            each(graph)
+
+    def uuid(self):
+        uuids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in (*self.others, _pass)]
+        return None if None in uuids else uuids

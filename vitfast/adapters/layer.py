@@ -1,0 +1,291 @@
+"""Runs a module of a model through the compile backend, in place: the rewritten graph runs eagerly.
+
+Dynamo's guards see what was changed since: replaced modules (LoRA), hooks, other forwards, modes. `nn.Module` calls a
+`CompiledCall` in place of the module's own code; copies and pickles have none, and run the library's.
+"""
+
+import contextlib
+import inspect
+import itertools
+import threading
+import types
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode
+
+from .. import backend
+from ..backend.packed import Lengths, lengths_as_symbols
+from ..backend.parts import Choices
+from ..backend.reports import Entry, Report
+from ..kernels.launch import batch_invariant
+
+# How many graphs the modules of a group may have: kinds of layers, modes, sizes. torch 2.11 cannot be told, and allows
+# eight for each code, so that several functions follow one another.
+_TOLD = "recompile_limit" in inspect.signature(torch.compile).parameters
+FUNCTIONS, _LIMIT = (1, dict(recompile_limit=64)) if _TOLD else (8, {})
+_KNOWN = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, tuple, list)
+_count = itertools.count()
+_compiling = contextlib.ExitStack()  # what is set while Dynamo compiles a part
+
+
+_compiled_by_others = {"before"} if torch._dynamo.utils.counters["frames"] else set()
+
+
+class _Thread(threading.local):
+    """The call that a thread runs."""
+
+    call: "CompiledCall | None" = None
+
+
+_thread = _Thread()
+
+
+def bernoulli_(x: Tensor, p: float) -> Tensor:
+    """Tensor.bernoulli_, of which Dynamo need not know p: drop path's rate rises from layer to layer."""
+    return x.bernoulli_() if isinstance(p, torch.SymFloat) else x.bernoulli_(p)
+
+
+torch.compiler.allow_in_graph(bernoulli_)
+
+
+class _Draws(TorchFunctionMode):
+    """Makes one graph of layers that draw with different probabilities."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.bernoulli_ and len(args) == 2 and not kwargs:
+            return bernoulli_(*args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Uncompiled(Exception):
+    """Dynamo did not compile a call: it is switched off, or in a mode that it leaves alone."""
+
+
+def _run(module, args, kwargs):
+    if not torch.compiler.is_compiling():
+        raise _Uncompiled
+    if module.training:
+        with _Draws():
+            return type(module).forward(module, *args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _run_with_lengths(module, args, kwargs):
+    if not torch.compiler.is_compiling():
+        raise _Uncompiled
+    with _Draws(), Lengths():
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _run_pieces(module, args, kwargs):
+    return type(module).forward(module, *args, **kwargs)
+
+
+# The ways of capturing a layer, each where the one before fails: in one graph, in one graph in which lengths are read
+# as numbers, and in the pieces of a graph that is cut.
+_WAYS = (_run, _run_with_lengths, _run_pieces)
+PIECES = 2
+
+
+def _compiled(name: str, compile_graph: Callable, way: int = 0, **how) -> Callable:
+    """A function with code of its own, as Dynamo counts graphs and remembers sizes by code."""
+    code = _WAYS[way].__code__.replace(co_name=f"vitfast_{next(_count)}_{name}")
+    function = types.FunctionType(code, globals(), code.co_name)
+    return torch.compile(function, backend=compile_graph, fullgraph=way != PIECES, **_LIMIT, **how)
+
+
+def _compile_graph(module: GraphModule, inputs: list) -> Callable:
+    """The backend of a part: each run of the graph tells the call what was replaced in it."""
+    report, run = backend.rewrite(module, _thread.call.group.choices), module.forward
+
+    def call(*arguments):
+        _thread.call.ran.append(report)
+        return run(*arguments)
+
+    return call
+
+
+class _Decided(Exception):
+    """Ends a call after its graph was captured."""
+
+
+def _capture_graph(module: GraphModule, inputs: list) -> Callable:
+    """The backend that finds out what would be replaced, and computes nothing."""
+    report = backend.rewrite(module, _thread.call.group.choices)
+
+    def call(*_):
+        _thread.call.ran.append(report)
+        raise _Decided
+
+    return call
+
+
+@torch._dynamo.on_compile_start
+def _patch_config(_) -> None:
+    """Guards on hooks, and keeps graphs whole where lengths are read, while a part is compiled."""
+    if _thread.call is None:
+        _compiled_by_others.add("later")
+        return
+    _compiling.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+    if _thread.call.way == 1:
+        _compiling.enter_context(lengths_as_symbols())
+
+
+@torch._dynamo.on_compile_end
+def _restore_config(_) -> None:
+    _compiling.close()
+
+
+def forget_others() -> None:
+    """Discards what torch.compile made of a model before it was accelerated or restored."""
+    if _compiled_by_others:
+        torch._dynamo.reset()
+        _compiled_by_others.clear()
+
+
+class Group:
+    """Compiled code that modules share: for the sizes of the first call, and for all others."""
+
+    def __init__(self, name: str, choices: Choices):
+        self.name, self.choices = name, choices
+        self.sizes: torch.Size | None = None
+        self.functions: dict[tuple[bool, int], list[Callable]] = {}
+        self.capture: Callable | None = None
+
+    def function(self, x: Tensor, place: int, way: int) -> Callable:
+        """The function at a place in the row of those for this input's sizes and one of _WAYS."""
+        if self.sizes is None:
+            self.sizes = x.shape
+        first = x.shape == self.sizes
+        functions = self.functions.setdefault((first, way), [])
+        if place == len(functions):
+            functions.append(_compiled(self.name, _compile_graph, way, dynamic=None if first else True))
+        return functions[place]
+
+
+def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+
+
+def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
+    """Why a call runs the library's own code; None where it is compiled."""
+    if x is None or type(x) not in (Tensor, nn.Parameter) or x.is_nested:
+        return "its input is no tensor" if x is None else f"its input is a {type(x).__name__}"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is at work"
+    if _has_any_global_hook():
+        return "a hook on all modules is set"
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, _KNOWN):
+            return f"the call has a {type(value).__name__}"
+    return None
+
+
+class CompiledCall:
+    """The call that runs in place of a module's own code.
+
+    ran: the reports on the graphs of the last call, captured in a way of _WAYS. why: why the last call ran the
+    library's code. failed: by the module's mode, why ways fail, which are not tried again.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, is_layer: bool):
+        self.module, self.group, self.ways, self.way = weakref.ref(module), group, len(_WAYS) if is_layer else 1, 0
+        self.ran: list[Report] = []
+        self.why: str | None = None
+        self.failed: dict[tuple[bool, bool], list[str]] = {}
+
+    def __call__(self, *args, **kwargs):
+        module = self.module()
+        if torch.compiler.is_compiling():  # what compiles the model around it has its graph rewritten, or exports it
+            return module._call_impl(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            self.ran, self.why = [], "torch.jit.trace is at work"
+            return module._call_impl(*args, **kwargs)
+        if "forward" in module.__dict__ or not _has_hooks(module):
+            return self.forward(*args, **kwargs)
+        module.__dict__["forward"] = self.forward  # its hooks run as ever, around the compiled code
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            module.__dict__.pop("forward", None)
+
+    def forward(self, *args, **kwargs):
+        """The module's forward, compiled where it can be."""
+        module, x = self.module(), _first_tensor(args, kwargs)
+        mode = module.training, torch.is_grad_enabled()
+        failed = self.failed.get(mode, [])
+        self.way, self.ran = len(failed), []
+        self.why = why_library(x, args, kwargs) or (None if self.way < self.ways else failed[0])
+        own = module.__dict__.get("forward", self.forward)
+        if own != self.forward:
+            self.why = "it has a forward of its own, set on the instance"
+            return module._call_impl(*args, **kwargs)
+        before, _thread.call = _thread.call, self
+        try:
+            if self.why is not None:
+                return type(module).forward(module, *args, **kwargs)
+            if batch_invariant():  # which has switched torch.compile off, but its graphs here run eagerly
+                with torch.compiler.set_stance("default"):
+                    return self._run(module, x, args, kwargs)
+            return self._run(module, x, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # the library's code says what is wrong with the input
+            self.why = f"it cannot be captured ({str(error).strip().splitlines()[0]})"
+            if not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+                self.failed[mode] = [*failed, self.why]
+                if len(failed) + 1 < self.ways:
+                    return self.forward(*args, **kwargs)
+        except _Uncompiled:
+            self.why = "torch.compile is switched off here"
+        except RuntimeError as error:  # of a graph whose lengths must be above one
+            if "Runtime assertion failed" not in str(error):
+                raise
+            self.why = "an image has one token"
+        finally:
+            _thread.call = before
+        return type(module).forward(module, *args, **kwargs)
+
+    def _run(self, module: nn.Module, x: Tensor, args: tuple, kwargs: dict):
+        for place in range(FUNCTIONS):
+            try:
+                return self.group.function(x, place, self.way)(module, args, kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                self.why = "there are as many graphs of such layers as there may be"
+        return type(module).forward(module, *args, **kwargs)
+
+    def entries(self) -> list[Entry] | None:
+        """Entries on the last call, or on a first one; None where only a call can tell."""
+        if not self.ran and self.why is None:
+            ran = self._captured()
+            return None if ran is None else list(ran)
+        whys = [failed[-1] for failed in self.failed.values() if self.way == PIECES]
+        cut = [Entry("whole", "", f"{why}; pieces are compiled") for why in whys[:1]]
+        return [*cut, *(entry for report in self.ran for entry in report)]
+
+    def _captured(self) -> Report | None:
+        """The report on the graph of tokens in the module's width, without a call."""
+        module, probe = self.module(), CompiledCall(self.module(), self.group, True)
+        vectors = [p for p in module.parameters() if p.dim() == 1]
+        if not vectors or any(isinstance(m, nn.Conv2d) for m in module.modules()):
+            return None
+        self.group.capture = self.group.capture or _compiled(self.group.name, _capture_graph)
+        tokens = vectors[0].new_zeros(2, 9, len(vectors[0]))
+        before, _thread.call = _thread.call, probe
+        try:
+            self.group.capture(module, (tokens,), {})
+        except Exception:  # _Decided, or the module needs other arguments
+            pass
+        finally:
+            _thread.call = before
+        return probe.ran[0] if probe.ran else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or _has_any_global_hook()
