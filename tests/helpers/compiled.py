@@ -147,7 +147,9 @@ def accelerated_blocks(model, inputs, expected, tolerance) -> int:
     vitfast.accelerate(model)
     try:
         assert_equal(run(model, model, inputs), expected, tolerance)
-        return sum(entry.part in BLOCKS for entry in vitfast.acceleration_report(model).replaced)
+        report = vitfast.acceleration_report(model)
+        in_pieces = "pieces are compiled" in str(report)  # between which blocks are found that a whole graph hides
+        return 0 if in_pieces else sum(entry.part in BLOCKS for entry in report.replaced)
     finally:
         vitfast.restore(model)
 
