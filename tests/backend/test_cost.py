@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import importlib
 import math
 import time
 from collections import Counter
@@ -13,9 +12,7 @@ import timm
 import torch
 
 from vitfast import backend
-from vitfast.backend import proof
-
-rewrite = importlib.import_module("vitfast.backend.rewrite")  # in vitfast.backend this name is a function's
+from vitfast.backend import proof, rewrite
 
 
 class Peak:

@@ -1,6 +1,5 @@
 """The door of the backend: entry point, options, errors in recognition, the report, the state of the user."""
 
-import importlib
 import logging
 import subprocess
 import sys
@@ -11,9 +10,8 @@ import torch
 from compiled import ADD_M, ATTEND, WEIGHTS, A, M, block, compare, halves
 
 from vitfast import backend, ops
-from vitfast.backend import proof
+from vitfast.backend import proof, rewrite
 
-rewrite = importlib.import_module("vitfast.backend.rewrite")  # in vitfast.backend this name is a function's
 X = torch.randn(3, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 

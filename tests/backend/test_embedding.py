@@ -104,3 +104,26 @@ def test_pixels_that_fill_no_patch_are_left_out(pixels):
     images = torch.randint(256, (3, 3, 37, 35), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     model = Embedding(PIXELS["one factor"] if pixels else FLOATS["class token"])
     assert compare(model, images if pixels else images.double()) == {"patch embedding": 1}
+
+
+@pytest.mark.parametrize("after", ["returned", "seen by a view", "pooled"])
+def test_a_projection_alone_is_replaced_and_keeps_its_layout(after):
+    ways = {
+        "returned": lambda y: y,
+        "seen by a view": lambda y: y.view(-1, 16),
+        "pooled": lambda y: F.max_pool2d(y, 2),
+    }
+    model, images = Embedding(lambda s, x, B: ways[after](s.conv(x))), torch.randn(3, 3, 32, 32).double()
+    assert compare(model, images, tolerance=1e-9) == {"patch projection": 1}
+    compiled = torch.compile(model, backend="vitfast", options={"inner": "eager"})
+    assert compiled(images).stride() == model(images).stride()
+
+
+def test_images_of_any_size_are_replaced():
+    torch._dynamo.reset()
+    model = Embedding(lambda s, x, B: s.tokens(x, s.cls))
+    compiled = torch.compile(model, backend="vitfast", dynamic=True, options={"inner": "eager"})
+    for shape in ((3, 3, 32, 32), (2, 3, 16, 48), (2, 3, 40, 24)):
+        images = torch.randn(shape).double()
+        torch.testing.assert_close(compiled(images), model(images), atol=1e-9, rtol=1e-9)
+        assert [entry.kind for entry in backend.report().replaced] == ["patch embedding"]

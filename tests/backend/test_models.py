@@ -115,3 +115,64 @@ def test_a_residual_changed_in_place_is_replaced_where_nobody_sees_it():
         found = backend.compile(model, options={"inner": "eager"})(IMAGES)
         torch.testing.assert_close(found, model(IMAGES), atol=1e-5, rtol=1e-5)
         assert sum("block" in entry.kind for entry in backend.report().replaced) == replaced
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_the_dtype_of_the_residual_stream_can_be_chosen_under_autocast(in_fp32, inner):
+    torch.manual_seed(0)
+    options = {} if in_fp32 is False else dict(pos_embed="none", class_token=False, global_pool="avg")
+    model = randomize(of_timm(init_values=0.1, **options))
+    call = lambda images: model.forward_features(images)  # noqa: E731
+    truth, wanted = run(call, model, [IMAGES])
+    seen = {}
+    for chosen in (None, in_fp32):
+        torch._dynamo.reset()
+        compiled = backend.compile(call, options={"inner": inner, "residual_in_fp32": chosen})
+        with torch.autocast("cpu", torch.bfloat16):
+            seen[chosen] = run(compiled, model, [IMAGES])
+        assert sum("block" in entry.kind for entry in backend.report().replaced) == 4
+    dtypes = {torch.float32 if in_fp32 else torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, theirs = run(call, model, [IMAGES])
+    found, given = seen[in_fp32]
+    assert {found.dtype} == dtypes and seen[None][0].dtype == expected.dtype
+    error = lambda a, b: (a.float() - b).norm() / b.norm()  # noqa: E731
+    assert error(found, truth) < 2 * error(expected, truth) + 1e-2
+    assert all(
+        error(given[name], g) < 2 * error(theirs[name], g) + 5e-2 for name, g in wanted.items() if g.norm() > 0.1
+    )
+
+
+def test_what_backward_computes_again_can_be_kept_and_other_choices_are_refused():
+    torch.manual_seed(0)
+    model = randomize(of_timm())
+    graphs: list = []
+    inner = lambda graph, _: [graphs.append(graph), graph.forward][1]  # noqa: E731
+    for keep in ("least", "all"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="vitfast", options={"inner": inner, "keep": keep})
+        torch.testing.assert_close(compiled(IMAGES), model(IMAGES), atol=1e-5, rtol=1e-5)
+        blocks = [node for node in graphs[-1].graph.nodes if getattr(node.target, "__name__", "").endswith("_block")]
+        assert len(blocks) == 4 and {node.kwargs.get("keep", "least") for node in blocks} == {keep}
+    for options, words in (
+        ({"keep": "some"}, "keep must be"),
+        ({"residual_in_fp32": "yes"}, "residual_in_fp32 must be"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=words):
+            torch.compile(model, backend="vitfast", options=options)(IMAGES)
+
+
+def test_the_eps_of_a_norm_that_is_written_out_is_constant_in_dynamic_shapes():
+    torch.manual_seed(0)
+    model = of_transformers("PixtralVision", intermediate_size=64, head_dim=16, patch_size=16).double()
+    torch._dynamo.reset()
+    layer, x = model.transformer.layers[0], torch.randn(1, 5, 32).double()
+    tables = torch.randn(2, 1, 5, 16).double()
+    call = lambda x: layer(x, attention_mask=None, position_embeddings=tuple(tables))  # noqa: E731
+    compiled = torch.compile(call, backend="vitfast", dynamic=True, options={"inner": "eager"})
+    for eps in (1e-5, 0.5):
+        layer.attention_norm.variance_epsilon = layer.ffn_norm.variance_epsilon = eps
+        torch.testing.assert_close(compiled(x), call(x), atol=1e-9, rtol=1e-9)
+        assert {e.kind for e in backend.report().replaced} == {"attention block", "gated MLP block"}

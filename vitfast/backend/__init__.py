@@ -49,11 +49,11 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
     own = {name: options.pop(name) for name in Choices._fields if name in options}
     compiler = _inner_compiler(inner, mode, options)
-    rewrite(module, Choices(**own))
+    replace_blocks(module, Choices(**own))
     return compiler(module, inputs)
 
 
-def rewrite(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
+def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
     """Rewrites a captured graph in place, and reports on it; an error leaves the rest as it is."""
     if chosen.keep not in get_args(Keep):
         raise ValueError(f"vitfast backend: keep must be 'least' or 'all', got {chosen.keep!r}")

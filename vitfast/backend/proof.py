@@ -303,6 +303,7 @@ def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], aut
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         given = _built(proposal, real, casts=frozenset()).dtype
-    chosen = choices.get().residual_in_fp32 is not None and given in (autocast, torch.float32)
+    stream = proposal.kind.endswith("block") and choices.get().residual_in_fp32 is not None
+    chosen = stream and given in (autocast, torch.float32)
     if given != (want := tensor_of(region.output).dtype) and not chosen:
         raise Unprovable(f"the operation gives {given} where the model has {want}")
