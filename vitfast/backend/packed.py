@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental import _config as symbolic
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_true
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 
 from . import proof
 from .arguments import attend, offsets_of
@@ -32,7 +33,7 @@ from .graph import (
     tensor_of,
     value_of,
 )
-from .lengths import Lengths
+from .lengths import Lengths as ShrunkLengths
 
 _BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # splits and the row of all pieces
 
@@ -44,10 +45,26 @@ def capture_lengths() -> Iterator[None]:
     Without it Dynamo cuts the graph where lengths are read as numbers. It must also be told that pieces have more than
     one token, or it cuts the graph where a library asks; the compiled code raises for pieces that have not.
     """
+    with lengths_as_symbols(), mock.patch.object(torch, "split", _split):
+        yield
+
+
+@contextlib.contextmanager
+def lengths_as_symbols() -> Iterator[None]:
+    """Numbers that are read from tensors become symbols in what is compiled inside."""
     # Dynamo stops at a length of which products alone are read, unless it is told that this is no error.
     lax = symbolic.patch(soft_pending_unbacked_not_found_error=True)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), lax, mock.patch.object(torch, "split", _split):
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), lax:
         yield
+
+
+class Lengths(TorchFunctionMode):
+    """Tells Dynamo of the lengths that torch.split gets, in a function that it captures."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.split, Tensor.split):
+            return _split(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _split(tensor: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
@@ -177,7 +194,7 @@ def prove_pieces(pieces: Pieces) -> bool:
                 values[node] = proof._random(shape, generator).to(t.device).requires_grad_()
             env = dict(values)
             for node in pieces.region.nodes:
-                env[node] = proof._execute(node, env, Lengths({}, {}), last=False)
+                env[node] = proof._execute(node, env, ShrunkLengths({}, {}), last=False)
             theirs, call = env[node], functools.partial(proof._compute, values, proof._CASTS)
             upstream = proof._random(theirs.shape, generator).to(theirs.device)
             gradients = proof._gradients(theirs, values, upstream)
