@@ -31,7 +31,7 @@ class Rewrite(CustomGraphPass):
         found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
         for key in (key for node in graph.nodes for key in _modules_of(node)):
             if key in found:
-                backend.rewrite(graph.owning_module, found[key])
+                backend.replace_blocks(graph.owning_module, found[key])
                 break
 
     def uuid(self) -> str:

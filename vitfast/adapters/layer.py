@@ -101,7 +101,7 @@ def _compiled(name: str, compile_graph: Callable, way: int = 0, **how) -> Callab
 
 def _compile_graph(module: GraphModule, inputs: list) -> Callable:
     """The backend of a part: each run of the graph tells the call what was replaced in it."""
-    report, run = backend.rewrite(module, _thread.call.group.choices), module.forward
+    report, run = backend.replace_blocks(module, _thread.call.group.choices), module.forward
 
     def call(*arguments):
         _thread.call.ran.append(report)
@@ -116,7 +116,7 @@ class _Decided(Exception):
 
 def _capture_graph(module: GraphModule, inputs: list) -> Callable:
     """The backend that finds out what would be replaced, and computes nothing."""
-    report = backend.rewrite(module, _thread.call.group.choices)
+    report = backend.replace_blocks(module, _thread.call.group.choices)
 
     def call(*_):
         _thread.call.ran.append(report)

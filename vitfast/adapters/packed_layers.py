@@ -170,7 +170,7 @@ def _compile_packed(module: GraphModule, inputs: list) -> Callable:
     """The backend of layers on packed tokens."""
     unchanged = lambda x: x  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):  # not those of activation checkpointing
-        return _Graph(module, backend.rewrite(module, _thread.call.group.choices))
+        return _Graph(module, backend.replace_blocks(module, _thread.call.group.choices))
 
 
 @torch._dynamo.on_compile_start
