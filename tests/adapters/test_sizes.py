@@ -17,14 +17,14 @@ DEEP = dict(depth=12)
 @pytest.fixture
 def compiled(monkeypatch):
     """How many graphs have attention blocks: of one layer each."""
-    found, rewrite = [], layer.backend.rewrite
+    found, rewrite = [], layer.backend.replace_blocks
 
     def counted_rewrite(*arguments):
         done = rewrite(*arguments)
         found.extend(entry for entry in done if entry.kind == "attention block")
         return done
 
-    monkeypatch.setattr(layer.backend, "rewrite", counted_rewrite)
+    monkeypatch.setattr(layer.backend, "replace_blocks", counted_rewrite)
     return found
 
 

@@ -15,7 +15,6 @@ from vitfast import backend
 from vitfast.backend import proof, rewrite
 
 
-
 class Peak:
     """The bytes by which this process grew at most since it was made, as Linux counts them."""
 
