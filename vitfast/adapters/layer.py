@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
@@ -23,6 +24,7 @@ from ..backend.packed import Lengths, lengths_as_symbols
 from ..backend.parts import Choices
 from ..backend.reports import Entry, Report
 from ..kernels.launch import batch_invariant
+from ..ops.fusable import own_forward
 
 # How many graphs the modules of a group may have: kinds of layers, modes, sizes. torch 2.11 cannot be told, and allows
 # eight for each code, so that several functions follow one another.
@@ -125,20 +127,23 @@ def _capture_graph(module: GraphModule, inputs: list) -> Callable:
     return call
 
 
-@torch._dynamo.on_compile_start
 def _patch_config(_) -> None:
-    """Guards on hooks, and keeps graphs whole where lengths are read, while a part is compiled."""
+    """Sets what a call needs while Dynamo compiles it."""
     if _thread.call is None:
         _compiled_by_others.add("later")
-        return
-    _compiling.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
-    if _thread.call.way == 1:
-        _compiling.enter_context(lengths_as_symbols())
+    else:
+        _thread.call.patch_config(_compiling)
 
 
-@torch._dynamo.on_compile_end
 def _restore_config(_) -> None:
     _compiling.close()
+
+
+def _watch_dynamo() -> None:
+    """Has Dynamo call the two functions above; `torch._dynamo.reset` discards them."""
+    if _patch_config not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_patch_config)
+        callback_handler.register_end_callback(_restore_config)
 
 
 def forget_others() -> None:
@@ -146,6 +151,7 @@ def forget_others() -> None:
     if _compiled_by_others:
         torch._dynamo.reset()
         _compiled_by_others.clear()
+    _watch_dynamo()
 
 
 class Group:
@@ -208,13 +214,25 @@ class CompiledCall:
         if torch._C._get_tracing_state() is not None:
             self.ran, self.why = [], "torch.jit.trace is at work"
             return module._call_impl(*args, **kwargs)
-        if "forward" in module.__dict__ or not _has_hooks(module):
+        own = module.__dict__.get("forward")
+        if own_forward(module) and own != self.forward:
+            self.ran, self.why = [], "it has a forward of its own, set on the instance"
+            return module._call_impl(*args, **kwargs)
+        if not _has_hooks(module):
             return self.forward(*args, **kwargs)
         module.__dict__["forward"] = self.forward  # its hooks run as ever, around the compiled code
         try:
             return module._call_impl(*args, **kwargs)
         finally:
             module.__dict__.pop("forward", None)
+            if own is not None and own != self.forward:
+                module.__dict__["forward"] = own
+
+    def patch_config(self, until_compiled: contextlib.ExitStack) -> None:
+        """Guards on hooks, and keeps graphs whole where lengths are read."""
+        until_compiled.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+        if self.way == 1:
+            until_compiled.enter_context(lengths_as_symbols())
 
     def forward(self, *args, **kwargs):
         """The module's forward, compiled where it can be."""
@@ -223,11 +241,8 @@ class CompiledCall:
         failed = self.failed.get(mode, [])
         self.way, self.ran = len(failed), []
         self.why = why_library(x, args, kwargs) or (None if self.way < self.ways else failed[0])
-        own = module.__dict__.get("forward", self.forward)
-        if own != self.forward:
-            self.why = "it has a forward of its own, set on the instance"
-            return module._call_impl(*args, **kwargs)
         before, _thread.call = _thread.call, self
+        _watch_dynamo()
         try:
             if self.why is not None:
                 return type(module).forward(module, *args, **kwargs)

@@ -6,7 +6,7 @@ that was replaced gets the offsets. A graph in which the mask has other readers 
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from .layer import (
     FUNCTIONS,
     CompiledCall,
     _compiled,
-    _compiling,
     _first_tensor,
     _thread,
     _Uncompiled,
+    _watch_dynamo,
     why_library,
 )
 
@@ -173,13 +173,6 @@ def _compile_packed(module: GraphModule, inputs: list) -> Callable:
         return _Graph(module, backend.replace_blocks(module, _thread.call.group.choices))
 
 
-@torch._dynamo.on_compile_start
-def _specialise_numbers(_) -> None:
-    """While packed layers are compiled, sizes vary alone: an eps that varied would hide a norm."""
-    if isinstance(_thread.call, PackableCall) and _thread.call.packs:
-        _compiling.enter_context(torch._dynamo.config.patch(specialize_float=True))
-
-
 def packed_functions() -> list[Callable]:
     """Compiled code that layers share for packed tokens, of any number."""
     return [_compiled("packed", _compile_packed, dynamic=True) for _ in range(FUNCTIONS)]
@@ -194,14 +187,20 @@ class PackableCall(CompiledCall):
     def __init__(self, call: CompiledCall, functions: list[Callable]):
         vars(self).update(vars(call), functions=functions, packs=False)
 
+    def patch_config(self, until_compiled: ExitStack) -> None:
+        super().patch_config(until_compiled)
+        if self.packs:  # an eps that varied would hide a norm
+            until_compiled.enter_context(torch._dynamo.config.patch(specialize_float=True))
+
     def forward(self, *args, **kwargs):
         if packed_of(*args, *kwargs.values()) is None:
             return super().forward(*args, **kwargs)
         module, x = self.module(), _first_tensor(args, kwargs)
         self.ran, self.way, self.why = [], 0, why_library(x, args, kwargs)
-        if self.why is not None or module.__dict__.get("forward", self.forward) != self.forward:
-            raise Refused(self.why or "a layer has a forward of its own, set on the instance")
+        if self.why is not None:
+            raise Refused(self.why)
         before, _thread.call, self.packs = _thread.call, self, True
+        _watch_dynamo()
         try:
             for function in self.functions:
                 with suppress(torch._dynamo.exc.FailOnRecompileLimitHit):

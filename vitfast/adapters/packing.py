@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from .layer import (
-    CompiledCall,
-)
+from ..ops.fusable import own_forward
+from .layer import CompiledCall
 from .packed_layers import PackableCall, Packed, Refused, generator_of, packed_functions
 
 AT_THE_FIRST_CALL = "decided at the first call"
@@ -98,7 +97,7 @@ class Tower:
         """Why this call cannot be tried with packed tokens."""
         if _has_any_global_hook() or any(map(_hooked, self.seen(module))):
             return "there are hooks, or the call asks for outputs of layers"
-        if not all(isinstance(layer._compiled_call_impl, PackableCall) for layer in self.layers()):
+        if any(own_forward(x) or not isinstance(x._compiled_call_impl, PackableCall) for x in self.layers()):
             return "some of its layers are the library's"
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
             return "a transform of torch.func or torch.jit.trace is at work"
