@@ -1,5 +1,6 @@
 """Arguments of the operations made from a model's tensors: functions that the graph calls."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .graph import size
 
 
 def pack_qkv(
@@ -89,6 +91,16 @@ def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
     while table.dim() > 2 and table.shape[0] == 1:
         table = table.squeeze(0)
     return table
+
+
+def table_rows(table: Tensor) -> int:
+    """For how many tokens a rotary table has rows."""
+    return next((n for n in table.shape[-2::-1] if size(n) != 1), 1)
+
+
+def tokens_without_row(x: Tensor, table: Tensor) -> int:
+    """How many tokens of x (B, ..., D) come before those that a rotary table has rows for."""
+    return math.prod(x.shape[1:-1]) - table_rows(table)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bhnd", **masks) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
-from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table
+from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table, table_rows, tokens_without_row
 from .graph import (
     DIVIDES,
     MULTIPLIES,
@@ -25,6 +25,7 @@ from .graph import (
     constant_factor,
     name_of,
     shape_of,
+    size,
     tensor_of,
     value_of,
     values_read,
@@ -188,6 +189,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
                 cos, sin, layout, prefix = rope
                 width = inner // roles.heads
                 found |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
+                prefix = call(tokens_without_row, parts.region.source, cos[0]) if prefix is None else prefix
                 found |= dict(rope_layout=layout, num_prefix=prefix)
             layers = *qkv, *out[0].parameters(call)
             found |= dict(num_heads=roles.heads, tokens_first=first)
@@ -282,14 +284,17 @@ def _rope_candidates(parts: Parts, roles: _Roles) -> list:
     if not roles.tables:
         return [None]
     packed = bool(packing_of(parts.attentions[0]))
-    tokens = tensor_of(parts.region.source).shape[not packed : -1].numel()
-    if len(roles.tables) % 2 or not isinstance(tokens, int):
+    tokens = math.prod(tensor_of(parts.region.source).shape[not packed : -1])
+    if len(roles.tables) % 2:
         raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
-    lengths = {([n for n in shape_of(t)[:-1] if n != 1] or [1])[-1] for t in roles.tables}
-    if packed and lengths == {-1}:  # a length that is known when the graph runs: of all tokens, or it raises
-        lengths = {tokens}
-    if len(lengths) != 1 or not 0 < (length := lengths.pop()) <= tokens:
+    lengths = {size(n): n for n in map(table_rows, map(tensor_of, roles.tables))}
+    if packed and lengths.keys() == {-1}:  # a length that is known when the graph runs: of all tokens, or it raises
+        lengths = {size(tokens): tokens}
+    if len(lengths) != 1 or not 0 < min(lengths) <= size(tokens):
         raise Unrecognised("q is multiplied by tensors that are no rotary tables")
+    prefix = tokens - min(lengths.values(), key=size)
+    if not isinstance(prefix, int):  # None where only a call can tell
+        prefix = int(prefix.node.expr) if prefix.node.expr.is_number else None
     a, b = roles.tables[::2], roles.tables[1::2]
     pairs = [(a, b), (b, a)]
-    return [(*pair, layout, tokens - length) for pair in pairs for layout in ("half", "interleaved")]
+    return [(*pair, layout, prefix) for pair in pairs for layout in ("half", "interleaved")]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sympy import Eq, Expr
 from torch.fx.node import Node, map_aggregate
 
 from .graph import (
@@ -193,18 +194,14 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
         n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
     ]
     lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
-    known: dict[Any, int] = {}
     cuts = any(name_of(node) == "conv2d" for node in region.nodes)
     sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
-    for n in lengths:
-        if n.node.expr.is_symbol and n.node.expr not in known:  # two that are equal in this call become unequal
-            step = size(n) if n.node.expr in sides else 1  # whole patches
-            known[n.node.expr] = next(i for i in itertools.count(size(n) + step, step) if i not in known.values())
+    known = _unequal(lengths, sides)
     fitted = {n.node.expr: size(n) for n in lengths if n.node.expr in sides}  # those that positions may demand
     samples = tensor_of(region.source).shape[0]
     free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
     free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
-    moved = {s: n for s, n in fewer.items() if s in known and n not in known.values()}
+    moved = _moved(fewer, known, lengths)
     fixed = {n: few for n, few in fewer.items() if isinstance(n, int)}
     ways = [
         Lengths(tokens, {}, symbols=known | other | symbols | dict.fromkeys(free, numbers.samples + i))
@@ -214,7 +211,43 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
         if numbers.samples + i not in symbols.values()
     ]
     sizes = {n.node.expr for n in lengths}
+    for way in ways if lengths else ():
+        _follow_guards(way.symbols, known, lengths[0].node.shape_env.guards)
     ways = [way for way in ways if all(expr.subs(way.symbols) > 1 for expr in sizes)]
     if not ways:
         raise Unrecognised("the lengths are none of few samples")
     return ways
+
+
+def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, int]:
+    """Other lengths for symbols, those of images by whole patches.
+
+    Two that are equal in this call become unequal; of others the longer one stays so, by two at least.
+    """
+    found: dict[Any, int] = {}
+    for i, n in enumerate(sorted({n.node.expr: n for n in lengths if n.node.expr.is_symbol}.values(), key=size)):
+        step = size(n) if n.node.expr in sides else 1
+        longer = itertools.count(size(n) + (1 + 2 * i) * step, step)
+        found[n.node.expr] = next(length for length in longer if length not in found.values())
+    return found
+
+
+def _follow_guards(symbols: dict[Any, int], known: Collection[Any], guards: list) -> None:
+    """Gives other lengths what they equal in all calls: the tokens of an image of two sides are those of x."""
+    equal = [guard.expr.args for guard in guards if guard.expr.func is Eq]
+    for length, other in (pair for pair in equal for pair in (pair, pair[::-1])):
+        if length not in known and (other in known or other.is_number):
+            symbols[length] = symbols[other] if other in known else int(other)
+
+
+def _moved(fewer: dict[Any, int], known: dict[Any, int], lengths: list[torch.SymInt]) -> dict[Any, int]:
+    """The symbols of tokens, and of the patches among them, with smaller lengths."""
+    ((tokens, few),) = fewer.items() if len(fewer) == 1 else [(None, 0)]
+    hints = {n.node.expr: size(n) for n in lengths}
+    if tokens in known:
+        near = [s for s in known if hints[tokens] - MOST_PREFIX <= hints[s] <= hints[tokens]]
+        moved = {s: few - 2 * i for i, s in enumerate(sorted(near, key=lambda s: (s is not tokens, -hints[s])))}
+    else:  # a number more than patches
+        symbols = tokens.free_symbols if isinstance(tokens, Expr) else ()
+        moved = {s: few - int(tokens - s) for s in symbols if s in known and (tokens - s).is_number}
+    return {} if {*known.values()} & {*moved.values()} else moved

@@ -217,7 +217,7 @@ class _Rewriter:
 
     def _write(self, region: Region, proposal: Proposal) -> None:
         """Writes an operation in front of the region's output, which it replaces; the region goes."""
-        written, output = [], region.output
+        written, inside, output = [], set(region.nodes), region.output
 
         def call(function, *arguments, **keywords):
             written.append(self.graph.call_function(function, arguments, keywords))
@@ -238,8 +238,8 @@ class _Rewriter:
         self.written.append(new)
         for user, keywords in swaps:
             user.args, user.kwargs = (region.source, *user.args[1:]), keywords
-        for node in reversed(region.nodes):
-            if not node.users:
+        for node in reversed(self.positions.nodes[: self.positions.place[output] + 1]):
+            if not node.users and (node in inside or name_of(node) in VALUE_FREE | {"getitem"}):  # lengths of its nodes
                 self.graph.erase_node(node)
         self.positions = Positions(self.graph)
 

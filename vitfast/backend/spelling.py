@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .graph import ADDS, ANALYTIC, Call, name_of, tensor_of, value_of
+from .lengths import RESHAPES
 from .packed import read_once, write_call
 
 # The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.
@@ -28,6 +29,7 @@ def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype |
         if name_of(node) == "_transformer_encoder_layer_fwd" and not node.kwargs and len(node.args) == 20:
             _write_out(graph, node, autocast)
     _fix_numbers(graph)
+    _list_sizes(graph)
     read_once(graph)
 
 
@@ -67,6 +69,24 @@ def _fix_numbers(graph: Graph) -> None:
             for user in readers:
                 user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda a, n=numbers: n.get(a, a))
             graph.erase_node(node)
+
+
+def _list_sizes(graph: Graph) -> None:
+    """Gives reshapes the lengths of a tensor one by one, in place of its size: a region reads numbers alone."""
+    for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
+        readers = [user for user in node.users if name_of(user) in RESHAPES and user.args[1:] == (node,)]
+        if not readers:
+            continue
+        with graph.inserting_before(node.next):
+            lengths = [n if isinstance(n, int) else _item(graph, node, i, n) for i, n in enumerate(value_of(node))]
+        for user in readers:
+            user.args = (user.args[0], *lengths)
+
+
+def _item(graph: Graph, size: Node, place: int, value: torch.SymInt) -> Node:
+    item = graph.call_function(operator.getitem, (size, place))
+    item.meta["example_value"] = value
+    return item
 
 
 @torch.no_grad()
