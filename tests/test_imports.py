@@ -52,7 +52,7 @@ def test_importing_vitfast_imports_nothing_late():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["kernels.launch", "kernels.rows", "ops.reference", "model.layers", "adapters.layer", "run.device"]
+    "name", ["kernels.launch", "kernels.rows", "ops.reference", "model.layers", "backend.eager", "run.device"]
 )
 def test_every_room_can_be_imported_first(name):
     """Torch is imported in the middle of it, and then the operations."""

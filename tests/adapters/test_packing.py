@@ -16,7 +16,7 @@ from vision_families import FAMILIES, Family, naflexvit
 
 import vitfast
 from vitfast import ops
-from vitfast.adapters import packing
+from vitfast.backend import padding
 
 NAFLEX, SIGLIP, PIXTRAL = "NaFlexViT, padded", "SigLIP 2, padded", "Pixtral"
 TOWERS = (NAFLEX, SIGLIP, PIXTRAL)
@@ -273,6 +273,14 @@ def test_hooks_see_the_librarys_tokens(kind):
     assert packed(ours) == [None], "gone with the hook"
 
 
+def test_a_forward_of_a_layers_own_keeps_the_padding():
+    ours, theirs = pair(naflex())
+    for each in (ours, theirs):
+        each.blocks[1].forward = lambda x, block=each.blocks[1], **masks: 2 * type(block).forward(block, x, **masks)
+    assert_same(ours, theirs, padded((2, 3), (4, 4)))
+    assert packed(ours) == ["some of its layers are the library's"]
+
+
 @pytest.mark.parametrize("asked", ["hidden_states", "attentions"])
 @pytest.mark.parametrize("name", [PIXTRAL, SIGLIP])
 def test_outputs_of_layers_are_the_librarys(name, asked):
@@ -359,9 +367,9 @@ def test_copies_and_restored_models_run_the_librarys_code():
             assert all(module._compiled_call_impl is None for module in model.modules())
             for a, b in zip(outputs(model, batch), outputs(state(name), batch), strict=True):
                 assert torch.equal(a, b)
-    assert not any(packing.tower_of(module) for module in ours.modules())
+    assert not any(isinstance(module._compiled_call_impl, padding.Tower) for module in ours.modules())
     gc.collect()  # models of other tests
-    assert not isinstance(library.generate_block_attention_mask, packing._Masks)
+    assert not isinstance(library.generate_block_attention_mask, padding._Masks)
 
 
 @pytest.mark.slow
@@ -373,4 +381,4 @@ def test_compiled_code_keeps_the_padding(name):
     compiled = torch.compile(ours, backend="eager")
     with torch.no_grad():
         assert_close(outputs(compiled, batch)[0].double(), outputs(theirs, batch)[0], atol=2e-5)
-    assert packed(ours) == [packing.AT_THE_FIRST_CALL]
+    assert packed(ours) == [padding.AT_THE_FIRST_CALL]

@@ -56,15 +56,17 @@ def test_on_interpreted_kernels(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", [NAFLEX, SIGLIP])
-def test_padded_batches(name, dtype):
-    """An image with its padding, beside another one and alone."""
-    model, batch = made(name, dtype), family(name).batch()
+@pytest.mark.parametrize("pack", [False, True])
+def test_padded_batches(name, dtype, pack):
+    """An image with its padding, or without it, beside another one and alone."""
+    model, batch = vitfast.accelerate(made(name, dtype, accelerate=False), pack=pack), family(name).batch()
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     with torch.no_grad():
         both = floats(model(**batch))
         for i in range(2):
             alone = floats(model(**{key: value[i : i + 1] for key, value in batch.items()}))
             assert not unlike([t[i : i + 1] for t in both if len(t) == 2], [t for t in alone if len(t) == 1])
+    assert [e.why for e in vitfast.acceleration_report(model) if e.part == "packing"] == [None] * pack
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of this CPU's kernels")

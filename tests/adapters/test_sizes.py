@@ -9,7 +9,7 @@ from adapter_models import IMAGES, assert_same, counted, hf_vit, left, pair, rep
 from checks import assert_close
 
 import vitfast
-from vitfast.adapters import layer
+from vitfast.backend import eager
 
 DEEP = dict(depth=12)
 
@@ -17,14 +17,14 @@ DEEP = dict(depth=12)
 @pytest.fixture
 def compiled(monkeypatch):
     """How many graphs have attention blocks: of one layer each."""
-    found, rewrite = [], layer.backend.replace_blocks
+    found, rewrite = [], eager.replace_blocks
 
     def counted_rewrite(*arguments):
         done = rewrite(*arguments)
         found.extend(entry for entry in done if entry.kind == "attention block")
         return done
 
-    monkeypatch.setattr(layer.backend, "replace_blocks", counted_rewrite)
+    monkeypatch.setattr(eager, "replace_blocks", counted_rewrite)
     return found
 
 
@@ -74,11 +74,11 @@ def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
 
 def few(monkeypatch) -> None:
     """A limit of one graph for the layers of a list."""
-    monkeypatch.setattr(layer, "FUNCTIONS", 1)
-    monkeypatch.setattr(layer, "_LIMIT", dict(recompile_limit=1) if layer._TOLD else {})
+    monkeypatch.setattr(eager, "FUNCTIONS", 1)
+    monkeypatch.setattr(eager, "_LIMIT", dict(recompile_limit=1) if eager._TOLD else {})
 
 
-@pytest.mark.skipif(not layer._TOLD, reason="torch 2.11 has no limit of our own")
+@pytest.mark.skipif(not eager._TOLD, reason="torch 2.11 has no limit of our own")
 def test_the_limit_is_not_met_in_silence(monkeypatch):
     few(monkeypatch)
     model, original = pair(timm_vit())

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import vitfast
 from vitfast import backend
-from vitfast.adapters import inductor as passes
+from vitfast.backend import inductor as passes
 
 X, TINY = dict(x=IMAGES), dict(depth=1, init_values=0.5)
 FOUND = {"attention block", "MLP block", "LayerNorm"}

@@ -74,22 +74,22 @@ gradients that nobody asked for | ops/linear_residual.py | ops/test_passes.py -k
 layers that are not found | adapters/structure.py | adapters/test_accelerate.py -k contract
 - for m in module.modules()) >= 2
 + for m in module.modules()) >= 200
-every call runs the library's code | adapters/layer.py | adapters/test_accelerate.py -k contract
+every call runs the library's code | backend/eager.py | adapters/test_accelerate.py -k contract
 - if torch._C._functorch.peek_interpreter_stack() is not None:
 + if True:
-a kernel inside a transform | adapters/layer.py | adapters/test_wrapped.py -k torch_func
+a kernel inside a transform | backend/eager.py | adapters/test_wrapped.py -k torch_func
 - if torch._C._functorch.peek_interpreter_stack() is not None:
 + if False:
-hooks that come later are not seen | adapters/layer.py | adapters/test_changed_models.py -k kind_of_hook
+hooks that come later are not seen | backend/eager.py | adapters/test_changed_models.py -k kind_of_hook
 - skip_nnmodule_hook_guards=False
 + skip_nnmodule_hook_guards=True
-a graph for each rate of drop path | adapters/layer.py | adapters/test_sizes.py -k equal_layers
+a graph for each rate of drop path | backend/eager.py | adapters/test_sizes.py -k equal_layers
 -     if module.training:
 +     if False:
-Inductor's pass rewrites every model | adapters/inductor.py | adapters/test_wrapped.py -k leaves_others
+Inductor's pass rewrites every model | backend/inductor.py | adapters/test_wrapped.py -k leaves_others
 - if key in found
 + if found
-a pass that stays after the last model | adapters/inductor.py | adapters/test_wrapped.py -k comes_and_goes
+a pass that stays after the last model | backend/inductor.py | adapters/test_wrapped.py -k comes_and_goes
 - if not _models:
 + if False:
 a report that leaves out why the library ran | adapters/report.py | adapters/test_changed_models.py -k global_hooks

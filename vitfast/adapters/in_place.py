@@ -2,15 +2,15 @@
 
 from torch import nn
 
+from ..backend import inductor, padding
+from ..backend.eager import CompiledCall, Group, forget_others
 from ..backend.parts import Choices
-from . import inductor, packing
-from .layer import CompiledCall, Group, forget_others
 from .structure import Part
 
 
 def install(model: nn.Module, parts: list[Part], residual_in_fp32: bool | None, keep: str, pack: bool) -> None:
     """Gives parts of a model compiled calls; those of an earlier `accelerate` go."""
-    packing.discard(model)
+    padding.discard(model)
     groups, chosen = {}, Choices(residual_in_fp32, keep)
     for part in parts:
         group = groups.get(part.group)
@@ -22,7 +22,7 @@ def install(model: nn.Module, parts: list[Part], residual_in_fp32: bool | None, 
     if not groups:
         return
     if pack:
-        packing.add(model)
+        padding.add(model, chosen)
     inductor.add(model, chosen)
     forget_others()
 
@@ -32,6 +32,6 @@ def remove(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module._compiled_call_impl, CompiledCall):
             del module.__dict__["_compiled_call_impl"]
-    packing.discard(model)
+    padding.discard(model)
     inductor.discard(model)
     forget_others()

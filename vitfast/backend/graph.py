@@ -123,7 +123,7 @@ def is_draw(node: Node) -> bool:
     if "dropout" in name and name != "native_dropout":
         training = argument(node, 2, "training", node.kwargs.get("train", True))
         return argument(node, 1, "p", 0.5) != 0 and training is not False
-    return name in DRAWS or name.endswith(".bernoulli_")  # that of adapters/layer.py
+    return name in DRAWS or name.endswith(".bernoulli_")  # that of eager.py
 
 
 def is_unchanged(node: Node) -> bool:

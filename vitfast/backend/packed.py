@@ -7,26 +7,30 @@ attend within each piece and put the pieces in a row again. The lengths are know
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as symbolic
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_true
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
+from .. import ops
 from . import proof
-from .arguments import attend, offsets_of
+from .arguments import attend, logit_bias, offsets_of
 from .graph import (
     REARRANGEMENTS,
+    VALUE_FREE,
     Call,
     Positions,
     Region,
     Unrecognised,
     argument,
+    is_draw,
     name_of,
     shape_of,
     storage_of,
@@ -241,3 +245,50 @@ def _refresh(node: Node) -> None:
             function = getattr(args[0], user.target) if user.op == "call_method" else user.target
             user.meta["example_value"] = function(*(args[1:] if user.op == "call_method" else args), **kwargs)
         _refresh(user)
+
+
+def packed_of(*values) -> Any:
+    """The samples, a padding.Packed, that the storage of a mask among these values carries."""
+    for value in values:
+        if type(value) is Tensor and value.dim() == 4 and not any(value.stride()):
+            return getattr(value.untyped_storage(), "vitfast_packed", None)
+    return None
+
+
+def packed_block(mask: Tensor, x: Tensor, *layers, rope=None, num_prefix: int = 0, **options) -> Tensor:
+    """ops.attention_block of one row of packed samples (1, tokens, D); mask: that of padding.Packed."""
+    packed = packed_of(mask)
+    if rope is not None and num_prefix:
+        rope = tuple(F.pad(table, (0, 0, num_prefix, 0), value=still) for table, still in zip(rope, (1.0, 0.0)))
+    options |= dict(rope=rope, offsets=packed.offsets, longest=packed.longest)
+    return ops.attention_block(x[0], *layers, **options)[None]
+
+
+def packed_attend(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bhnd") -> Tensor:
+    """backend.arguments.attend of one row of packed samples."""
+    packed = packed_of(mask)
+    return attend(q, k, v, scale, axes, offsets=packed.offsets, longest=packed.longest)
+
+
+_PACKED = {ops.attention_block: packed_block, attend: packed_attend}
+
+
+def use_offsets(module: GraphModule) -> str | None:
+    """Gives offsets to the attention of a rewritten graph, in the mask's place; returns why it cannot."""
+    given = [node for node in module.graph.nodes if node.op == "placeholder" and tensor_of(node) is not None]
+    masks = [node for node in given if tensor_of(node).dim() == 4 and not any(tensor_of(node).stride())]
+    readers = [user for mask in masks for user in mask.users if name_of(user) not in VALUE_FREE]
+    if any(map(is_draw, module.graph.nodes)):
+        return "its layers draw random numbers: dropout or drop path"
+    if len(masks) != 1 or not readers:
+        return "its mask is not what its layers get"
+    for bias in readers:
+        sole = bias.target is logit_bias and bias.args[0] == masks
+        if not sole or not all(r.target in _PACKED and r.kwargs.get("bias") is bias for r in bias.users):
+            return "attention in its layers is the library's, or checkpointed inside of them"
+        for reader in list(bias.users):
+            reader.target, reader.args = _PACKED[reader.target], (*masks, *reader.args)
+            reader.kwargs = {name: value for name, value in reader.kwargs.items() if name != "bias"}
+        module.graph.erase_node(bias)
+    module.recompile()
+    return None

@@ -16,9 +16,9 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from .. import backend
-from ..backend.parts import Choices
 from ..version import __version__
+from . import replace_blocks
+from .parts import Choices
 
 _TIMING = "pre_grad_pass_timing"  # torch 2.11 has none, and runs passes early
 _models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ class Rewrite(CustomGraphPass):
         found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
         for key in (key for node in graph.nodes for key in _modules_of(node)):
             if key in found:
-                backend.replace_blocks(graph.owning_module, found[key])
+                replace_blocks(graph.owning_module, found[key])
                 break
 
     def uuid(self) -> str:
@@ -47,7 +47,7 @@ def _modules_of(node) -> Iterable[int]:
 @cache
 def _source() -> str:
     """Changes with the backend's code."""
-    files = sorted(Path(backend.__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -19,12 +19,12 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
-from .. import backend
-from ..backend.packed import Lengths, lengths_as_symbols
-from ..backend.parts import Choices
-from ..backend.reports import Entry, Report
 from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
+from . import replace_blocks
+from .packed import Lengths, lengths_as_symbols
+from .parts import Choices
+from .reports import Entry, Report
 
 # How many graphs the modules of a group may have: kinds of layers, modes, sizes. torch 2.11 cannot be told, and allows
 # eight for each code, so that several functions follow one another.
@@ -101,24 +101,13 @@ def _compiled(name: str, compile_graph: Callable, way: int = 0, **how) -> Callab
     return torch.compile(function, backend=compile_graph, fullgraph=way != PIECES, **_LIMIT, **how)
 
 
-def _compile_graph(module: GraphModule, inputs: list) -> Callable:
-    """The backend of a part: each run of the graph tells the call what was replaced in it."""
-    report, run = backend.replace_blocks(module, _thread.call.group.choices), module.forward
-
-    def call(*arguments):
-        _thread.call.ran.append(report)
-        return run(*arguments)
-
-    return call
-
-
 class _Decided(Exception):
     """Ends a call after its graph was captured."""
 
 
 def _capture_graph(module: GraphModule, inputs: list) -> Callable:
     """The backend that finds out what would be replaced, and computes nothing."""
-    report = backend.replace_blocks(module, _thread.call.group.choices)
+    report = replace_blocks(module, _thread.call.group.choices)
 
     def call(*_):
         _thread.call.ran.append(report)
@@ -132,7 +121,7 @@ def _patch_config(_) -> None:
     if _thread.call is None:
         _compiled_by_others.add("later")
     else:
-        _thread.call.patch_config(_compiling)
+        _thread.call.group.patch_config(_compiling, _thread.call.way)
 
 
 def _restore_config(_) -> None:
@@ -163,14 +152,37 @@ class Group:
         self.functions: dict[tuple[bool, int], list[Callable]] = {}
         self.capture: Callable | None = None
 
+    def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
+        """The backend of a part: each run of the graph tells the call what was replaced in it."""
+        report, run = replace_blocks(module, self.choices), module.forward
+
+        def call(*arguments):
+            _thread.call.ran.append(report)
+            return run(*arguments)
+
+        return call
+
+    def patch_config(self, until_compiled: contextlib.ExitStack, way: int) -> None:
+        """Guards on hooks, and keeps graphs whole where lengths are read."""
+        until_compiled.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+        if way == 1:
+            until_compiled.enter_context(lengths_as_symbols())
+
+    def run_library(self, call: "CompiledCall", args: tuple, kwargs: dict):
+        """Runs a module's own code, where the call has said why."""
+        module = call.module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def is_first(self, x: Tensor) -> bool:
+        """Whether this input has the sizes of the first call."""
+        self.sizes = x.shape if self.sizes is None else self.sizes
+        return x.shape == self.sizes
+
     def function(self, x: Tensor, place: int, way: int) -> Callable:
         """The function at a place in the row of those for this input's sizes and one of _WAYS."""
-        if self.sizes is None:
-            self.sizes = x.shape
-        first = x.shape == self.sizes
-        functions = self.functions.setdefault((first, way), [])
+        functions = self.functions.setdefault((first := self.is_first(x), way), [])
         if place == len(functions):
-            functions.append(_compiled(self.name, _compile_graph, way, dynamic=None if first else True))
+            functions.append(_compiled(self.name, self.compile_graph, way, dynamic=None if first else True))
         return functions[place]
 
 
@@ -228,12 +240,6 @@ class CompiledCall:
             if own is not None and own != self.forward:
                 module.__dict__["forward"] = own
 
-    def patch_config(self, until_compiled: contextlib.ExitStack) -> None:
-        """Guards on hooks, and keeps graphs whole where lengths are read."""
-        until_compiled.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
-        if self.way == 1:
-            until_compiled.enter_context(lengths_as_symbols())
-
     def forward(self, *args, **kwargs):
         """The module's forward, compiled where it can be."""
         module, x = self.module(), _first_tensor(args, kwargs)
@@ -241,15 +247,17 @@ class CompiledCall:
         failed = self.failed.get(mode, [])
         self.way, self.ran = len(failed), []
         self.why = why_library(x, args, kwargs) or (None if self.way < self.ways else failed[0])
+        if self.why is not None:
+            return self.group.run_library(self, args, kwargs)
         before, _thread.call = _thread.call, self
         _watch_dynamo()
         try:
-            if self.why is not None:
-                return type(module).forward(module, *args, **kwargs)
             if batch_invariant():  # which has switched torch.compile off, but its graphs here run eagerly
                 with torch.compiler.set_stance("default"):
                     return self._run(module, x, args, kwargs)
             return self._run(module, x, args, kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self.why = "there are as many graphs of such layers as there may be"
         except torch._dynamo.exc.TorchDynamoException as error:  # the library's code says what is wrong with the input
             self.why = f"it cannot be captured ({str(error).strip().splitlines()[0]})"
             if not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
@@ -264,15 +272,13 @@ class CompiledCall:
             self.why = "an image has one token"
         finally:
             _thread.call = before
-        return type(module).forward(module, *args, **kwargs)
+        return self.group.run_library(self, args, kwargs)
 
     def _run(self, module: nn.Module, x: Tensor, args: tuple, kwargs: dict):
-        for place in range(FUNCTIONS):
-            try:
+        for place in range(FUNCTIONS - 1):
+            with contextlib.suppress(torch._dynamo.exc.FailOnRecompileLimitHit):
                 return self.group.function(x, place, self.way)(module, args, kwargs)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:
-                self.why = "there are as many graphs of such layers as there may be"
-        return type(module).forward(module, *args, **kwargs)
+        return self.group.function(x, FUNCTIONS - 1, self.way)(module, args, kwargs)
 
     def entries(self) -> list[Entry] | None:
         """Entries on the last call, or on a first one; None where only a call can tell."""
