@@ -150,8 +150,8 @@ def shares(rows: list[list[str]]) -> str:
     for i, door in enumerate(("accelerated", "compiled")):
         halves = [re.findall(r"(\d+) of (\d+)", cell) for cells in rows for cell in cells[1:3] if " of " in cell]
         done, of = (sum(int(each[min(i, len(each) - 1)][j]) for each in halves) for j in range(2))
-        texts.append(f"{door}: {done} of {of} ({done / of:.1%})")
-    return f"Blocks that an operation could compute and that are replaced whole, {', '.join(texts)}."
+        texts.append(f"{door} {done} of {of} ({done / of:.1%})")
+    return f"Blocks with an operation's mathematics, replaced whole: {', '.join(texts)}."
 
 
 @torch.no_grad()

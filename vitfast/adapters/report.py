@@ -59,8 +59,8 @@ class Report(Replacements[Entry]):
 
 
 def _call_of(module: nn.Module) -> Any:
-    """The call that runs in place of a module's own code; this file does not import its class, which takes a second."""
-    return module._compiled_call_impl
+    """The call that runs in place of a module's own code."""
+    return module._compiled_call_impl  # to import its class takes a second
 
 
 def _entries(name: str, module: nn.Module) -> list[Entry]:

@@ -233,7 +233,7 @@ def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, i
 
 
 def _follow_guards(symbols: dict[Any, int], known: Collection[Any], guards: list) -> None:
-    """Gives other lengths what they equal in all calls: the tokens of an image of two sides are those of x."""
+    """Gives other lengths what they equal in all calls, as the tokens of an image do those of x."""
     equal = [guard.expr.args for guard in guards if guard.expr.func is Eq]
     for length, other in (pair for pair in equal for pair in (pair, pair[::-1])):
         if length not in known and (other in known or other.is_number):

@@ -104,7 +104,7 @@ class _PackedGraph:
 
 
 class _PackedGroup(Group):
-    """Compiled code that layers share for packed tokens, of any number; there is no library's code for these."""
+    """Compiled code that layers share for packed tokens, which the library's code cannot take."""
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
         run = super().compile_graph(module, inputs)
@@ -248,7 +248,7 @@ def _naflexvit(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Fo
 
 
 def _siglip2(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Found:
-    """Runs the encoder in SigLIP 2's vision model. That of texts is left, as they may read a token of padding."""
+    """Runs the encoder in SigLIP 2's vision model; that of texts is left, as these may read padding."""
     kwargs = dict(zip(("inputs_embeds", "attention_mask"), args)) | kwargs
     x, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
     if mask is None:

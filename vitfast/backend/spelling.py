@@ -72,7 +72,7 @@ def _fix_numbers(graph: Graph) -> None:
 
 
 def _list_sizes(graph: Graph) -> None:
-    """Gives reshapes the lengths of a tensor one by one, in place of its size: a region reads numbers alone."""
+    """Gives reshapes the lengths of a tensor one by one in place of its size, which no region reads."""
     for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
         readers = [user for user in node.users if name_of(user) in RESHAPES and user.args[1:] == (node,)]
         if not readers:
