@@ -1,5 +1,7 @@
 """Models of timm, transformers and torchvision through the backend: blocks replaced, outputs and gradients equal."""
 
+from collections import Counter
+
 import pytest
 import timm
 import torch
@@ -176,3 +178,20 @@ def test_the_eps_of_a_norm_that_is_written_out_is_constant_in_dynamic_shapes():
         layer.attention_norm.variance_epsilon = layer.ffn_norm.variance_epsilon = eps
         torch.testing.assert_close(compiled(x), call(x), atol=1e-9, rtol=1e-9)
         assert {e.kind for e in backend.report().replaced} == {"attention block", "gated MLP block"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", [1, 3])
+def test_rotary_positions_of_images_of_any_size(prefix):
+    """How many tokens come before those that are turned, and how many are turned, only a call knows."""
+    torch.manual_seed(0)
+    model = (
+        randomize(of_transformers("DINOv3ViT", intermediate_size=64, num_register_tokens=prefix - 1)).double().eval()
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="vitfast", dynamic=True, options={"inner": "eager"})
+    for sizes in ((2, 32, 48), (3, 64, 32), (5, 16, 96)):
+        x = torch.randn(sizes[0], 3, *sizes[1:]).double()
+        torch.testing.assert_close(compiled(x)[0], model(x)[0], atol=1e-9, rtol=1e-9)
+        kinds = Counter(e.kind for e in backend.report().replaced)
+        assert kinds["attention block"] == kinds["MLP block"] == 2 and not backend.report().left

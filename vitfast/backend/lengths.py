@@ -196,10 +196,12 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
     lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
     cuts = any(name_of(node) == "conv2d" for node in region.nodes)
     sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
-    known = _unequal(lengths, sides)
+    guards = lengths[0].node.shape_env.guards if lengths else []
+    equal = [pair for guard in guards if guard.expr.func is Eq for pair in (guard.expr.args, guard.expr.args[::-1])]
+    known = _unequal(lengths, sides, equal)
     fitted = {n.node.expr: size(n) for n in lengths if n.node.expr in sides}  # those that positions may demand
     samples = tensor_of(region.source).shape[0]
-    free = {s for n in lengths for s in n.node.expr.free_symbols} - known.keys()
+    free = {s for n in lengths for s in n.node.expr.subs(known).free_symbols}
     free |= set() if isinstance(samples, int) else samples.node.expr.free_symbols
     moved = _moved(fewer, known, lengths)
     fixed = {n: few for n, few in fewer.items() if isinstance(n, int)}
@@ -211,33 +213,30 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
         if numbers.samples + i not in symbols.values()
     ]
     sizes = {n.node.expr for n in lengths}
-    for way in ways if lengths else ():
-        _follow_guards(way.symbols, known, lengths[0].node.shape_env.guards)
+    for way, (length, other) in itertools.product(ways, equal):  # the tokens of an image are those of x, for example
+        if length not in known and (other in known or other.is_number):
+            way.symbols[length] = way.symbols[other] if other in known else int(other)
     ways = [way for way in ways if all(expr.subs(way.symbols) > 1 for expr in sizes)]
     if not ways:
         raise Unrecognised("the lengths are none of few samples")
     return ways
 
 
-def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, int]:
-    """Other lengths for symbols, those of images by whole patches.
+def _unequal(lengths: list[torch.SymInt], sides: Collection[Any], equal: list[tuple]) -> dict[Any, int]:
+    """Other numbers for the lengths that neither others nor guards determine, those of images by whole patches.
 
     Two that are equal in this call become unequal; of others the longer one stays so, by two at least.
     """
     found: dict[Any, int] = {}
-    for i, n in enumerate(sorted({n.node.expr: n for n in lengths if n.node.expr.is_symbol}.values(), key=size)):
+    for expr in sorted({n.node.expr for n in lengths}, key=lambda expr: expr.count_ops()):  # symbols first
+        told = any(length == expr and (other in found or other.is_number) for length, other in equal)
+        if expr.subs(found).free_symbols and not told:
+            found[expr] = 10**6 + len(found)  # so large that no quotient is zero
+    for i, n in enumerate(sorted({n.node.expr: n for n in lengths if n.node.expr in found}.values(), key=size)):
         step = size(n) if n.node.expr in sides else 1
         longer = itertools.count(size(n) + (1 + 2 * i) * step, step)
         found[n.node.expr] = next(length for length in longer if length not in found.values())
     return found
-
-
-def _follow_guards(symbols: dict[Any, int], known: Collection[Any], guards: list) -> None:
-    """Gives other lengths what they equal in all calls, as the tokens of an image do those of x."""
-    equal = [guard.expr.args for guard in guards if guard.expr.func is Eq]
-    for length, other in (pair for pair in equal for pair in (pair, pair[::-1])):
-        if length not in known and (other in known or other.is_number):
-            symbols[length] = symbols[other] if other in known else int(other)
 
 
 def _moved(fewer: dict[Any, int], known: dict[Any, int], lengths: list[torch.SymInt]) -> dict[Any, int]:
@@ -248,6 +247,5 @@ def _moved(fewer: dict[Any, int], known: dict[Any, int], lengths: list[torch.Sym
         near = [s for s in known if hints[tokens] - MOST_PREFIX <= hints[s] <= hints[tokens]]
         moved = {s: few - 2 * i for i, s in enumerate(sorted(near, key=lambda s: (s is not tokens, -hints[s])))}
     else:  # a number more than patches
-        symbols = tokens.free_symbols if isinstance(tokens, Expr) else ()
-        moved = {s: few - int(tokens - s) for s in symbols if s in known and (tokens - s).is_number}
+        moved = {s: few - int(tokens - s) for s in known if isinstance(tokens, Expr) and (tokens - s).is_number}
     return {} if {*known.values()} & {*moved.values()} else moved
