@@ -15,10 +15,10 @@ def install(model: nn.Module, parts: list[Part], residual_in_fp32: bool | None, 
     for part in parts:
         group = groups.get(part.group)
         if group is None:
-            group = groups[part.group] = Group(type(part.module).__name__, chosen)
+            group = groups[part.group] = Group(type(part.module).__name__, chosen, part.is_layer)
         call = part.module._compiled_call_impl
         if call is None or isinstance(call, CompiledCall):  # else the user's own
-            part.module._compiled_call_impl = CompiledCall(part.module, group, part.is_layer)
+            part.module._compiled_call_impl = CompiledCall(part.module, group)
     if not groups:
         return
     if pack:

@@ -53,8 +53,11 @@ def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None,
     return compiler(module, inputs)
 
 
-def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Report:
-    """Rewrites a captured graph in place, and reports on it; an error leaves the rest as it is."""
+def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL, is_probe: bool = False) -> Report:
+    """Rewrites a captured graph in place, and reports on it; an error leaves the rest as it is.
+
+    is_probe: whether the graph will not run, so that `report` leaves it out.
+    """
     if chosen.keep not in get_args(Keep):
         raise ValueError(f"vitfast backend: keep must be 'least' or 'all', got {chosen.keep!r}")
     if chosen.residual_in_fp32 not in (None, True, False):
@@ -69,8 +72,9 @@ def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL) -> Re
         module.recompile()  # each replacement is whole, or was undone
     finally:
         choices.reset(before)
-    _reports.append(done)
-    _log.info("vitfast backend: %s", done.summary())
+    if not is_probe:
+        _reports.append(done)
+        _log.info("vitfast backend: %s", done.summary())
     return done
 
 

@@ -7,6 +7,7 @@ Dynamo's guards see what was changed since: replaced modules (LoRA), hooks, othe
 import contextlib
 import inspect
 import itertools
+import sys
 import threading
 import types
 import weakref
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
@@ -31,6 +33,7 @@ from .reports import Entry, Report
 _TOLD = "recompile_limit" in inspect.signature(torch.compile).parameters
 FUNCTIONS, _LIMIT = (1, dict(recompile_limit=64)) if _TOLD else (8, {})
 _KNOWN = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, tuple, list)
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _count = itertools.count()
 _compiling = contextlib.ExitStack()  # what is set while Dynamo compiles a part
 
@@ -107,7 +110,7 @@ class _Decided(Exception):
 
 def _capture_graph(module: GraphModule, inputs: list) -> Callable:
     """The backend that finds out what would be replaced, and computes nothing."""
-    report = replace_blocks(module, _thread.call.group.choices)
+    report = replace_blocks(module, _thread.call.group.choices, is_probe=True)
 
     def call(*_):
         _thread.call.ran.append(report)
@@ -144,10 +147,13 @@ def forget_others() -> None:
 
 
 class Group:
-    """Compiled code that modules share: for the sizes of the first call, and for all others."""
+    """Compiled code that modules share: for the sizes of the first call, and for all others.
 
-    def __init__(self, name: str, choices: Choices):
-        self.name, self.choices = name, choices
+    is_layer: whether these are encoder layers.
+    """
+
+    def __init__(self, name: str, choices: Choices, is_layer: bool = True):
+        self.name, self.choices, self.is_layer = name, choices, is_layer
         self.sizes: torch.Size | None = None
         self.functions: dict[tuple[bool, int], list[Callable]] = {}
         self.capture: Callable | None = None
@@ -174,9 +180,12 @@ class Group:
         return type(module).forward(module, *args, **kwargs)
 
     def is_first(self, x: Tensor) -> bool:
-        """Whether this input has the sizes of the first call."""
+        """Whether this input has the sizes of the first call, or of layers on images: Dynamo sees which sizes change.
+
+        It takes half a minute for a layer of windows whose sides are unknown.
+        """
         self.sizes = x.shape if self.sizes is None else self.sizes
-        return x.shape == self.sizes
+        return x.shape == self.sizes or (self.is_layer and x.dim() == 4)
 
     def function(self, x: Tensor, place: int, way: int) -> Callable:
         """The function at a place in the row of those for this input's sizes and one of _WAYS."""
@@ -184,6 +193,10 @@ class Group:
         if place == len(functions):
             functions.append(_compiled(self.name, self.compile_graph, way, dynamic=None if first else True))
         return functions[place]
+
+
+def _is_device(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, DeviceContext)
 
 
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
@@ -194,10 +207,14 @@ def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
 
 def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
     """Why a call runs the library's own code; None where it is compiled."""
+    if torch._C._len_torch_function_stack() and not all(map(_is_device, _get_current_function_mode_stack())):
+        return "a TorchFunctionMode is at work"
     if x is None or type(x) not in (Tensor, nn.Parameter) or x.is_nested:
         return "its input is no tensor" if x is None else f"its input is a {type(x).__name__}"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is at work"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is at work"
     if _has_any_global_hook():
         return "a hook on all modules is set"
     for value in (*args, *kwargs.values()):
@@ -206,45 +223,72 @@ def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
     return None
 
 
+def replica_of(module: nn.Module | None, caller: types.FrameType) -> nn.Module | None:
+    """The module that was called with the attributes of this one, as nn.DataParallel's replicas are."""
+    called = caller.f_locals["self"] if caller.f_code is _WRAPPED_CALL else module
+    return None if called is module else called
+
+
+class _Forward:
+    """A call's `forward`, for the time of a module's hooks; in copies that hooks make, it is the class's."""
+
+    def __init__(self, call: "CompiledCall"):
+        self.call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.call.forward(*args, **kwargs)
+
+    def __reduce__(self):
+        return getattr, (self.call.module(), "forward")
+
+
+def _text_of(error: Exception) -> str:
+    return f"it cannot be captured ({str(error).strip().splitlines()[0]})"
+
+
 class CompiledCall:
     """The call that runs in place of a module's own code.
 
     ran: the reports on the graphs of the last call, captured in a way of _WAYS. why: why the last call ran the
-    library's code. failed: by the module's mode, why ways fail, which are not tried again.
+    library's code. failed: by the module's mode and hooks, why ways fail, which are not tried again.
     """
 
-    def __init__(self, module: nn.Module, group: Group, is_layer: bool):
-        self.module, self.group, self.ways, self.way = weakref.ref(module), group, len(_WAYS) if is_layer else 1, 0
+    def __init__(self, module: nn.Module, group: Group):
+        self.module, self.group = weakref.ref(module), group
+        self.ways, self.way = len(_WAYS) if group.is_layer else 1, 0
         self.ran: list[Report] = []
         self.why: str | None = None
-        self.failed: dict[tuple[bool, bool], list[str]] = {}
+        self.failed: dict[tuple, list[str]] = {}
+        self.around_forward = _Forward(self)
 
     def __call__(self, *args, **kwargs):
         module = self.module()
         if torch.compiler.is_compiling():  # what compiles the model around it has its graph rewritten, or exports it
             return module._call_impl(*args, **kwargs)
+        if (replica := replica_of(module, sys._getframe(1))) is not None:
+            return replica._call_impl(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             self.ran, self.why = [], "torch.jit.trace is at work"
             return module._call_impl(*args, **kwargs)
         own = module.__dict__.get("forward")
-        if own_forward(module) and own != self.forward:
+        if own_forward(module) and own is not self.around_forward:
             self.ran, self.why = [], "it has a forward of its own, set on the instance"
             return module._call_impl(*args, **kwargs)
         if not _has_hooks(module):
             return self.forward(*args, **kwargs)
-        module.__dict__["forward"] = self.forward  # its hooks run as ever, around the compiled code
+        module.__dict__["forward"] = self.around_forward  # its hooks run as ever, around the compiled code
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            module.__dict__.pop("forward", None)
-            if own is not None and own != self.forward:
-                module.__dict__["forward"] = own
+            if module.__dict__.get("forward") is self.around_forward:  # a hook may have set another one
+                del module.__dict__["forward"]
+                if own is not None and own is not self.around_forward:
+                    module.__dict__["forward"] = own
 
     def forward(self, *args, **kwargs):
         """The module's forward, compiled where it can be."""
         module, x = self.module(), _first_tensor(args, kwargs)
-        mode = module.training, torch.is_grad_enabled()
-        failed = self.failed.get(mode, [])
+        failed = self.failed.get(_mode_of(module), []) if self.failed else []
         self.way, self.ran = len(failed), []
         self.why = why_library(x, args, kwargs) or (None if self.way < self.ways else failed[0])
         if self.why is not None:
@@ -258,12 +302,10 @@ class CompiledCall:
             return self._run(module, x, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self.why = "there are as many graphs of such layers as there may be"
-        except torch._dynamo.exc.TorchDynamoException as error:  # the library's code says what is wrong with the input
-            self.why = f"it cannot be captured ({str(error).strip().splitlines()[0]})"
-            if not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
-                self.failed[mode] = [*failed, self.why]
-                if len(failed) + 1 < self.ways:
-                    return self.forward(*args, **kwargs)
+        except torch._dynamo.exc.TorchRuntimeError as error:  # the library's code says what is wrong with the input
+            self.why = _text_of(error)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            return self._run_next_way(module, _text_of(error), args, kwargs)
         except _Uncompiled:
             self.why = "torch.compile is switched off here"
         except RuntimeError as error:  # of a graph whose lengths must be above one
@@ -273,6 +315,17 @@ class CompiledCall:
         finally:
             _thread.call = before
         return self.group.run_library(self, args, kwargs)
+
+    def _run_next_way(self, module: nn.Module, why: str, args: tuple, kwargs: dict):
+        """Runs the next way and remembers why, unless the library's code raises an error too."""
+        failed = self.failed.setdefault(_mode_of(module), [])
+        place = len(failed)
+        failed.append(why)
+        try:
+            return self.forward(*args, **kwargs)
+        except BaseException:
+            del failed[place:]
+            raise
 
     def _run(self, module: nn.Module, x: Tensor, args: tuple, kwargs: dict):
         for place in range(FUNCTIONS - 1):
@@ -285,13 +338,13 @@ class CompiledCall:
         if not self.ran and self.why is None:
             ran = self._captured()
             return None if ran is None else list(ran)
-        whys = [failed[-1] for failed in self.failed.values() if self.way == PIECES]
+        whys = [failed[-1] for failed in self.failed.values() if failed and self.way == PIECES]
         cut = [Entry("whole", "", f"{why}; pieces are compiled") for why in whys[:1]]
         return [*cut, *(entry for report in self.ran for entry in report)]
 
     def _captured(self) -> Report | None:
         """The report on the graph of tokens in the module's width, without a call."""
-        module, probe = self.module(), CompiledCall(self.module(), self.group, True)
+        module, probe = self.module(), CompiledCall(self.module(), self.group)
         vectors = [p for p in module.parameters() if p.dim() == 1]
         if not vectors or any(isinstance(m, nn.Conv2d) for m in module.modules()):
             return None
@@ -309,4 +362,9 @@ class CompiledCall:
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or _has_any_global_hook()
+    return bool(hooks or _has_any_global_hook())
+
+
+def _mode_of(module: nn.Module) -> tuple[bool, bool, int]:
+    """Where a way fails, another may not: (training, gradients, modules with hooks)."""
+    return module.training, torch.is_grad_enabled(), sum(map(_has_hooks, module.modules()))

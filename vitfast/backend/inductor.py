@@ -52,6 +52,7 @@ def _source() -> str:
 
 
 _pass = Rewrite()
+_timing_before = "default"
 
 
 def _passes() -> list:
@@ -62,24 +63,27 @@ def _passes() -> list:
 
 def add(model: nn.Module, chosen: Choices) -> None:
     """Rewrites the graphs of a model from now on."""
+    global _timing_before
     _models[model] = chosen
-    if hasattr(inductor, _TIMING):
-        setattr(inductor, _TIMING, "early")
     passes = _passes()
-    if not any(isinstance(each, (Rewrite, _Both)) for each in passes):
-        inductor.pre_grad_custom_pass = _Both(passes) if passes else _pass
+    if any(isinstance(each, (Rewrite, _Both)) for each in passes):
+        return
+    inductor.pre_grad_custom_pass = _Both(passes) if passes else _pass
+    if hasattr(inductor, _TIMING):
+        _timing_before = getattr(inductor, _TIMING)
+        setattr(inductor, _TIMING, "early")
 
 
 def discard(model: nn.Module) -> None:
     """Leaves the graphs of a model; after the last one the pass is taken out."""
-    _models.pop(model, None)
-    if not _models:
-        if hasattr(inductor, _TIMING):
-            setattr(inductor, _TIMING, "default")
-        (found,) = _passes() or [None]
-        if isinstance(found, _Both):
-            found = found.others[0] if len(found.others) == 1 else found.others
-        inductor.pre_grad_custom_pass = None if found is _pass else found
+    was = _models.pop(model, None)
+    if was is None or _models:
+        return
+    left = [other for each in _passes() for other in (each.others if isinstance(each, _Both) else [each])]
+    left = [each for each in left if each is not _pass]
+    inductor.pre_grad_custom_pass = left if len(left) > 1 else left[0] if left else None
+    if hasattr(inductor, _TIMING):
+        setattr(inductor, _TIMING, _timing_before)
 
 
 class _Both(CustomGraphPass):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
-from .eager import CompiledCall, Group
+from .eager import CompiledCall, Group, replica_of
 from .packed import packed_of, use_offsets
 from .parts import Choices
 
@@ -125,7 +125,7 @@ class PackableCall(CompiledCall):
     """A layer's call, with padded or with packed tokens."""
 
     def __init__(self, call: CompiledCall, group: _PackedGroup):
-        vars(self).update(vars(call), packed=CompiledCall(call.module(), group, False))
+        vars(self).update(vars(call), packed=CompiledCall(call.module(), group))
 
     def forward(self, *args, **kwargs):
         if packed_of(*args, *kwargs.values()) is None:
@@ -176,8 +176,8 @@ class Tower:
 
     def __call__(self, *args, **kwargs):
         module = self.module()
-        if torch.compiler.is_compiling():
-            return module._call_impl(*args, **kwargs)
+        if torch.compiler.is_compiling() or (replica := replica_of(module, sys._getframe(1))) is not None:
+            return (module if torch.compiler.is_compiling() else replica)._call_impl(*args, **kwargs)
         weight = next(module.parameters())
         self.why = self.unsupported(module)
         if self.why is None:
@@ -321,7 +321,7 @@ def _towers_of(model: nn.Module) -> Iterator[Tower]:
 def add(model: nn.Module, choices: Choices) -> None:
     """Packs the tokens of the towers in a model, after its layers have got calls of ours."""
     for tower in (towers := list(_towers_of(model))):
-        group = _PackedGroup("packed", choices)
+        group = _PackedGroup("packed", choices, is_layer=False)
         for layer in tower.layers():
             if isinstance(call := layer._compiled_call_impl, CompiledCall):
                 layer._compiled_call_impl = PackableCall(call, group)
