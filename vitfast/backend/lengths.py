@@ -194,11 +194,34 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
         n for node in (*region.inputs, *region.nodes) for n in getattr(value_of(node), "shape", [value_of(node)])
     ]
     lengths = [n for n in lengths if isinstance(n, torch.SymInt)]
-    cuts = any(name_of(node) == "conv2d" for node in region.nodes)
-    sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
     guards = lengths[0].node.shape_env.guards if lengths else []
     equal = [pair for guard in guards if guard.expr.func is Eq for pair in (guard.expr.args, guard.expr.args[::-1])]
-    known = _unequal(lengths, sides, equal)
+    sizes = {n.node.expr for n in lengths}
+    for known in ({n for n in sizes if n.is_symbol}, _undetermined(sizes, equal)):
+        ways = _ways(region, numbers, fewer, [n for n in lengths if n.node.expr in known], lengths, equal)
+        ways = [way for way in ways if all(expr.subs(way.symbols) > 1 for expr in sizes)]
+        if ways:
+            return ways
+    raise Unrecognised("the lengths are none of few samples")
+
+
+def _undetermined(sizes: set[Any], equal: list[tuple]) -> dict[Any, int]:
+    """The lengths that neither others nor guards determine, as where tokens follow from the sides of an image."""
+    found: dict[Any, int] = {}
+    for expr in sorted(sizes, key=lambda expr: expr.count_ops()):
+        told = any(length == expr and (other in found or other.is_number) for length, other in equal)
+        if expr.subs(found).free_symbols and not told:
+            found[expr] = 10**6 + len(found)  # so large that no quotient is zero
+    return found
+
+
+def _ways(
+    region: Region, numbers: Numbers, fewer: dict[Any, int], changed: list, lengths: list, equal: list[tuple]
+) -> list[Lengths]:
+    """Numbers for all lengths, of which these are changed and the others follow."""
+    cuts = any(name_of(node) == "conv2d" for node in region.nodes)
+    sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
+    known = _unequal(changed, sides)
     fitted = {n.node.expr: size(n) for n in lengths if n.node.expr in sides}  # those that positions may demand
     samples = tensor_of(region.source).shape[0]
     free = {s for n in lengths for s in n.node.expr.subs(known).free_symbols}
@@ -212,27 +235,19 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
         for i in range(16 if free else 1)
         if numbers.samples + i not in symbols.values()
     ]
-    sizes = {n.node.expr for n in lengths}
-    for way, (length, other) in itertools.product(ways, equal):  # the tokens of an image are those of x, for example
+    for way, (length, other) in itertools.product(ways, equal):
         if length not in known and (other in known or other.is_number):
             way.symbols[length] = way.symbols[other] if other in known else int(other)
-    ways = [way for way in ways if all(expr.subs(way.symbols) > 1 for expr in sizes)]
-    if not ways:
-        raise Unrecognised("the lengths are none of few samples")
     return ways
 
 
-def _unequal(lengths: list[torch.SymInt], sides: Collection[Any], equal: list[tuple]) -> dict[Any, int]:
-    """Other numbers for the lengths that neither others nor guards determine, those of images by whole patches.
+def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, int]:
+    """Other numbers for lengths, those of images by whole patches.
 
     Two that are equal in this call become unequal; of others the longer one stays so, by two at least.
     """
     found: dict[Any, int] = {}
-    for expr in sorted({n.node.expr for n in lengths}, key=lambda expr: expr.count_ops()):  # symbols first
-        told = any(length == expr and (other in found or other.is_number) for length, other in equal)
-        if expr.subs(found).free_symbols and not told:
-            found[expr] = 10**6 + len(found)  # so large that no quotient is zero
-    for i, n in enumerate(sorted({n.node.expr: n for n in lengths if n.node.expr in found}.values(), key=size)):
+    for i, n in enumerate(sorted({n.node.expr: n for n in lengths}.values(), key=size)):
         step = size(n) if n.node.expr in sides else 1
         longer = itertools.count(size(n) + (1 + 2 * i) * step, step)
         found[n.node.expr] = next(length for length in longer if length not in found.values())
