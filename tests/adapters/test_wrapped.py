@@ -127,6 +127,19 @@ def test_the_pass_comes_and_goes_with_the_models():
     inductor.pre_grad_custom_pass = None
 
 
+@pytest.mark.skipif(not hasattr(inductor, "pre_grad_pass_timing"), reason="torch 2.11 has one pass, and runs it early")
+def test_a_list_of_passes_and_their_timing_are_put_back(monkeypatch):
+    own = [Own(), Own()]
+    monkeypatch.setattr(inductor, "pre_grad_custom_pass", own)
+    monkeypatch.setattr(inductor, "pre_grad_pass_timing", "late")
+    vitfast.restore(nn.Linear(3, 3))
+    assert inductor.pre_grad_custom_pass is own and inductor.pre_grad_pass_timing == "late"
+    model = vitfast.accelerate(timm_vit(**TINY))
+    assert inductor.pre_grad_pass_timing == "early"
+    vitfast.restore(model)
+    assert inductor.pre_grad_custom_pass == own and inductor.pre_grad_pass_timing == "late"
+
+
 @pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
 @pytest.mark.parametrize("make", [lambda: timm_vit(drop_path_rate=0.5), hf_vit], ids=["timm", "Hugging Face"])
 def test_checkpointing_gives_the_same_bits(make):

@@ -61,13 +61,17 @@ def _passes() -> list:
     return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
 
 
+def _is_in() -> bool:
+    return any(isinstance(each, (Rewrite, _Both)) for each in _passes())
+
+
 def add(model: nn.Module, chosen: Choices) -> None:
     """Rewrites the graphs of a model from now on."""
     global _timing_before
     _models[model] = chosen
-    passes = _passes()
-    if any(isinstance(each, (Rewrite, _Both)) for each in passes):
+    if _is_in():
         return
+    passes = _passes()
     inductor.pre_grad_custom_pass = _Both(passes) if passes else _pass
     if hasattr(inductor, _TIMING):
         _timing_before = getattr(inductor, _TIMING)
@@ -76,8 +80,8 @@ def add(model: nn.Module, chosen: Choices) -> None:
 
 def discard(model: nn.Module) -> None:
     """Leaves the graphs of a model; after the last one the pass is taken out."""
-    was = _models.pop(model, None)
-    if was is None or _models:
+    _models.pop(model, None)
+    if _models or not _is_in():
         return
     left = [other for each in _passes() for other in (each.others if isinstance(each, _Both) else [each])]
     left = [each for each in left if each is not _pass]
