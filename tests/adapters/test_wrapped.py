@@ -128,16 +128,15 @@ def test_the_pass_comes_and_goes_with_the_models():
 
 
 @pytest.mark.skipif(not hasattr(inductor, "pre_grad_pass_timing"), reason="torch 2.11 has one pass, and runs it early")
-def test_a_list_of_passes_and_their_timing_are_put_back(monkeypatch):
+def test_a_list_of_passes_and_their_timing_are_put_back():
     own = [Own(), Own()]
-    monkeypatch.setattr(inductor, "pre_grad_custom_pass", own)
-    monkeypatch.setattr(inductor, "pre_grad_pass_timing", "late")
-    vitfast.restore(nn.Linear(3, 3))
-    assert inductor.pre_grad_custom_pass is own and inductor.pre_grad_pass_timing == "late"
-    model = vitfast.accelerate(timm_vit(**TINY))
-    assert inductor.pre_grad_pass_timing == "early"
-    vitfast.restore(model)
-    assert inductor.pre_grad_custom_pass == own and inductor.pre_grad_pass_timing == "late"
+    with inductor.patch(pre_grad_custom_pass=own, pre_grad_pass_timing="late"):
+        vitfast.restore(nn.Linear(3, 3))
+        assert inductor.pre_grad_custom_pass is own and inductor.pre_grad_pass_timing == "late"
+        model = vitfast.accelerate(timm_vit(**TINY))
+        assert inductor.pre_grad_pass_timing == "early"
+        vitfast.restore(model)
+        assert inductor.pre_grad_custom_pass == own and inductor.pre_grad_pass_timing == "late"
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
