@@ -131,6 +131,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 def laid_out(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """x with its axes in this order in memory, the outermost first."""
+    if [*axes] == [*range(x.dim())]:
+        return x.contiguous()
     return x.permute(axes).contiguous().permute([axes.index(i) for i in range(x.dim())])
 
 
