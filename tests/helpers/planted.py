@@ -90,8 +90,8 @@ Inductor's pass rewrites every model | backend/inductor.py | adapters/test_wrapp
 - if key in found
 + if found
 a pass that stays after the last model | backend/inductor.py | adapters/test_wrapped.py -k comes_and_goes
-- if not _models:
-+ if False:
+- if _models or not _is_in():
++ if True:
 a report that leaves out why the library ran | adapters/report.py | adapters/test_changed_models.py -k global_hooks
 - if call.why is not None:
 + if False:

@@ -180,9 +180,9 @@ class Group:
         return type(module).forward(module, *args, **kwargs)
 
     def is_first(self, x: Tensor) -> bool:
-        """Whether this input has the sizes of the first call, or of layers on images: Dynamo sees which sizes change.
+        """Whether this input has the sizes of the first call, or is of layers on images.
 
-        It takes half a minute for a layer of windows whose sides are unknown.
+        Dynamo sees itself which of their sizes change: all at once take half a minute for a layer of windows.
         """
         self.sizes = x.shape if self.sizes is None else self.sizes
         return x.shape == self.sizes or (self.is_layer and x.dim() == 4)

@@ -206,7 +206,7 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
 
 
 def _undetermined(sizes: set[Any], equal: list[tuple]) -> dict[Any, int]:
-    """The lengths that neither others nor guards determine, as where tokens follow from the sides of an image."""
+    """The lengths that neither others nor guards determine: of an image's tokens, its sides."""
     found: dict[Any, int] = {}
     for expr in sorted(sizes, key=lambda expr: expr.count_ops()):
         told = any(length == expr and (other in found or other.is_number) for length, other in equal)

@@ -125,7 +125,8 @@ class PackableCall(CompiledCall):
     """A layer's call, with padded or with packed tokens."""
 
     def __init__(self, call: CompiledCall, group: _PackedGroup):
-        vars(self).update(vars(call), packed=CompiledCall(call.module(), group))
+        super().__init__(call.module(), call.group)
+        self.packed = CompiledCall(call.module(), group)
 
     def forward(self, *args, **kwargs):
         if packed_of(*args, *kwargs.values()) is None:
@@ -196,7 +197,11 @@ class Tower:
 
     def _compare(self, out, packed: Packed | None, padded: Callable) -> None:
         """Refuses graphs whose first output is not that of padded tokens."""
-        new = [] if packed is None else [graph for graph in packed.graphs if not graph.is_tried]
+        if packed is None:
+            return
+        if len(packed.graphs) < len(self.layers()):  # one that ran without offsets has mixed the samples
+            raise Refused("not all of its layers ran on packed tokens")
+        new = [graph for graph in packed.graphs if not graph.is_tried]
         if not new:
             return
         with torch.random.fork_rng([packed.offsets.device] if packed.offsets.is_cuda else []), torch.no_grad():
