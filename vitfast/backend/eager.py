@@ -243,7 +243,8 @@ class _Forward:
 
 
 def _text_of(error: Exception) -> str:
-    return f"it cannot be captured ({str(error).strip().splitlines()[0]})"
+    first = str(error).strip().partition("\n")[0]
+    return f"it cannot be captured ({first or type(error).__name__})"
 
 
 class CompiledCall:
