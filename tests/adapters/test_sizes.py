@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 
 import pytest
+import timm
 import torch
 from adapter_models import IMAGES, assert_same, counted, hf_vit, left, pair, report, timm_vit
 from checks import assert_close
@@ -19,8 +20,8 @@ def compiled(monkeypatch):
     """How many graphs have attention blocks: of one layer each."""
     found, rewrite = [], eager.replace_blocks
 
-    def counted_rewrite(*arguments):
-        done = rewrite(*arguments)
+    def counted_rewrite(*arguments, **keywords):
+        done = rewrite(*arguments, **keywords)
         found.extend(entry for entry in done if entry.kind == "attention block")
         return done
 
@@ -70,6 +71,27 @@ def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
     for size in ((1, 16, 16), (1, 24, 16), (3, 24, 24)):
         check(*size)
     assert len(compiled) <= 3 and not left(model)
+
+
+def test_windows_of_another_batch_keep_their_sides_as_numbers(monkeypatch):
+    """Dynamo takes half a minute for Swin's layers where all lengths are symbols."""
+    lengths, rewrite = [], eager.replace_blocks
+
+    def watched(graph, *arguments, **keywords):
+        shapes = [node.meta["example_value"].shape for node in graph.graph.nodes if node.name == "l_args_0_"]
+        lengths.extend([isinstance(n, int) for n in shape] for shape in shapes)
+        return rewrite(graph, *arguments, **keywords)
+
+    monkeypatch.setattr(eager, "replace_blocks", watched)
+    swin = timm.models.swin_transformer.SwinTransformer(
+        img_size=32, patch_size=4, window_size=4, embed_dim=16, depths=(2,), num_heads=(2,), num_classes=3
+    )
+    model, original = pair(swin.eval())
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            x = torch.randn(batch, 3, 32, 32)
+            assert_close(model(x), original(x), atol=1e-5)
+    assert lengths.count([False, True, True, True]) == 2, "once for each of two kinds of layers"
 
 
 def few(monkeypatch) -> None:

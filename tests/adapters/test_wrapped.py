@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import vitfast
 from vitfast import backend
+from vitfast.backend import eager
 from vitfast.backend import inductor as passes
 
 X, TINY = dict(x=IMAGES), dict(depth=1, init_values=0.5)
@@ -169,6 +170,20 @@ def test_export_sees_the_librarys_code(called):
     assert_close(program.module()(x), model(x), atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_sees_the_librarys_code():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, original = (each.eval() for each in pair(timm_vit(**TINY)))
+    model(IMAGES)
+    files = [torch.onnx.export(each, (IMAGES,), dynamo=True).model_proto for each in (model, original)]
+    assert [node.op_type for node in files[0].graph.node] == [node.op_type for node in files[1].graph.node]
+    session = onnxruntime.InferenceSession(files[0].SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
+    assert_close(torch.tensor(found), original(IMAGES), atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_and_symbolic_tracing_see_the_librarys_code():
     model, original = (each.eval() for each in pair(timm_vit()))
@@ -248,7 +263,7 @@ def test_attention_weights_of_hugging_face_models():
         for kind in outs[1]:
             for a, b in zip(*((out[kind],) if kind == "logits" else out[kind] for out in outs), strict=True):
                 assert_close(a, b, atol=1e-5, name=kind)
-    assert counted(models[0], dict(pixel_values=IMAGES))["attention_block"] == 2
+    assert counted(models[0], dict(pixel_values=IMAGES))["attention_block"] == 2 * eager._TOLD  # 2.11 does not see in
 
 
 @pytest.fixture

@@ -118,8 +118,8 @@ def run(call, model, inputs, upstream=None) -> tuple[torch.Tensor, dict[str, tor
     model.zero_grad()
     torch.manual_seed(1)
     output = tensor_of(call(*inputs))
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
-    output.backward(upstream)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # 16 bits may draw others
+    output.backward(upstream.to(output.dtype))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return output.detach(), gradients | {f"input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
 

@@ -36,8 +36,6 @@ _KNOWN = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, to
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _count = itertools.count()
 _compiling = contextlib.ExitStack()  # what is set while Dynamo compiles a part
-
-
 _compiled_by_others = {"before"} if torch._dynamo.utils.counters["frames"] else set()
 
 
@@ -160,6 +158,8 @@ class Group:
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
         """The backend of a part: each run of the graph tells the call what was replaced in it."""
+        if not _TOLD and _changes_defaults(_thread.call.module()):
+            raise NotImplementedError("torch 2.11 loses what a hook in it does to a default argument")
         report, run = replace_blocks(module, self.choices), module.forward
 
         def call(*arguments):
@@ -243,6 +243,7 @@ class _Forward:
 
 
 def _text_of(error: Exception) -> str:
+    error = getattr(error, "inner_exception", error)  # of our own backend
     first = str(error).strip().partition("\n")[0]
     return f"it cannot be captured ({first or type(error).__name__})"
 
@@ -364,6 +365,12 @@ class CompiledCall:
 def _has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks or _has_any_global_hook())
+
+
+def _changes_defaults(module: nn.Module) -> bool:
+    """Whether a hook inside a module has default arguments, such as a list for what it sees."""
+    hooks = [h for m in module.modules() if m is not module for h in (m._forward_hooks, m._forward_pre_hooks)]
+    return any(getattr(hook, "__defaults__", None) for each in hooks for hook in each.values())
 
 
 def _mode_of(module: nn.Module) -> tuple[bool, bool, int]:

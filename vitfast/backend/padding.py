@@ -177,8 +177,10 @@ class Tower:
 
     def __call__(self, *args, **kwargs):
         module = self.module()
-        if torch.compiler.is_compiling() or (replica := replica_of(module, sys._getframe(1))) is not None:
-            return (module if torch.compiler.is_compiling() else replica)._call_impl(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        if (replica := replica_of(module, sys._getframe(1))) is not None:
+            return replica._call_impl(*args, **kwargs)
         weight = next(module.parameters())
         self.why = self.unsupported(module)
         if self.why is None:
