@@ -1,8 +1,8 @@
 """`accelerate`: vitfast's operations under the ViTs of other libraries, in place.
 
 Encoder layers and what stands around them are found by structure (structure.py), and each is run through the compile
-backend in place, its graph eagerly (layer.py). Parameters, names, classes and hooks stay as they are. What Inductor
-compiles of the model afterwards is rewritten too (inductor.py).
+backend in place, its graph eagerly (backend/eager.py). Parameters, names, classes and hooks stay as they are. What
+Inductor compiles of the model afterwards is rewritten too (backend/inductor.py).
 """
 
 import contextlib
