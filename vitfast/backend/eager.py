@@ -32,6 +32,12 @@ from .reports import Entry, Report
 # eight for each code, so that several functions follow one another.
 _TOLD = "recompile_limit" in inspect.signature(torch.compile).parameters
 FUNCTIONS, _LIMIT = (1, dict(recompile_limit=64)) if _TOLD else (8, {})
+# Guards are whole: on hooks, and on their default arguments and the dtypes of weights, which torch 2.11 leaves out.
+_GUARDS = dict(
+    skip_nnmodule_hook_guards=False,
+    use_recursive_dict_tags_for_guards=False,
+    skip_guards_on_constant_func_defaults=False,
+)
 _KNOWN = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, tuple, list)
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _count = itertools.count()
@@ -158,8 +164,6 @@ class Group:
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
         """The backend of a part: each run of the graph tells the call what was replaced in it."""
-        if not _TOLD and _changes_defaults(_thread.call.module()):
-            raise NotImplementedError("torch 2.11 loses what a hook in it does to a default argument")
         report, run = replace_blocks(module, self.choices), module.forward
 
         def call(*arguments):
@@ -169,8 +173,8 @@ class Group:
         return call
 
     def patch_config(self, until_compiled: contextlib.ExitStack, way: int) -> None:
-        """Guards on hooks, and keeps graphs whole where lengths are read."""
-        until_compiled.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+        """Sets _GUARDS, and keeps graphs whole where lengths are read."""
+        until_compiled.enter_context(torch._dynamo.config.patch(**_GUARDS))
         if way == 1:
             until_compiled.enter_context(lengths_as_symbols())
 
@@ -365,12 +369,6 @@ class CompiledCall:
 def _has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks or _has_any_global_hook())
-
-
-def _changes_defaults(module: nn.Module) -> bool:
-    """Whether a hook inside a module has default arguments, such as a list for what it sees."""
-    hooks = [h for m in module.modules() if m is not module for h in (m._forward_hooks, m._forward_pre_hooks)]
-    return any(getattr(hook, "__defaults__", None) for each in hooks for hook in each.values())
 
 
 def _mode_of(module: nn.Module) -> tuple[bool, bool, int]:
