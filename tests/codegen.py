@@ -33,10 +33,9 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests/he
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from vitfast.kernels import archives  # noqa: E402
+from vitfast.kernels import archives, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
-from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
 from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
 from vitfast.tools.machine_code.hazards import hazards  # noqa: E402

@@ -215,8 +215,8 @@ import vitfast.verify.sanitizer
 from vitfast import interpreter, ref
 from vitfast.checkpoint.load import load_checkpoint
 from vitfast.kernels import tiles
-import vitfast.kernels.configs.tiles, vitfast.ops.reference, vitfast.tools.verify.sanitizer
-assert vitfast.verify.sanitizer is vitfast.tools.verify.sanitizer and tiles is vitfast.kernels.configs.tiles
+import vitfast.kernels.tiles, vitfast.ops.reference, vitfast.tools.verify.sanitizer
+assert vitfast.verify.sanitizer is vitfast.tools.verify.sanitizer and tiles is vitfast.kernels.tiles
 assert ref is vitfast.ref is vitfast.ops.reference and load_checkpoint is vitfast.load_checkpoint
 assert all(__import__("importlib").import_module(f"vitfast.{old}") for old in vitfast.MOVED)
 """

@@ -74,7 +74,6 @@ MOVED = {
     "hybrid": "model.hybrid",
     "layers": "model.layers",
     "positions": "model.positions",
-    "kernels.tiles": "kernels.configs.tiles",
     "model.relative": "model.positions",
 }
 

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import INTERPRETED, batch_invariant, cdiv, fp32_precision, launch
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel

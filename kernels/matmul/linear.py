@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import launch
 from ..libraries import cublaslt
 from ..rows import contiguous_or_none

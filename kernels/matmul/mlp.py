@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import contiguous_or_none
 from .product import block_offsets, operands, product, product_class, split_columns, unfit

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from vitfast import ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.tools.doctor import SMALL_SIZES, device, own_products, prepare
 from vitfast.tools.verify import cases, run

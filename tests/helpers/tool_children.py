@@ -7,8 +7,7 @@ import time
 
 import torch
 
-from vitfast.kernels import launch
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import launch, tiles
 from vitfast.tools import doctor
 from vitfast.tools.tune import user_table
 

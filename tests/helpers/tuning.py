@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools.tune.tuner import Tuner
 from vitfast.tools.verify.draw import Sizes
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.kernels.libraries import cublaslt
 from vitfast.kernels.matmul import linear

@@ -11,7 +11,7 @@ import torch
 from checks import randomize
 
 from vitfast import ViT, ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools.doctor import check_operation
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes

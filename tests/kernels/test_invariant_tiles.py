@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import vitfast
-from vitfast.kernels import launch
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention import launchers as attention
-from vitfast.kernels.configs import tiles
 from vitfast.kernels.matmul import linear
 from vitfast.kernels.patch_embed import patches
 from vitfast.tools.verify.draw import Draw, Sizes

@@ -12,8 +12,7 @@ from checks import Calls
 from operations import ACTING, OPERATIONS, results
 
 from vitfast import ops
-from vitfast.kernels import launch
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.launch import record, recording
 from vitfast.tools.verify import EPS, worst
 from vitfast.tools.verify.draw import Draw

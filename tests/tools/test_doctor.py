@@ -15,9 +15,8 @@ from processes import SERVER
 from tool_children import deadly
 from triton.backends.nvidia import compiler
 
-from vitfast.kernels import rows
+from vitfast.kernels import rows, tiles
 from vitfast.kernels.attention import launchers as attention
-from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm import forward as layer_norm
 from vitfast.tools import child, doctor
 from vitfast.tools.verify import edges

@@ -26,7 +26,7 @@ try:
 except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
-    from ..kernels.configs import tiles
+    from ..kernels import tiles
 
     NO_TRITON = None
 

@@ -5,7 +5,7 @@
 
 The tensors that _blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
-With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/configs/matmul.py says.
+With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/matmul/configs.py says.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ from .mlp import (
 )
 
 if NO_TRITON is None:
-    from ..kernels.configs import tiles
+    from ..kernels import tiles
     from ..kernels.matmul.linear import linear_residual
     from ..kernels.matmul.product import product_class
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import InputError, both_ends
-from ..kernels import launch
-from ..kernels.configs import tiles
+from ..kernels import launch, tiles
 from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
 from ..kernels.libraries import cublaslt
+from ..kernels.matmul.configs import OPERATIONS as PRODUCTS
 from ..version import __version__
 from . import interpreter
 from .child import Children, Lost
@@ -169,7 +169,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
     """Has kernels of ours make the products that are cuBLAS's by the rules."""
     stack, like, shape = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device()), "768x768f"
-    for op in tiles.FAMILIES["matmul"].split():
+    for op in PRODUCTS:
         if tiles.shipped(op, like, shape).provider in edges.LIBRARIES:
             stack.enter_context(tiles.using(op, tiles.shipped(op, like, shape, ("triton",))))
     return stack

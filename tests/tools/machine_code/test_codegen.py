@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import triton
+from known_configs import known_configs
 from processes import uninterpreted
 
 import vitfast.tools.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools.machine_code import cubin
 
 
@@ -261,12 +262,8 @@ def test_the_committed_table_is_whole_and_has_no_problems(codegen):
         for size in codegen.HEAD_SIZES:  # of packed samples, all: models of any size come here
             of_size = [case for found, case in cases if found == sm and case.startswith(f"Dh {size} attention")]
             assert sum(", packed" in case for case in of_size) >= 6, (sm, size)
-    candidates = {
-        rule.config.provider
-        for _, rules in tiles.CANDIDATES.items()
-        for rule in rules
-        if rule.config.blocks or rule.config.provider in ("tiled", "specialized")
-    }
+    others = (config for *_, configs in known_configs() for config in configs[1:])
+    candidates = {c.provider for c in others if c.blocks or c.provider in ("tiled", "specialized")}
     assert candidates == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     resident = [r for r in rows if r["kernel"] == "_attention_bwd_resident_kernel"]
     few = [r | dict(programs_per_sm=r["programs_per_sm"] - 1) for r in resident]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 
 
 @pytest.fixture

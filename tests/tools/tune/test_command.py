@@ -11,7 +11,7 @@ from tuning import CPU, TINY, Clock, Compiler
 
 from vitfast.cli import main
 from vitfast.errors import InputError
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools import child
 from vitfast.tools.tune import command, user_table
 

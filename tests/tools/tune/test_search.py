@@ -2,7 +2,7 @@
 
 import math
 
-from vitfast.kernels.configs.tiles import config
+from vitfast.kernels.tiles import config
 from vitfast.tools.tune.search import Search, neighbours
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tuning import CPU, TINY, Clock, Compiler, Done, make_tuner, with_fault
 
-from vitfast.kernels.configs import tiles
-from vitfast.kernels.configs.tiles import config
+from vitfast.kernels import tiles
+from vitfast.kernels.tiles import config
 from vitfast.tools import verify
 from vitfast.tools.tune import tuner, user_table
 from vitfast.tools.verify.launcher import Launcher

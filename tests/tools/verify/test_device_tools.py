@@ -12,7 +12,7 @@ import sanitized
 import torch
 
 from vitfast import ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import launches_made
 from vitfast.kernels.matmul import linear, mlp, weight_grad
 from vitfast.tools.doctor import SMALL_SIZES, own_products

@@ -11,14 +11,14 @@ import re
 
 import pytest
 import torch
+from known_configs import providers
 from mutant import NUMBERS, ROOT
 from mutants import MUTANTS
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitfast.kernels import launch
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import AttentionOptions
-from vitfast.kernels.configs import tiles
 from vitfast.tools.verify import Judge, Wrong, edges, errors
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launcher import Launcher
@@ -132,12 +132,8 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
                 kernels.update(entry.kernel.fn.__name__ for entry in made)
                 if any(isinstance(value, TensorDescriptor) for entry in made for value in entry.arguments.values()):
                     described.update(op for op, _, _ in used)
-    tables = (rules for table in (tiles.RULES, tiles.CANDIDATES) for rules in table.items())
-    known = {(op, rule.config.provider) for op, rules in tables for rule in rules}
-    # cuBLASLt is built on a GPU, Gluon has no interpreter, and mlp_kept is no launch
-    here = {
-        (op, provider) for op, provider in known if provider not in ("cublaslt", "specialized") and op != "mlp_kept"
-    }
+    known = providers()
+    here = {(op, by) for op, by in known if by != "specialized" and op != "mlp_kept"}  # Gluon; and no launch
     assert here <= ran, here - ran
     assert {op for op, provider in known if provider == "tma"} <= described
     for name in edges.names():

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from ...errors import InputError, unknown
-from ...kernels.configs import tiles
+from ...kernels import tiles
 from ..child import Children, Lost
 from ..verify.clock import DeviceClock
 from ..verify.draw import Sizes

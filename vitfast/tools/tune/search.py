@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from ...kernels.configs.tiles import KernelConfig
+from ...kernels.tiles import KernelConfig
 
 # The least and the largest value of a number; (1, 256) for those not listed, such as the other blocks.
 LIMITS = {

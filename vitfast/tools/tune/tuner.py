@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ...errors import both_ends
-from ...kernels.configs import tiles
-from ...kernels.configs.tiles import KernelConfig
+from ...kernels import tiles
 from ...kernels.launch import record
+from ...kernels.tiles import KernelConfig
 from ..child import Lost
 from ..verify import Judge, Wrong, poisoned
 from ..verify.draw import Draw, Sizes

@@ -1,4 +1,4 @@
-"""The user's own table of tiles on disk: the tuner writes it, kernels/configs/tiles.py reads it.
+"""The user's own table of tiles on disk: the tuner writes it, kernels/tiles.py reads it.
 
 It is $VITFAST_TILES, or ~/.cache/vitfast/tiles.json. Besides "tiles" it holds "refused", the candidates that broke or
 hung a GPU. Several processes may write: each change is made under a lock, and whole or not at all.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import InputError
-from ...kernels.configs import tiles
+from ...kernels import tiles
 
 KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
 

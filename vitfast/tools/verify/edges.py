@@ -18,10 +18,9 @@ import triton
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels import rows
+from ...kernels import rows, tiles
 from ...kernels.attention import launchers as attention
-from ...kernels.configs import tiles
-from ...kernels.configs.tiles import KernelConfig
+from ...kernels.tiles import KernelConfig
 from . import Judge, Wrong
 from .draw import Sizes
 from .launcher import Launcher, Override, candidates, outputs

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.configs import tiles
-from ...kernels.configs.tiles import KernelConfig
+from ...kernels import tiles
+from ...kernels.tiles import KernelConfig
 from .draw import Draw
 
 Override = tuple[str, KernelConfig, str]  # an operation, its tile, a shape class
