@@ -39,7 +39,7 @@ HANGS = 60  # seconds past a problem's time after which a kernel is taken to han
 
 @contextlib.contextmanager
 def machine(dtype: torch.dtype) -> Iterator[Tuner]:
-    """A tuner of this machine's GPU, under a lock. Raises InputError without a GPU and in Triton's interpreter."""
+    """Holds a tuner of this GPU, under a lock. Raises InputError without a GPU or in the interpreter."""
     if not torch.cuda.is_available():
         raise InputError("tuning measures times on a GPU, and there is none here")
     from ..machine_code.compiler import Compiler  # whose import takes half a second

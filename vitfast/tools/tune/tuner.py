@@ -75,7 +75,7 @@ class Tuner:
         self.until = math.inf  # when the time of a problem ends
 
     def problems(self, models: Iterable[Sizes]) -> list[Problem]:
-        """The tiles that the launchers use at these models' sizes, each with the plainest launcher that does."""
+        """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
         for launcher in (each for sizes in models for each in launchers(sizes).values() if not each.variant):
             with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
@@ -120,7 +120,7 @@ class Tuner:
             at = fastest
 
     def _try(self, p: Problem, configs: list[KernelConfig], judge: Judge) -> None:
-        """Times tiles while those after them compile; keeps one that is faster, and still is when both run again."""
+        """Times tiles while later ones compile; keeps one that is faster twice than the best so far."""
         compiling = {config: self._compile(p, config) for config in configs}
         for config, futures in compiling.items():
             self._wait(futures)

@@ -18,7 +18,7 @@ KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
 
 @contextlib.contextmanager
 def lock(name: str, taken: str = "") -> Iterator[None]:
-    """Holds the lock of a file beside the table. taken: the error where another holds it, in place of waiting."""
+    """Locks a file beside the table. taken: the error where another has it, in place of waiting."""
     path = tiles.user_table_path().with_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
