@@ -9,13 +9,13 @@ import operations
 import pytest
 import torch
 from checks import Calls
+from layouts import LaidOut
 from operations import ACTING, OPERATIONS, results
 
 from vitfast import ops
 from vitfast.kernels import launch, tiles
 from vitfast.kernels.launch import record, recording
 from vitfast.tools.verify import EPS, worst
-from vitfast.tools.verify.draw import Draw
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
@@ -33,7 +33,7 @@ FUSED = pytest.mark.parametrize("name", BLOCKS)
 
 
 def draw(name, dtype=torch.float32, layout="contiguous", seed=0):
-    return OPERATIONS[name].draw(Draw(dtype, CPU, torch.Generator().manual_seed(seed), layout))
+    return OPERATIONS[name].draw(LaidOut(dtype, CPU, torch.Generator().manual_seed(seed), layout))
 
 
 def double(tensors):

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import cubin
 import pytest
 import triton
 from known_configs import known_configs
@@ -12,7 +13,6 @@ from processes import uninterpreted
 
 import vitfast.tools.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
 from vitfast.kernels import tiles
-from vitfast.tools.machine_code import cubin
 
 
 def measured(row: dict) -> tuple:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sanitized
 import torch
+from every_launcher import LIBRARIES
 
 from vitfast import ops
 from vitfast.kernels import tiles
@@ -17,7 +18,6 @@ from vitfast.kernels.launch import launches_made
 from vitfast.kernels.matmul import linear, mlp, weight_grad
 from vitfast.tools.doctor import SMALL_SIZES, own_products
 from vitfast.tools.verify import cases as cases_of
-from vitfast.tools.verify.edges import LIBRARIES
 
 ROOT = Path(__file__).parents[3]
 

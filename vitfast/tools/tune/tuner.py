@@ -77,7 +77,7 @@ class Tuner:
     def problems(self, models: Iterable[Sizes]) -> list[Problem]:
         """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
-        for launcher in (each for sizes in models for each in launchers(sizes).values() if not each.variant):
+        for launcher in (each for sizes in models for each in launchers(sizes).values()):
             with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
