@@ -41,14 +41,16 @@ def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
 
 
-def saved_outputs(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
+def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
     """`saved` with None for what t.keep does not keep.
 
-    "none" keeps nothing, "least" all but the fields `only_all`, and "all" or "slope" everything.
+    "none" keeps nothing, "least" all but h and inner, which backward writes again in passes that it makes anyway, and
+    "all" or "slope" everything.
     """
     if t.keep == "none":
         return type(saved)()
-    return saved._replace(**dict.fromkeys(only_all)) if t.keep == "least" else saved
+    dropped = [name for name in saved._fields if name in ("h", "inner")]
+    return saved._replace(**dict.fromkeys(dropped)) if t.keep == "least" else saved
 
 
 def needs_norm(needs: NamedTuple) -> bool:

@@ -5,7 +5,6 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
@@ -27,29 +26,6 @@ PassedOn = Annotated[Tensor, "passed on"]
 _TENSORS = (Tensor, Constant, PassedOn)
 _SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
 _ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
-
-_filling = threading.RLock()  # all threads share PyTorch's one switch
-
-
-def _unfilled(function: Callable) -> Callable:
-    """`function` without the pass in which PyTorch's deterministic mode fills each new tensor with NaN.
-
-    The pass is not needed, since the kernels write every element.
-    """
-
-    @functools.wraps(function)
-    def run(*arguments):
-        if not torch.are_deterministic_algorithms_enabled():
-            return function(*arguments)
-        with _filling:
-            before = torch.utils.deterministic.fill_uninitialized_memory
-            torch.utils.deterministic.fill_uninitialized_memory = False
-            try:
-                return function(*arguments)
-            finally:
-                torch.utils.deterministic.fill_uninitialized_memory = before
-
-    return run
 
 
 class _Field(NamedTuple):
@@ -117,7 +93,7 @@ def register(name: str, arguments: type | list[str], outputs: int, run: Callable
     schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
     schema = f"({', '.join(schemas)}) -> {results}"
-    made = torch.library.custom_op(f"vitfast::{name}", _unfilled(run), mutates_args=(), schema=schema)
+    made = torch.library.custom_op(f"vitfast::{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
     return made
 
@@ -251,7 +227,6 @@ def resized(x: Tensor, *shape: int) -> Tensor:
     return x.resize_(shape)
 
 
-@_unfilled
 def meta_like(x: Tensor | None) -> Tensor | None:
     """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)

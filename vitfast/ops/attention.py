@@ -218,7 +218,7 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
     return torch.nested.nested_tensor_from_jagged(found, offsets)
 
 
-@autocasts(keep=("bias",))
+@autocasts("bias")
 def attention(
     qkv: Tensor,
     k: Tensor | None = None,

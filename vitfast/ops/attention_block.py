@@ -78,9 +78,6 @@ class _Saved(NamedTuple):
         return self.qkv.unbind(2)
 
 
-ONLY_ALL = ("h",)  # kept by "all" alone; with "least" backward writes it again, in a pass that it makes anyway
-
-
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     (batch, tokens), out_weight = _samples(t.x), as_matrix(t.out_weight)
     inner = out_weight.shape[1]
@@ -89,7 +86,7 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h), ONLY_ALL)
+    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -98,7 +95,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     qkv, o = new(batch, tokens, 3, t.num_heads, head), new(batch, tokens, t.num_heads, head)
     lse = t.x.new_empty(batch, t.num_heads, tokens, dtype=torch.float32)
     saved = _Saved(*fake_statistics(t.x, t.norm == "rms"), qkv, lse, o, new(batch * tokens, t.x.shape[-1]))
-    return t.x.new_empty(t.x.shape), saved_outputs(t, saved, ONLY_ALL)
+    return t.x.new_empty(t.x.shape), saved_outputs(t, saved)
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
@@ -128,7 +125,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
 _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
-@autocasts(keep=("bias",))
+@autocasts("bias")
 def attention_block(
     x: Tensor,
     norm_weight: Tensor,

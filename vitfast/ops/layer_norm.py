@@ -190,7 +190,7 @@ def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | Non
     return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
 
 
-@autocasts(keep=("weight", "bias"))
+@autocasts("weight", "bias")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
     """LayerNorm (Ba et al., 2016) over the last axis: (x - mean) / sqrt(var + eps) * weight + bias.
 
@@ -206,7 +206,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return ref.layer_norm(x, weight, bias, eps)
 
 
-@autocasts(keep=("weight", "bias"))
+@autocasts("weight", "bias")
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -233,7 +233,7 @@ def add_layer_norm(
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
 
-@autocasts(keep=("weight",))
+@autocasts("weight")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """RMSNorm (Zhang & Sennrich, 2019) over the last axis: x / sqrt(mean(x^2) + eps) * weight.
 

@@ -131,7 +131,7 @@ _linear_residual = custom_op(
 )
 
 
-@autocasts
+@autocasts()
 def linear_residual(
     x: Tensor,
     weight: Tensor,

@@ -265,7 +265,7 @@ def one_activation(op: str, activation: str | None, approximate: str | None) -> 
     return activation
 
 
-@autocasts
+@autocasts()
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
@@ -287,7 +287,7 @@ def linear_gelu(
     return ref.linear_gelu(x, weight, bias, activation=activation)
 
 
-@autocasts
+@autocasts()
 def mlp(
     x: Tensor,
     fc1_weight: Tensor,
@@ -312,7 +312,7 @@ def mlp(
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation)
 
 
-@autocasts
+@autocasts()
 def gated_mlp(
     x: Tensor,
     up_weight: Tensor,

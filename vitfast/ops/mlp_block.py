@@ -88,22 +88,19 @@ class _Saved(NamedTuple):
     inner: Tensor | None = None  # (M, F), the last layer's input, with keep="all" alone
 
 
-ONLY_ALL = ("h", "inner")  # kept by "all" alone; with "least" backward writes them again, in passes it makes anyway
-
-
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = apply_norm(t)
     inner, hidden = hidden_fwd(h, t.hidden, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
+    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     hidden = fake_hidden(t.x, t.hidden)
     h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
-    return t.x.new_empty(t.x.shape), saved_outputs(t, _Saved(*statistics, hidden, h, inner), ONLY_ALL)
+    return t.x.new_empty(t.x.shape), saved_outputs(t, _Saved(*statistics, hidden, h, inner))
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
@@ -140,7 +137,7 @@ def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> 
     return tiles.lookup("mlp_kept", torch.empty(0, device=device, dtype=dtype), product_class(width, hidden)).provider
 
 
-@autocasts
+@autocasts()
 def mlp_block(
     x: Tensor,
     norm_weight: Tensor,
@@ -179,7 +176,7 @@ def mlp_block(
     return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
 
 
-@autocasts
+@autocasts()
 def gated_mlp_block(
     x: Tensor,
     norm_weight: Tensor,

@@ -83,14 +83,14 @@ _patch_embed = custom_op(
 )
 
 
-_in_compute_dtype = autocasts(lambda weight: weight)
+_in_compute_dtype = autocasts()(lambda weight: weight)
 
 
-def channel_values(name: str, value, chans: int, device: torch.device) -> list[float] | Tensor | None:
+def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
     """Checks a mean or std of one number or one per channel; returns a list, or a tensor (1,) or (C,).
 
     name: "operation: mean" or "operation: std", for the TypeError or ValueError. A tensor's values are not checked, as
-    that would mean waiting for a GPU. device: the weight's.
+    that would mean waiting for a GPU.
     """
     if value is None:
         return None
@@ -109,9 +109,6 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
             raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
         if values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must be {wanted}, got {values.dtype}")
-        if values.layout != torch.strided or values.device.type == "meta" != device.type:
-            kind = "sparse" if values.layout != torch.strided else "meta"
-            raise TypeError(f"{name} must be {wanted}, got a {kind} tensor")
         values, shape = values.reshape(-1), tuple(values.shape)
     if len(values) not in (1, chans) or max(shape, default=1) != len(values):
         got = len(values) if len(shape) == 1 else f"shape {shape}"
@@ -194,8 +191,8 @@ def patch_embed(
     tensors = dict(images=images, bias=bias, cls_token=cls_token, pos_embed=pos_embed)
     check_device("patch_embed", "weight", weight.device, **tensors)
     raw = images.dtype == torch.uint8
-    mean = channel_values("patch_embed: mean", mean, chans, weight.device)
-    std = channel_values("patch_embed: std", std, chans, weight.device)
+    mean = channel_values("patch_embed: mean", mean, chans)
+    std = channel_values("patch_embed: std", std, chans)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
