@@ -10,7 +10,6 @@ import importlib
 import logging
 import sys
 from collections import Counter
-from types import ModuleType
 from typing import TypeVar, get_args
 
 from torch import nn
@@ -29,11 +28,6 @@ _log = logging.getLogger("vitfast")
 def _require_module(function: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-
-
-def _in_place() -> ModuleType:
-    """in_place.py, imported where it is needed: torch._dynamo takes a second."""
-    return importlib.import_module(f"{__name__}.in_place")
 
 
 def _register_attention() -> None:
@@ -81,7 +75,9 @@ def accelerate(
         raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     _register_attention()
     parts = parts_of(model)
-    _in_place().install(model, parts, residual_in_fp32, keep, pack)
+    from . import in_place  # here, because torch._dynamo takes a second to import
+
+    in_place.install(model, parts, residual_in_fp32, keep, pack)
     found = ", ".join(f"{n} x {kind}" for kind, n in Counter(type(part.module).__name__ for part in parts).items())
     ours = any(map(is_ours, model.modules()))
     nothing = "runs vitfast's operations already" if ours else "has nothing that vitfast replaces"
@@ -93,7 +89,9 @@ def accelerate(
 def restore(model: Model) -> Model:
     """Undoes `accelerate`, in place; returns the model."""
     _require_module("restore", model)
-    _in_place().remove(model)
+    from . import in_place  # as above
+
+    in_place.remove(model)
     return model
 
 
