@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
+from . import _checks as check
 from . import reference as ref
 from ._blocks import (
     Keep,
@@ -24,7 +25,7 @@ from ._blocks import (
     saved_outputs,
 )
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
+from ._operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
@@ -165,7 +166,7 @@ def attention_block(
     samples, x is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape and dtype.
     """
     op = "attention_block"
-    rows, width = check_weight(op, x, qkv_weight=qkv_weight)
+    rows, width = check.weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
     asked, num_heads = num_heads, as_whole(num_heads)
     if num_heads is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..values import Activation
+from . import _checks as check
 from . import reference as ref
 from ._blocks import (
     Keep,
@@ -27,7 +28,7 @@ from ._blocks import (
     saved_outputs,
 )
 from ._dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
-from ._operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
+from ._operation import Constant, as_matrix, custom_op, resized, sample_rows
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
@@ -163,7 +164,7 @@ def mlp_block(
     may be None; layer_scale (D,) or None; drop_path (B,) factors or None. activation, approximate: as in linear_gelu.
     norm, residual_in_fp32, keep ("all" keeps the activation too): as in attention_block. Returns (B, N, D) like x.
     """
-    hidden, width = check_weight("mlp_block", x, fc1_weight=fc1_weight)
+    hidden, width = check.weight("mlp_block", x, fc1_weight=fc1_weight)
     activation = one_activation("mlp_block", activation, approximate)
     inner = Hidden(fc1_weight, fc1_bias, activation=activation)
     t = _Arguments(x, norm_weight, norm_bias, inner, fc2_weight, fc2_bias, layer_scale, drop_path, eps, norm, keep)
@@ -208,7 +209,7 @@ def gated_mlp_block(
     too. Returns (B, N, D) in x's dtype.
     """
     op, inner_norm = "gated_mlp_block", (inner_norm_weight, inner_norm_bias)
-    hidden, width = check_weight(op, x, up_weight=up_weight)
+    hidden, width = check.weight(op, x, up_weight=up_weight)
     inner = Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps)
     t = _Arguments(x, norm_weight, norm_bias, inner, down_weight, down_bias, layer_scale, drop_path, eps, norm, keep)
     layers = dict(up_=(up_weight, up_bias, (hidden, width)), gate_=(gate_weight, gate_bias, (hidden, width)))
