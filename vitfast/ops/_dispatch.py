@@ -1,7 +1,4 @@
-"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast.
-
-Puts functions of ours before PyTorch's own kernels, where an operation of PyTorch is to run by ours.
-"""
+"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
 
 import contextlib
 import functools
@@ -14,7 +11,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from ..errors import InputError
 from ..kernels import launch
@@ -163,41 +159,6 @@ def reason_for_plain(weight: Tensor) -> str | None:
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether backward may need a gradient of one of these, so that forward must keep tensors for it."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-class Call:
-    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
-
-    def __init__(self, name: str, theirs, keys, given: dict):
-        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
-
-    def __getitem__(self, name: str):
-        return self.given[name]
-
-    def run(self, /, **changed):
-        return self.theirs.call_boxed(self.keys, **(self.given | changed))
-
-
-def put_before(library: Library, name: str, key: str, when: Callable[[], bool], ours: Callable[[Call], Any]) -> None:
-    """Registers ours(call) for aten::name and a dispatch key; PyTorch's kernel runs unless when().
-
-    Nothing is registered in a PyTorch that has no kernel for the key, as one without CUDA.
-    """
-    packet, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    try:  # what PyTorch composes of other operations is the same on every device
-        theirs = torch.library.get_kernel(operation, "CPU" if key == "CompositeImplicitAutograd" else key)
-    except RuntimeError:
-        return
-    names = [argument.name for argument in operation._schema.arguments]
-    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
-
-    def run(keys, *args, **kwargs):
-        if not when():
-            return theirs.call_boxed(keys, *args, **kwargs)
-        return ours(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
-
-    library.impl(name, run, key, with_keyset=True)
 
 
 # Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are
