@@ -47,11 +47,9 @@ def accelerate(
     gradients) and for at most two kinds of sizes, the code of one layer is captured, as torch.compile does it; what
     vitfast's operations compute is proven by numbers, and replaced. The rest runs as it is.
 
-    Parameters, names and classes are the same. LoRA, hooks and other changes are seen at the next call. A copy, such as
-    deepcopy makes for an average of the weights, runs the library's code until it is accelerated itself. Exports, ONNX,
-    torch.jit and the transforms of torch.func see the library's code. A plain torch.compile of the model replaces the
-    same parts. The logger "vitfast" says what was found; `acceleration_report(model)` says it again, and why the rest
-    was left.
+    Parameters, names and classes are the same. LoRA, hooks and other changes are seen at the next call. The logger
+    "vitfast" says what was found; `acceleration_report(model)` says it again, and why the rest was left. Copies,
+    exports and torch.compile: docs/reference/accelerate.md.
 
     residual_in_fp32: the dtype of the residual stream under autocast. None keeps that of the original (fp32 if an fp32
     parameter is added to the stream). False takes autocast's dtype, which moves less memory. True takes fp32. Outside
