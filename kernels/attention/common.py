@@ -316,7 +316,7 @@ def describable(x: Tensor) -> bool:
 
 
 def head_box(x: Tensor, heads: int, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor of x (B, N, H, Dh) and what lies behind it, as (B, heads, N, Dh), in blocks of a head's rows."""
+    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows."""
     (B, N, _, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
     shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
     return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, columns])

@@ -1,4 +1,4 @@
-"""Checks of arguments, for all operations: each raises ValueError or TypeError, which names the operation."""
+"""Checks of arguments: each raises ValueError or TypeError, which names the operation."""
 
 from numbers import Real
 

@@ -47,7 +47,7 @@ class Call:
 
 
 def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
-    """Registers ours(call) for aten::name and a dispatch key; PyTorch's kernel runs unless batch_invariant().
+    """Registers ours(call) for aten::name and a key; PyTorch's kernel runs unless batch_invariant().
 
     Nothing is registered in a PyTorch that has no kernel for the key, as one without CUDA.
     """

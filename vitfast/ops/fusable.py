@@ -46,7 +46,7 @@ def own_forward(module: nn.Module) -> bool:
 
 
 def fallback_reason(expected: ExpectedModules, layer: nn.Module) -> str | None:
-    """Why the modules of a layer must be called; None where an operation may read their parameters instead.
+    """Why the modules of a layer must be called; None where an operation may read their parameters.
 
     expected: their exact types. The text contains no number: torch.compile traces this function, and a number may be
     symbolic there.

@@ -185,7 +185,7 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
 
 
 def lacks(form: str, config: dict) -> list[str]:
-    """What a model with this configuration has, and a format has no place for."""
+    """All that a model with this configuration has, and a format has no place for."""
     c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # blocks as in the paper, but for norms
     (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
     table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
