@@ -269,25 +269,6 @@ def test_a_batch_of_none(name):
     assert [t.shape for t in found] == [t.shape for t in wanted] and not any(t.any() for t in found)
 
 
-@FUSED
-def test_deterministic_mode_fills_nothing_that_kernels_write(name):
-    """In PyTorch's deterministic mode, where it writes NaN to each new tensor, no more is filled than outside of it."""
-    counts, cpu = [], [torch.profiler.ProfilerActivity.CPU]
-
-    def ours(event) -> bool:
-        return event is not None and (event.name.startswith("vitfast::") or ours(event.cpu_parent))
-
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            with torch.profiler.profile(activities=cpu) as profile, recording():
-                results(on(name), draw(name), OPERATIONS[name].trained)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        counts.append(sum(event.name == "aten::fill_" and ours(event) for event in profile.events()))
-    assert counts[0] == counts[1] and torch.utils.deterministic.fill_uninitialized_memory
-
-
 # The fused blocks
 
 
