@@ -353,5 +353,5 @@ def to_record(op: str, gpu: str, bits: str, shape: str, value: KernelConfig) -> 
 
 def from_record(record: dict) -> KernelConfig:
     """The configuration in an entry of the user's table."""
-    limit = record.get("maxnreg", 0)  # older tables lack it
-    return config(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])
+    names = ("num_warps", "num_stages", "provider", "maxnreg")
+    return config(*(record[name] for name in names), **record["blocks"])

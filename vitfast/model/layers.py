@@ -1,7 +1,6 @@
 """The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -218,11 +217,3 @@ class LayerScale(nn.Module):
 def weights_dtype(module: nn.Module) -> torch.dtype:
     """The dtype of a module's first floating parameter, torch's default without one."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-
-def __getattr__(name: str):
-    """Names that earlier versions pickled here and that are in another file now."""
-    homes = {"PatchEmbed": "patch_embed", "PreLogits": "heads", "AttentionPoolLatent": "heads"}
-    if name in homes:
-        return getattr(import_module(f"{__package__}.{homes[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
