@@ -12,7 +12,7 @@ import torch
 
 import vitfast
 from vitfast.cli import COMMANDS
-from vitfast.ops._dispatch import constant_when_compiled
+from vitfast.ops.dispatch import constant_when_compiled
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = "from vitfast import ViT, accelerate, load_checkpoint, ops, pack"

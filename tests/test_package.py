@@ -1,6 +1,7 @@
 """The package as users get it, a core that needs the core dependencies only, and the order of its parts."""
 
 import ast
+import functools
 import graphlib
 import json
 import os
@@ -147,24 +148,10 @@ FLOORS = (
 )
 
 
-def imports() -> dict[str, set[str]]:
-    """The imports of each file, inside functions too: "vitfast.train.step" -> {"vitfast.model.vit", ...}."""
-    paths = {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
-    found = {}
-    for name, path in paths.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                base = ".".join([*above, *([node.module] if node.module else [])])
-                named = [module if (module := f"{base}.{alias.name}") in paths else base for alias in node.names]
-            else:
-                continue
-            found[name].update(module for module in named if module in paths and module != name)
-    return found
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The files of the package and of the benchmarks by their modules."""
+    return {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
 
 
 def _modules(folder: str, package: str) -> dict[str, Path]:
@@ -172,6 +159,29 @@ def _modules(folder: str, package: str) -> dict[str, Path]:
     for path in sorted((ROOT / folder).rglob("*.py")):
         names = [*package.split("."), *path.relative_to(ROOT / folder).with_suffix("").parts]
         found[".".join(name for name in names if name not in ("", "__init__"))] = path
+    return found
+
+
+@functools.cache
+def named(module: str) -> dict[str, str]:
+    """The full names of what a file imports, inside functions too, by the names that it gives them."""
+    path, package, found = modules()[module], module.split("."), {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + (path.name == "__init__.py") - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """The modules that each file imports: "vitfast.train.step" -> {"vitfast.model.vit", ...}."""
+    paths, found = modules(), {}
+    for name in paths:
+        homes = {full if full in paths else full.rpartition(".")[0] for full in named(name).values()}
+        found[name] = {home for home in homes if home in paths and home != name}
     return found
 
 
@@ -188,6 +198,20 @@ def test_imports_go_down_the_floors():
     assert not {(a, b) for a, b in found if room(a) != room(b) and heights[room(a)] <= heights[room(b)]}
     assert len(arrows) <= 75, len(arrows)
     assert {room(b) for a, b in found if room(a) == "kernels"} == {"kernels"}
+
+
+def test_no_room_uses_a_private_name_of_another_one():
+    """No private file, nothing that a file defines for itself, no such attribute. A family of kernels is a room."""
+    place = lambda name: name.split(".")[1 : 3 if ".kernels." in name else 2]  # noqa: E731
+    wrong = []
+    for name, path in modules().items():
+        given = named(name)
+        tree = ast.walk(ast.parse(path.read_text()))
+        nodes = [n for n in tree if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+        taken = [f"{given[n.value.id]}.{n.attr}" for n in nodes if given.get(n.value.id) in modules()]
+        private = [full for full in (*given.values(), *taken) if re.match(r"vitfast\..*\b_(?!_)", full)]
+        wrong += [f"{name}: {full}" for full in private if place(full) != place(name)]
+    assert not wrong
 
 
 def needed(module: str) -> set[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --he
     from .adapters import accelerate, acceleration_report, restore
     from .eval.embedder import Embedder as Embedder
     from .eval.pixels import transform as transform
-    from .model.checkpoint import load_checkpoint
+    from .model.checkpoint.load import load_checkpoint
     from .model.vit import ViT
     from .ops import batch_invariant
     from .ops import reference as ref  # noqa: F401
@@ -57,7 +57,7 @@ _HOMES = {
     "accelerate": "adapters",
     "acceleration_report": "adapters",
     "batch_invariant": "ops",
-    "load_checkpoint": "model.checkpoint",
+    "load_checkpoint": "model.checkpoint.load",
     "pack": "ops.packed",
     "restore": "adapters",
     "transform": "eval.pixels",

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
 from . import reference as ref
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import (
+from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .operation import (
     FLOAT32,
     as_dtype,
     check_counts,

@@ -3,7 +3,7 @@
     mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
     gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
 
-The tensors that _blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
+The tensors that blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
 With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/configs/matmul.py says.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..values import Activation
 from . import reference as ref
-from ._blocks import (
+from .blocks import (
     Keep,
     Norm,
     apply_norm,
@@ -26,8 +26,7 @@ from ._blocks import (
     output_gradient,
     saved_outputs,
 )
-from ._dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
-from ._operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
+from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
@@ -44,6 +43,7 @@ from .mlp import (
     one_activation,
     recompute_inner,
 )
+from .operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.configs import tiles

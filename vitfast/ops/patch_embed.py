@@ -9,8 +9,8 @@ from torch import Tensor
 from ..values import LEAST_STD, MOST_PIXEL
 from . import packed
 from . import reference as ref
-from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
-from ._operation import (
+from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
+from .operation import (
     Constant,
     NothingSaved,
     check_device,
@@ -23,7 +23,8 @@ from ._operation import (
 )
 
 if NO_TRITON is None:
-    from ..kernels.patch_embed.forward import Gradients, patch_embed_bwd, patch_embed_fwd
+    from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
+    from ..kernels.patch_embed.forward import patch_embed_fwd
 
 
 class _Arguments(NamedTuple):

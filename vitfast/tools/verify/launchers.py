@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ...kernels import rows
 from ...kernels.layer_norm import forward as layer_norm
+from ...kernels.layer_norm.backward import layer_norm_bwd
 from ...kernels.patch_embed import forward as patch_embed
+from ...kernels.patch_embed.backward import Gradients, patch_embed_bwd
 from ...ops import packed
 from ...ops import reference as ref
 from .attention_launchers import attentions
@@ -124,7 +126,7 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
         def call(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
             given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop)
             given |= dict(rows_per_sample=s.tokens, want_layer_scale=True) if factors else {}
-            return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)[:-1]
+            return layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)[:-1]
 
         def formula(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
             leaves, norm = ((z, w), ref.rms_norm) if rms else ((z, w, b), ref.layer_norm)
@@ -230,9 +232,9 @@ def _patch_embedding(
 
     def backward(dy, images, w, b, cls, pos, ends):
         prefixes, of_images = w.dtype if prefix else None, images.dtype if mean is None else None
-        wanted = patch_embed.Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
+        wanted = Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
         options = dict(prefix=prefix, pos_len=positions[-2], packed=token_rows(ends))
-        return patch_embed.patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
+        return patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
 
     return Launcher(make, call, formula, edge=edge), Launcher(
         lambda t: (t.values(*upstream), *make(t)),

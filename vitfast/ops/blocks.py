@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import NO_TRITON, needs_grad
-from ._operation import (
+from .dispatch import NO_TRITON, needs_grad
+from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
+from .operation import (
     as_matrix,
     check_eps,
     check_factors,
@@ -27,10 +28,10 @@ from ._operation import (
     sample_rows,
     tensors_of,
 )
-from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.layer_norm.backward import layer_norm_bwd
+    from ..kernels.layer_norm.forward import layer_norm_fwd
 
 Keep = Literal["least", "all"]
 Norm = Literal["layer", "rms"]
