@@ -3,8 +3,8 @@
 import ast
 import contextlib
 import functools
-import importlib
 import io
+import pkgutil
 import re
 
 import pytest
@@ -52,20 +52,11 @@ def texts() -> dict[str, str]:
 @functools.cache
 def is_there(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute of one."""
-    module, _, attribute = name.rpartition(".")
     try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        return bool(module) and is_there(module) and hasattr(_object(module), attribute)
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True
-
-
-def _object(name: str):
-    module, _, attribute = name.rpartition(".")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return getattr(_object(module), attribute)
 
 
 @functools.cache
@@ -95,19 +86,16 @@ def gone_files(text: str) -> set[str]:
     """`tests/codegen.csv`, or in any place a file of Python by its name."""
     found = re.findall(rf"(?<![\w./<>*-])({FOLDERS}/[\w./-]*\w)", text)
     missing = {path for path in found if not (ROOT / path).exists() and not (ROOT / "docs" / path).exists()}
-    missing |= {path for path in re.findall(r"(?<![\w/.<>*-])([\w/]+\.py)\b", text) if not _ends_a_path(path)}
+    named = {path for path in re.findall(r"(?<![\w/.<>*-])([\w/]+\.py)\b", text) if not (ROOT / path).exists()}
+    missing |= {path for path in named if not any(file.endswith(f"/{path}") for file in FILES)}
     return {path for path in missing if not ELSEWHERE.match(path)}
-
-
-def _ends_a_path(path: str) -> bool:
-    return (ROOT / path).exists() or any(file.endswith(f"/{path}") for file in FILES)
 
 
 def gone_commands(text: str) -> set[str]:
     """`vitfast doctor --json`, `bench/gpu.sh decide`, `make test`; and `VITFAST_KERNELS`."""
     lines = re.findall(r"`vitfast ([a-z][^`]*)`|^\s*vitfast ([a-z-]+ .*--.*)$", text, re.MULTILINE)
     wrong = set()
-    for command, *words in (("".join(line)).split() for line in lines):
+    for command, *words in ("".join(line).split() for line in lines):
         flags = {word for word in words if re.match(r"--[a-z]", word)}
         if options(command) is None or flags - options(command):
             wrong.add(" ".join(["vitfast", command, *words]))
