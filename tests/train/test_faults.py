@@ -249,7 +249,6 @@ def leave_parts(run):
     """What a kill leaves of one checkpoint that is written and one that is removed."""
     last, writing = run / "checkpoints" / "last", run / "checkpoints" / ".writing"
     shutil.copytree(last, writing)
-    (writing / ".model.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
     for folder in (writing, writing / "state"):
         (folder / ".vitfast-br1rrj2p").mkdir()
         (folder / ".vitfast-br1rrj2p" / ".tmpciz5Ct").write_bytes(b"half")  # safetensors' name until a file is whole
