@@ -27,7 +27,8 @@ from shapes import SHAPES, Shape, grid, patch_embed_work
 from vitfast import ops
 from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
-from vitfast.tools.verify import Input, cases
+from vitfast.tools.verify import cases
+from vitfast.tools.verify.draw import Input
 
 EAGER = ("vitfast", "eager", "compile", "max-autotune")
 SDPA = ("vitfast", *(f"sdpa {name}" for name in BACKENDS), *FLASH)

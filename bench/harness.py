@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vitfast import ops
 from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
-from vitfast.tools.verify import ATOL, Input, errors, run
-from vitfast.tools.verify.draw import Draw
+from vitfast.tools.verify import ATOL, errors, run
+from vitfast.tools.verify.draw import Draw, Input
 
 DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # of the operations
 CHECKED = 4  # samples of a batch that are compared with float64

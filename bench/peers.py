@@ -29,7 +29,7 @@ from vitfast import ViT, ops
 from vitfast.model.activation_memory import choose_saved_activations
 from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
-from vitfast.tools.cost import datasheet_flops
+from vitfast.tools.cost.gpus import datasheet_flops
 from vitfast.tools.cost.work import Kernels, total_flops
 from vitfast.tools.verify import exact_fp32, worst
 

@@ -1,6 +1,7 @@
 """The package as users get it, a core that needs the core dependencies only, and the order of its parts."""
 
 import ast
+import functools
 import graphlib
 import json
 import os
@@ -127,6 +128,7 @@ def test_sdist_holds_the_kernels_and_the_documentation(dist):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -170,7 +172,7 @@ def test_metadata_has_the_extras(dist):
 FLOORS = (
     {"errors", "version", "values", "kernels"},
     {"ops", "run"},
-    {"model"},
+    {"model", "ref"},
     {"backend", "data"},
     {"adapters"},
     {"eval", "tools"},
@@ -181,25 +183,10 @@ FLOORS = (
 )
 
 
-def imports() -> dict[str, set[str]]:
-    """The imports of each file, inside functions too: "vitfast.train.step" -> {"vitfast.model.vit", ...}."""
-    paths = {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
-    found = {}
-    for name, path in paths.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                base = ".".join([*above, *([node.module] if node.module else [])])
-                named = [module if (module := f"{base}.{alias.name}") in paths else base for alias in node.names]
-                assert {*named} <= paths.keys() or not node.level, f"{name} imports {named}"
-            else:
-                continue
-            found[name].update(module for module in named if module in paths and module != name)
-    return found
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The files of the package and of the benchmarks by their modules."""
+    return {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
 
 
 def _modules(folder: str, package: str) -> dict[str, Path]:
@@ -207,6 +194,29 @@ def _modules(folder: str, package: str) -> dict[str, Path]:
     for path in sorted((ROOT / folder).rglob("*.py")):
         names = [*package.split("."), *path.relative_to(ROOT / folder).with_suffix("").parts]
         found[".".join(name for name in names if name not in ("", "__init__"))] = path
+    return found
+
+
+@functools.cache
+def named(module: str) -> dict[str, str]:
+    """The full names of what a file imports, inside functions too, by the names that it gives them."""
+    path, package, found = modules()[module], module.split("."), {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + (path.name == "__init__.py") - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """The modules that each file imports: "vitfast.train.step" -> {"vitfast.model.vit", ...}."""
+    paths, found = modules(), {}
+    for name in paths:
+        homes = {full if full in paths else full.rpartition(".")[0] for full in named(name).values()}
+        found[name] = {home for home in homes if home in paths and home != name}
     return found
 
 
@@ -225,6 +235,20 @@ def test_imports_go_down_the_floors():
     assert {room(b) for a, b in found if room(a) == "kernels"} == {"kernels"}
 
 
+def test_no_room_uses_a_private_name_of_another_one():
+    """No private file, nothing that a file defines for itself, no such attribute. A family of kernels is a room."""
+    place = lambda name: name.split(".")[1 : 3 if ".kernels." in name else 2]  # noqa: E731
+    wrong = []
+    for name, path in modules().items():
+        given = named(name)
+        tree = ast.walk(ast.parse(path.read_text()))
+        nodes = [n for n in tree if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+        taken = [f"{given[n.value.id]}.{n.attr}" for n in nodes if given.get(n.value.id) in modules()]
+        private = [full for full in (*given.values(), *taken) if re.match(r"vitfast\..*\b_(?!_)", full)]
+        wrong += [f"{name}: {full}" for full in private if place(full) != place(name)]
+    assert not wrong
+
+
 def needed(module: str) -> set[str]:
     """The files that a module imports, with itself and all that they import."""
     found, todo, known = set(), [module], imports()
@@ -241,21 +265,12 @@ def test_an_operation_imports_what_it_needs_alone(operation, most):
 
 
 @pytest.mark.slow
-def test_modules_are_found_by_their_earlier_names():
-    """The modules themselves, also below a folder that moved and whatever is imported first."""
-    script = """
-import vitfast
-assert vitfast.ref is __import__("sys").modules["vitfast.ops.reference"] and not hasattr(vitfast, "nothing")
-import vitfast.verify.launcher
-from vitfast import interpreter, ref
-from vitfast.checkpoint.load import load_checkpoint
-from vitfast.kernels import tiles
-import vitfast.kernels.tiles, vitfast.ops.reference, vitfast.tools.verify.launcher
-assert vitfast.verify.launcher is vitfast.tools.verify.launcher and tiles is vitfast.kernels.tiles
-assert ref is vitfast.ref is vitfast.ops.reference and load_checkpoint is vitfast.load_checkpoint
-assert all(__import__("importlib").import_module(f"vitfast.{old}") for old in vitfast.MOVED)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+def test_the_reference_has_a_public_name():
+    """It is the module itself, not a copy."""
+    ways = (
+        "import vitfast.ref as one; from vitfast import ref as two; import vitfast; from vitfast.ops import reference"
+    )
+    subprocess.run([sys.executable, "-c", f"{ways}; assert one is two is vitfast.ref is reference"], check=True)
 
 
 def test_what_users_install_imports_nothing_of_the_tests():

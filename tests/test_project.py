@@ -68,14 +68,10 @@ def test_the_citation_has_this_version():
     assert len(citation["references"][0]["authors"]) == 12
 
 
-def test_the_changelog_has_a_section_for_each_version_the_newest_first():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
-    wanted = r"(\d+)\.(\d+)\.(\d+) - (?:unreleased|\d{4}-\d\d-\d\d)"
-    versions = [tuple(map(int, re.fullmatch(wanted, heading).groups())) for heading in headings]
-    assert versions == sorted(versions, reverse=True) and len({*versions}) == len(versions)
-    assert ".".join(map(str, versions[0])) == vitfast.__version__
-    assert not [heading for heading in headings[1:] if "unreleased" in heading]
+def test_the_changelog_begins_with_this_version():
+    heading = r"^## (\S+) - (?:unreleased|\d{4}-\d\d-\d\d)$"
+    newest, *_ = re.findall(heading, (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest == vitfast.__version__
 
 
 def test_the_oldest_versions_are_the_lower_bounds_of_setup():

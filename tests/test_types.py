@@ -13,7 +13,7 @@ import torch
 from vitfast import ViT, ops, values
 from vitfast.data.resize import resize
 from vitfast.model import config
-from vitfast.ops import _blocks, _dispatch
+from vitfast.ops import blocks, dispatch
 from vitfast.ops.attention import RopeLayout
 from vitfast.ops.mlp import Approximate
 
@@ -88,9 +88,9 @@ BLOCK = dict(x=X, norm_weight=V, norm_bias=V, fc1_weight=W, fc1_bias=None, fc2_w
     [
         (values.Activation, lambda: ops.linear_gelu(X, W, None, activation="?")),
         (Approximate, lambda: ops.linear_gelu(X, W, None, approximate="?")),
-        (_blocks.Keep, lambda: ops.mlp_block(**BLOCK, keep="?")),
-        (_dispatch.Mode, lambda: ops.use_kernels("?")),
-        (_blocks.Norm, lambda: ops.mlp_block(**BLOCK, norm="?")),
+        (blocks.Keep, lambda: ops.mlp_block(**BLOCK, keep="?")),
+        (dispatch.Mode, lambda: ops.use_kernels("?")),
+        (blocks.Norm, lambda: ops.mlp_block(**BLOCK, norm="?")),
         (RopeLayout, lambda: ops.attention(torch.zeros(1, 4, 3, 2, 16), rope_layout="?")),
         (config.Interpolation, lambda: resize(X.byte(), (2, 2), resample="?")),
         *((f.type, lambda f=f: ViT(**{f.name: "?"})) for f in fields(config.ViTConfig) if "Literal" in str(f.type)),

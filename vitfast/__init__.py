@@ -15,15 +15,15 @@ if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --he
     from .adapters import accelerate, acceleration_report, restore
     from .eval.embedder import Embedder as Embedder
     from .eval.pixels import transform as transform
-    from .model import ViT
-    from .model.checkpoint import load_checkpoint
+    from .model.checkpoint.load import load_checkpoint
+    from .model.vit import ViT
     from .ops import batch_invariant
     from .ops import reference as ref  # noqa: F401
     from .ops.packed import PackedImages, pack
 else:  # type checkers would take any name that there is a `__getattr__` for
 
     def __getattr__(name: str):
-        """A public name, or a module by its name or its earlier one, imported at its first use."""
+        """A public name, or a module by its name, imported at its first use."""
         if name in _HOMES:
             found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
@@ -53,54 +53,19 @@ __all__ = [
 _HOMES = {
     "Embedder": "eval.embedder",
     "PackedImages": "ops.packed",
-    "ViT": "model",
+    "ViT": "model.vit",
     "accelerate": "adapters",
     "acceleration_report": "adapters",
     "batch_invariant": "ops",
-    "load_checkpoint": "model.checkpoint",
+    "load_checkpoint": "model.checkpoint.load",
     "pack": "ops.packed",
     "restore": "adapters",
     "transform": "eval.pixels",
 }
 
-# Earlier names of modules that have moved: old documentation and pickled models use them. `ref` is a short name too.
-MOVED = {
-    "ref": "ops.reference",
-    "packed": "ops.packed",
-    "interpreter": "tools.interpreter",
-    "verify": "tools.verify",
-    "checkpoint": "model.checkpoint",
-    "block": "model.block",
-    "hybrid": "model.hybrid",
-    "layers": "model.layers",
-    "positions": "model.positions",
-    "model.relative": "model.positions",
-}
-
 
 def __dir__() -> list[str]:
     return sorted({*__all__, "Embedder", "transform"})
-
-
-class _Moved:
-    """Finds a module by its earlier name: the module itself, not a copy."""
-
-    @staticmethod
-    def find_spec(name: str, path=None, target=None):
-        package, _, inner = name.partition(".")
-        for old, new in MOVED.items() if package == __name__ else ():
-            if inner == old or inner.startswith(f"{old}."):
-                home = f"{__name__}.{new}{inner[len(old) :]}"
-                return importlib.machinery.ModuleSpec(name, _Moved, origin=home)  # pyright: ignore[reportArgumentType]
-        return None
-
-    @staticmethod
-    def create_module(spec):
-        return None
-
-    @staticmethod
-    def exec_module(module) -> None:
-        sys.modules[module.__name__] = importlib.import_module(module.__spec__.origin)
 
 
 class _WithTorch:
@@ -125,7 +90,6 @@ class _WithTorch:
         return spec
 
 
-sys.meta_path.insert(0, _Moved)  # before the finder of files, which would load a copy
 if "torch" in sys.modules or os.environ.get("VITFAST_BATCH_INVARIANT"):  # the mode acts on PyTorch's operations too
     from . import ops  # noqa: F811
 else:

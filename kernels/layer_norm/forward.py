@@ -27,9 +27,6 @@ from ..rows import (
     store_chunk,
     times_chunk,
 )
-from .backward import Grads, layer_norm_bwd
-
-__all__ = ["MAX_WIDTH", "Grads", "add_layer_norm_fwd", "layer_norm_bwd", "layer_norm_fwd"]
 
 MAX_WIDTH = 8192
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from .. import tiles
 from ..launch import batch_invariant, cdiv, launch
 from ..rows import contiguous_or_none
-from .backward import Gradients, patch_embed_bwd
 from .patches import (
     Packed,
     channel_values,
@@ -30,8 +29,6 @@ from .patches import (
     patch_matrix,
     token_row,
 )
-
-__all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
 
 
 @triton.jit

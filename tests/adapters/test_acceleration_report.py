@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.ops._dispatch import counting
+from vitfast.ops.dispatch import counting
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 FIRST_CALL = "decided at the first call"

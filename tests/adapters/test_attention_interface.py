@@ -14,7 +14,7 @@ from vision_families import FAMILIES, hugging_face_model
 import vitfast
 from vitfast import ops
 from vitfast.kernels.launch import launches_made
-from vitfast.ops._dispatch import counting
+from vitfast.ops.dispatch import counting
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

@@ -11,7 +11,7 @@ import report
 import result_files
 import targets
 
-from vitfast.tools.cost import GPUS
+from vitfast.tools.cost.gpus import GPUS
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = dict(copy=4e12, bfloat16=8e14)

@@ -1,8 +1,6 @@
 """Images turned upright as EXIF says, wherever files are read: the truth is PIL.ImageOps.exif_transpose."""
 
 import io
-import json
-import shutil
 import time
 
 import numpy as np
@@ -23,7 +21,6 @@ from vitfast.data.records import records
 from vitfast.eval import embed
 from vitfast.eval.predict import predict
 from vitfast.run.config import Config
-from vitfast.train.trainer import Trainer, train
 
 CPU, STORED = torch.device("cpu"), Reading(upright=False)
 KINDS = {"JPEG": dict(quality=95), "PNG": {}, "WEBP": dict(lossless=True), "TIFF": {}}
@@ -174,39 +171,11 @@ def test_vectors_are_those_of_upright_images(folder, decode, sizes):
     assert torch.equal(transform(Image.open(files[5]).convert("RGB")), transform(truth[5]))  # as ImageFolder gives it
 
 
-def test_a_run_from_before_the_setting_goes_on_as_it_began(folder, tmp_path, caplog):
-    caplog.set_level("INFO")
-    settings = dict(data=str(folder / "tagged"), output=str(tmp_path / "run"), workers=0, img_size=16, batch_size=4)
-    truth = train(digits(**settings | dict(steps=4, output=str(tmp_path / "whole"), exif_orientation=False)))
-    Trainer(digits(**settings, steps=4, save_every=2, exif_orientation=False)).fit()
-    for name in ("last", "previous"):
-        record = tmp_path / "run/checkpoints" / name / "state/state.json"
-        told = json.loads(record.read_text())
-        assert told["settings"].pop("exif_orientation") is False
-        record.write_text(json.dumps(told))
-    (tmp_path / "run/summary.json").unlink()
-    shutil.rmtree(tmp_path / "run/checkpoints/last")
-    summary = train(digits(**settings, steps=4, save_every=2))
-    assert "began with exif_orientation=false, and continues with it" in caplog.text and "from step 2" in caplog.text
-    assert summary["loss"] == truth["loss"]
-    assert "exif_orientation: false" in (tmp_path / "run/config.yaml").read_text()
-    assert train(digits(**settings, steps=4, save_every=2))["loss"] == truth["loss"]  # the same command again
-    assert train(digits(**settings, steps=6))["steps"] == 6
-    settings["output"] = str(tmp_path / "new")
-    train(digits(**settings, steps=2))
-    with pytest.raises(vitfast.InputError, match="exif_orientation: True there, False now"):
-        train(digits(**settings, steps=4, exif_orientation=False))
-
-
 def test_embeddings_record_the_setting(folder, tmp_path):
     model = tiny(5)
     spec = str(folder / "tagged/val")
     old = Embedder(model, exif_orientation=False)
     embed.embed_to(old, records(spec), tmp_path)
-    path = tmp_path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert manifest.pop("exif_orientation") is False
-    path.write_text(json.dumps(manifest))  # as before there was the setting
     assert embed.embed_to(old, records(spec), tmp_path).kept == 16
     with pytest.raises(vitfast.InputError, match="holds embeddings with exif_orientation false, not true"):
         embed.embed_to(Embedder(model), records(spec), tmp_path)

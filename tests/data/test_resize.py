@@ -195,6 +195,6 @@ def test_what_is_no_resize_is_refused(arguments, message):
 
 def test_kernels_are_never_left_out_in_silence():
     with ops.use_kernels("on"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitfast.ops._dispatch.INTERPRETED", False)
+        patch.setattr("vitfast.ops.dispatch.INTERPRETED", False)
         with pytest.raises(RuntimeError, match="^resize: kernels are switched on, but tensors on cpu need"):
             resize(torch.zeros(3, 8, 8, dtype=torch.uint8), (4, 4))

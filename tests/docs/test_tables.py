@@ -15,7 +15,7 @@ from vitfast import ViT, ops
 from vitfast.kernels import tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES
 from vitfast.kernels.layer_norm.forward import MAX_WIDTH
-from vitfast.ops import _dispatch
+from vitfast.ops import dispatch
 from vitfast.ops.attention import unsupported_reason
 
 DOCS = ROOT / "docs"
@@ -75,7 +75,7 @@ def test_every_generation_has_its_row():
 
 def test_the_limits_of_kernels_are_the_codes():
     limits = {row[0]: row[1] for row in rows(REQUIREMENTS) if len(row) == 3}
-    assert limits["dtypes"].split(", ") == [str(dtype).removeprefix("torch.") for dtype in _dispatch.KERNEL_DTYPES]
+    assert limits["dtypes"].split(", ") == [str(dtype).removeprefix("torch.") for dtype in dispatch.KERNEL_DTYPES]
     assert limits["head size"] == f"{HEAD_SIZES[0]}, {HEAD_SIZES[1]}, ..., {HEAD_SIZES[-1]}"
     assert limits["width of a norm"] == f"up to {MAX_WIDTH}"
     with pytest.raises(ValueError) as refused:

@@ -1,6 +1,5 @@
 """`vitfast embed`: shards that are whole, resumed to the same bytes, refused where they are another job's."""
 
-import hashlib
 import json
 import os
 import random
@@ -243,35 +242,6 @@ def test_an_image_that_was_replaced_is_embedded_again(source, capsys):
     assert code == 0 and "05.png" in ids and len(ids) == 23
     compare(source, ids, vectors)
     assert run_cli(capsys, *arguments(source), "--json")[1].count('"kept": 24') == 1
-
-
-def test_the_output_of_an_earlier_version_is_read_and_goes_on(source, capsys):
-    """It says of each shard a hash of sizes and names, and no parts."""
-    run_cli(capsys, *arguments(source))
-    out, vectors = source / "out", read(source / "out")[1]
-    for index in out.glob("index-*.parquet"):
-        table = pq.read_table(index)
-        lines = (f"{row['bytes']} {row['id']}\n" for row in table.to_pylist())
-        told = {b"vitfast.source": hashlib.sha256("".join(lines).encode()).hexdigest().encode()}
-        older = table.select(["id", "row", "height", "width", "error"])
-        pq.write_table(older.replace_schema_metadata(table.schema.metadata | told), index)
-    manifest = json.loads((out / "manifest.json").read_text())
-    (out / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "parts"}))
-    before = content(out)
-    assert np.array_equal(read(out)[1], vectors)
-    pictures.smooth(7, 30, 31).save(source / "photos" / "0.png")
-    code, said, _ = run_cli(capsys, *arguments(source), "--json")
-    assert code == 0 and (json.loads(said)["kept"], json.loads(said)["images"]) == (24, 1)
-    after = content(out)
-    assert all(after[name] == before[name] for name in before if name != "manifest.json")
-    assert json.loads((out / "manifest.json").read_text())["parts"] == [
-        dict(images=24, shards=6),
-        dict(images=1, shards=1),
-    ]
-    pictures.smooth(9, 99, 99).save(source / "photos" / "22.png")
-    _, said, err = run_cli(capsys, *arguments(source), "--json")
-    assert json.loads(said)["images"] == 4 and "is computed again" in err
-    compare(source, *read(out))
 
 
 def test_rows_that_are_new_in_a_parquet_file_are_embedded_alone(source, capsys):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from vision_families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
 
 import vitfast
-from vitfast.ops._dispatch import counting
+from vitfast.ops.dispatch import counting
 
 NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"

@@ -3,7 +3,7 @@
 import torch
 
 from vitfast import ViT
-from vitfast.tools.cost import GIB, Rates
+from vitfast.tools.cost.gpus import GIB, Rates
 
 # The rates that the budget of a B/16 step was made with: a product of 8192^3 and a copy, measured on an H200.
 MEASURED = Rates("H200", 790e12, 4.3e12, 141 * GIB, "measured")

@@ -64,7 +64,7 @@ the map before a block for that after it | model/intermediates.py | model/test_i
 -             if i in take:
 +             if i + 1 in take:
 # operations
-autocast casts LayerNorm's weight | ops/_dispatch.py | ops/test_operations.py -k autocast
+autocast casts LayerNorm's weight | ops/dispatch.py | ops/test_operations.py -k autocast
 - "norm_weight", "norm_bias", "inner
 + "norm_bias", "inner
 gradients that nobody asked for | ops/linear_residual.py | ops/test_passes.py -k frozen

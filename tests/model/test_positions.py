@@ -1,6 +1,5 @@
 """Table 8's position embeddings against formulas in float64; what resizing does to each."""
 
-import pickle
 import re
 from functools import partial
 from itertools import product
@@ -11,10 +10,8 @@ from checks import assert_close, gradients, randomize
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 
-import vitfast.layers
 from vitfast import ViT
 from vitfast.model.positions import resample_offsets, resize_table
-from vitfast.model.preprocessing import FIELDS, Preprocessing
 
 SMALL = dict(img_size=(16, 24), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 GRID, N, D, DEPTH, HEADS, HEAD = (2, 3), 6, 24, 3, 3, 8
@@ -82,25 +79,6 @@ def truth(model: ViT, kind: str, images: torch.Tensor) -> tuple[torch.Tensor, li
         if layer == 0 or place != "stem":
             block.register_forward_pre_hook(partial(add, layer))
     return peer(images), maps, dict(peer.named_parameters()) | tables
-
-
-@pytest.mark.parametrize("version", ["one object", "each attribute in its own place"])
-def test_a_model_is_read_that_was_pickled_where_its_classes_were_before(version):
-    model, x = ViT(**SMALL, pos_embed="relative").eval(), torch.randn(2, 3, 16, 24)
-    assert vitfast.layers.PatchEmbed is type(model.patch_embed) and (truth := model(x)).shape == (2, 5)
-    for block in model.blocks:
-        block.attn.__class__ = vitfast.layers.Attention
-    model.crop_pct, model.class_names = 0.9, list("abcde")
-    config = model.config
-    names = vars(model).pop("class_names")
-    if version == "one object":
-        model.preprocessing = Preprocessing()
-        vars(model.preprocessing).update({name: vars(model).pop(name) for name in FIELDS}, class_names=names)
-    else:
-        model._config["class_names"] = names
-        del model.keep
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(x), truth) and again.config == config and (again.crop_pct, again.keep) == (0.9, "auto")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels.attention.options import PLAIN
 from vitfast.kernels.launch import recording
-from vitfast.ops._operation import _builder, _fields
+from vitfast.ops.operation import _builder, _fields
 
 # The functions have the modules' names.
 attention_block, mlp_block = map(importlib.import_module, ("vitfast.ops.attention_block", "vitfast.ops.mlp_block"))

@@ -10,7 +10,7 @@ from attention_cases import MODES, interpreted
 from operations import HIDDEN, OPERATIONS, B, D, H, N
 
 from vitfast import InputError, ViT, ops
-from vitfast.ops import _dispatch
+from vitfast.ops import dispatch
 from vitfast.tools.verify.draw import Draw
 
 # Each public operation once, with all its tensors.
@@ -249,7 +249,7 @@ def test_what_no_kernel_covers_runs_unless_kernels_are_switched_on(op, change, r
 
 
 def test_kernels_on_raises_outside_the_interpreter(monkeypatch):
-    monkeypatch.setattr(_dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     says = "layer_norm: kernels are switched on, but tensors on cpu need TRITON_INTERPRET=1"
     with ops.use_kernels("on"), pytest.raises(RuntimeError, match=says):
         ops.layer_norm(torch.randn(2, 8), None, None)
@@ -259,9 +259,9 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
     def on_gpu(dtype):
         return SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
 
-    wanted = _dispatch.kernels_wanted
-    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
-    monkeypatch.setattr(_dispatch, "_warned", set())
+    wanted = dispatch.kernels_wanted
+    monkeypatch.setattr(dispatch.tiles, "generation", lambda device: 90)
+    monkeypatch.setattr(dispatch, "_warned", set())
     assert wanted("attention", on_gpu(torch.bfloat16))
     says = "vitfast attention: head size 20 is odd; plain PyTorch runs in its place"
     with pytest.warns(UserWarning, match=says) as seen:
@@ -275,6 +275,6 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
         wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     with ops.use_kernels("off"):
         assert not wanted("attention", on_gpu(torch.bfloat16))
-    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 0)
+    monkeypatch.setattr(dispatch.tiles, "generation", lambda device: 0)
     with pytest.warns(UserWarning, match="older than compute capability 8.0"):
         assert not wanted("layer_norm", on_gpu(torch.bfloat16))

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vitfast import InputError, ops
 from vitfast.kernels.launch import launches_made
-from vitfast.ops import _dispatch
-from vitfast.ops._dispatch import current_mode
+from vitfast.ops import dispatch
+from vitfast.ops.dispatch import current_mode
 
 X, WEIGHT = torch.randn(3, 16), torch.randn(16)
 
@@ -203,9 +203,9 @@ def test_the_mode_is_chosen_in_compiled_code(outer):
 
 def test_the_mode_that_the_environment_names(monkeypatch):
     """An unknown one is an error at the first operation."""
-    monkeypatch.setattr(_dispatch._MODE, "start", "off")
+    monkeypatch.setattr(dispatch._MODE, "start", "off")
     assert in_thread(current_mode) == "off"
-    monkeypatch.setattr(_dispatch._MODE, "start", "foo")
+    monkeypatch.setattr(dispatch._MODE, "start", "foo")
     wrong = "^VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
     with pytest.raises(InputError, match=wrong):
         in_thread(current_mode)

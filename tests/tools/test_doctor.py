@@ -54,7 +54,7 @@ def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
     seen = []
 
     def embed(*tensors):
-        seen.append((doctor.ops._dispatch.current_mode(), torch.backends.cudnn.conv.fp32_precision))
+        seen.append((doctor.ops.dispatch.current_mode(), torch.backends.cudnn.conv.fp32_precision))
         return doctor.ops.patch_embed(*tensors)
 
     before = torch.backends.cudnn.conv.fp32_precision

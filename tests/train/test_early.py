@@ -124,7 +124,6 @@ def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tm
 
 
 def test_the_best_of_a_run_whose_best_is_gone_is_one_that_is_kept(scripted, tmp_path):
-    """An earlier vitfast kept a best/ only with early_stop."""
     run = tmp_path / "run"
     assert train(stopping(run, steps=12, early_stop=None))["best_step"] == 10
     shutil.rmtree(run / "best")

@@ -66,16 +66,6 @@ def change_tensors(change, name="checkpoints/last/state/state.safetensors"):
     return lambda run: save_file(change(load_file(run / name)), run / name, metadata={"step": "4"})
 
 
-def of_an_earlier_vitfast(change):
-    """Whose checkpoints do not say which parameters have no state."""
-
-    def harm(run):
-        change_record(without("optimizer.stateless"))(run)
-        change_tensors(change)(run)
-
-    return harm
-
-
 def without(start: str):
     return lambda values: {name: value for name, value in values.items() if not name.startswith(start)}
 
@@ -171,7 +161,8 @@ DAMAGED = [
     ),
     (change_tensors(without("optimizer.state.norm.weight.")), "parameter: no norm.weight.exp_avg, norm.weight.exp"),
     (change_tensors(without("optimizer.state.")), "every parameter: no .*.state"),
-    (of_an_earlier_vitfast(without("optimizer.state.norm.weight.step")), "every parameter: no norm.weight.step"),
+    (change_record(without("optimizer.stateless")), "state.json lacks 'stateless'"),
+    (change_tensors(without("optimizer.state.norm.weight.step")), "every parameter: no norm.weight.step"),
     (change_tensors(lambda t: t | {"optimizer.state.more.exp_avg": torch.zeros(3)}), "optimiser's state.more.exp_avg"),
 ]
 PLACES = [{}, dict(packing={}), dict(packing=dict(progress={})), dict(packing=dict(progress=None, patches=1))]
@@ -258,7 +249,6 @@ def leave_parts(run):
     """What a kill leaves of one checkpoint that is written and one that is removed."""
     last, writing = run / "checkpoints" / "last", run / "checkpoints" / ".writing"
     shutil.copytree(last, writing)
-    (writing / ".model.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
     for folder in (writing, writing / "state"):
         (folder / ".vitfast-br1rrj2p").mkdir()
         (folder / ".vitfast-br1rrj2p" / ".tmpciz5Ct").write_bytes(b"half")  # safetensors' name until a file is whole

@@ -20,10 +20,10 @@ from torchvision.datasets import CIFAR10
 
 from vitfast import InputError
 from vitfast.data import datasets
-from vitfast.data.identity import ENDS, UNKNOWN, content_hash, fingerprint, hash_contents
+from vitfast.data.identity import ENDS, UNKNOWN, content_hash, hash_contents
 from vitfast.train import run_data as run_data_module
 from vitfast.train.resume import read_record
-from vitfast.train.trainer import Trainer, train
+from vitfast.train.trainer import train
 
 
 def make(root: Path, count: int = 6) -> Path:
@@ -138,26 +138,6 @@ def test_the_ends_of_a_file_stand_for_it(tmp_path):
     assert same == {None, ENDS, 2 * ENDS, 3 * ENDS - 1} and len(set(found.values())) == 5
     assert len({content_hash(bytes(size)) for size in (0, 1, ENDS, ENDS + 1, 2 * ENDS, 2 * ENDS + 1, 9 * ENDS)}) == 7
     assert content_hash(str(tmp_path / "gone")) == -1
-
-
-def test_a_run_of_an_earlier_version_is_known_by_the_name_of_its_data(tmp_path):
-    """Its checkpoint has hashes of paths as they were typed, and none of contents."""
-    photos, run = make(tmp_path / "photos"), tmp_path / "run"
-    train(config(run, photos, 2))
-    Trainer(config(run, photos, 3))
-    path = run / "checkpoints/last/state/state.json"
-    text = path.read_text()
-    path.write_text(text.replace("train_paths", "train_names").replace("val_paths", "val_names"))
-    shutil.copytree(photos, tmp_path / "copy")
-    with pytest.raises(InputError, match="holds a run with other settings .data: .*photos there, .*copy now"):
-        train(config(run, tmp_path / "copy", 3))
-    assert train(config(run, photos, 3))["steps"] == 3
-    assert fingerprint(Trainer(config(run, tmp_path / "copy", 4)).data.train)[0] == _paths(run)
-
-
-def _paths(run: Path) -> dict[str, str]:
-    data = read_record(run / "checkpoints/last")["data"]
-    return {kind: data[f"train_{kind}"] for kind in ("paths", "labels", "sizes")}
 
 
 # ---- libraries' data sets

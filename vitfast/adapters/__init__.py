@@ -15,7 +15,7 @@ from typing import TypeVar, get_args
 from torch import nn
 
 from ..errors import InputError
-from ..ops._blocks import Keep
+from ..ops.blocks import Keep
 from .report import Entry, Report, acceleration_report
 from .structure import is_ours, parts_of
 

@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from ..ops._dispatch import constant_when_compiled
 from ..ops.attention import unsupported_reason
+from ..ops.dispatch import constant_when_compiled
 
 # Arguments that it reads, and those that attention does not.
 _KNOWN = ("is_causal", "scaling", "output_hidden_states", "return_dict", "num_items_in_batch")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from ..ops._dispatch import reason_for_plain
+from ..ops.dispatch import reason_for_plain
 from ..ops.fusable import Replacements, own_forward
 from .structure import parts_of
 

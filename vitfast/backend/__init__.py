@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from ..ops._blocks import Keep
+from ..ops.blocks import Keep
 from .parts import AS_THE_ORIGINAL, Choices, choices
 from .reports import Entry, Report, joined
 from .rewrite import rewrite_graph

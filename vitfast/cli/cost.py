@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..model.config import ViTConfig
-    from ..tools.cost import as_text, estimate, estimate_baseline, rates
+    from ..tools.cost.gpus import rates
+    from ..tools.cost.text import as_text
+    from ..tools.cost.training import estimate, estimate_baseline
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
     name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
@@ -83,7 +85,7 @@ def _from_recipe(args: argparse.Namespace) -> tuple:
     """The same from a recipe, over which flags win."""
     from ..model.config import ViTConfig
     from ..model.presets import is_baseline
-    from ..tools.cost import DATASETS
+    from ..tools.cost.training import DATASETS
     from ..train.arguments import vit_arguments
     from ..train.recipes import resolve
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import both_ends
 from ..model.config import Interpolation
-from ..ops._dispatch import NO_TRITON, kernels_wanted
+from ..ops.dispatch import NO_TRITON, kernels_wanted
 
 if NO_TRITON is None:
     from ..kernels.resize import passes as kernels

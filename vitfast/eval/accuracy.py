@@ -266,8 +266,8 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
         if not len(source) or f"{part}_sizes" not in index:
             return False
         found, modified = fingerprint(source)
-        same = "sizes" in found and all(index.get(f"{part}_{kind}", value) == value for kind, value in found.items())
-        if not same or not (saved := run_images(config.weights, part)):  # an earlier vitfast has none
+        same = "sizes" in found and all(index.get(f"{part}_{kind}") == value for kind, value in found.items())
+        if not same or not (saved := run_images(config.weights, part)):  # they may be gone
             return same
         return not len(replaced(source, modified, *saved))
 

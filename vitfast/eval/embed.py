@@ -240,8 +240,6 @@ def weights_hash(model: nn.Module) -> str:
 def _job(manifest: dict) -> bytes:
     """A hash of what the vectors of a job have in common."""
     common = {name: value for name, value in manifest.items() if name not in (*MAY_DIFFER, *TOTALS)}
-    if not common.get("exif_orientation"):
-        common.pop("exif_orientation", None)  # jobs from before there was this setting say nothing of it
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest().encode()
 
 
@@ -266,7 +264,6 @@ def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
             raise InputError(f"{folder} holds embeddings without {MANIFEST}; give another --output, or --resume never")
         _write_manifest(folder, manifest, rank)
         return now
-    before = dict(exif_orientation=False) | before  # of a job from before there was this setting
     for name, value in now.items():
         if name not in MAY_DIFFER and before.get(name) != value:
             what = f"with {name} {_short(before.get(name))}, not {_short(value)}"

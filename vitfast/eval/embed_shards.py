@@ -1,6 +1,5 @@
 """The files of a shard of embeddings: which images it holds, and whether they are still the same."""
 
-import hashlib
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from ..errors import InputError
 from ..run.files import staged
 from .embedder import Embedded, Embedder
 
-SOURCE, JOB = b"vitfast.source", b"vitfast.job"  # metadata of an index
+JOB = b"vitfast.job"  # metadata of an index
 FILE = re.compile(r"(embeddings|index)-(\d{5,})\.(npy|parquet)")
 logger = logging.getLogger("vitfast")
 
@@ -108,22 +107,16 @@ class Written:
 def is_same(folder: Path, shard: int, part: list[Record]) -> bool:
     """Whether the images of a shard, in its order, are what they were; where not, it is logged.
 
-    Those whose files were modified at another time are read. An index of an earlier vitfast has a hash of the sizes.
+    Those whose files were modified at another time are read.
     """
     import pyarrow.parquet as pq
 
     table = pq.read_table(paths_of(folder, shard)[1])
-    if before := table.schema.metadata.get(SOURCE):
-        digest = hashlib.sha256()
-        for record in part:
-            digest.update(f"{record.size} {record.id}\n".encode())
-        replaced = [] if digest.hexdigest().encode() == before else [record.id for record in part]
-    else:
-        facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
-        other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
-        with ThreadPoolExecutor(THREADS) as pool:
-            now = list(pool.map(content_hash, (record.content for record, _ in other)))
-        replaced = [record.id for (record, before), after in zip(other, now) if before != after]
+    facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
+    other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
+    with ThreadPoolExecutor(THREADS) as pool:
+        now = list(pool.map(content_hash, (record.content for record, _ in other)))
+    replaced = [record.id for (record, before), after in zip(other, now) if before != after]
     if replaced:
         said = "shard %d is computed again: of its %d images some were replaced since (%s)"
         logger.warning(said, shard, len(part), first_of(replaced))

@@ -25,7 +25,7 @@ from ..kernels.launch import batch_invariant
 from ..model.baselines import load_any
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
-from ..ops._dispatch import current_mode
+from ..ops.dispatch import current_mode
 from ..run.config import MAX_PIXELS
 from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow, evaluating

@@ -17,7 +17,7 @@ from ..model.baselines import sizes
 from ..run.config import Config, as_plain, course
 from ..run.device import choose_device
 from ..run.results import Results
-from ..tools.cost import forward_flops
+from ..tools.cost.steps import forward_flops
 from ..train.recipes import resolve
 from ..train.run_folder import kept_weights
 from ..train.setup import new_model

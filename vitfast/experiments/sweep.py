@@ -58,7 +58,7 @@ def _check_output(config: Config, resume: str) -> None:
     settings = read_settings(run) if resume == "auto" and (find_checkpoint(run) or read_summary(run)) else None
     if settings:
         lr = settings.get("lr") if settings.get("lr") in config.sweep_lr else config.sweep_lr[0]
-        check_settings(dataclasses.replace(config, lr=lr, sweep_lr=()), settings, run, data=False)
+        check_settings(dataclasses.replace(config, lr=lr, sweep_lr=()), settings, run)
 
 
 def _try_rates(config: Config, resume: str, results: Results) -> dict:

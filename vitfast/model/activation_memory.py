@@ -1,6 +1,6 @@
 """Chooses which tensors the blocks of a ViT keep for backward, by the memory that is free.
 
-keep: "least", "all" (see ops/_blocks.py) or "auto", which is "all" if the memory of the GPU has room for it, as
+keep: "least", "all" (see ops/blocks.py) or "auto", which is "all" if the memory of the GPU has room for it, as
 `ViT.decide_keep` finds out.
 """
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError, unknown
-from .checkpoint import load_model, read
 from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
+from .checkpoint.load import load_model, read
 from .checkpoint.writers import HEAD, NO_HEAD, PRE_LOGITS, WRITERS, file_suffix, lacks, tensors, write_as
 from .preprocessing import CROP
 from .presets import pair

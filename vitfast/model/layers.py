@@ -1,7 +1,6 @@
 """The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,8 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ..ops import attention, attention_block, gated_mlp, gated_mlp_block, layer_norm, linear_gelu, mlp_block, rms_norm
 from ..ops import reference as ref
-from ..ops._dispatch import constant_when_compiled
 from ..ops.attention import unsupported_reason as head_unsupported
+from ..ops.dispatch import constant_when_compiled
 from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
@@ -217,11 +216,3 @@ class LayerScale(nn.Module):
 def weights_dtype(module: nn.Module) -> torch.dtype:
     """The dtype of a module's first floating parameter, torch's default without one."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-
-def __getattr__(name: str):
-    """Names that earlier versions pickled here and that are in another file now."""
-    homes = {"PatchEmbed": "patch_embed", "PreLogits": "heads", "AttentionPoolLatent": "heads"}
-    if name in homes:
-        return getattr(import_module(f"{__package__}.{homes[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,14 +36,6 @@ ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # the values of ops.att
 class Positions:
     """The methods of a ViT that give the tokens of images, (B, C, H, W) or packed, their positions."""
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._config.setdefault("pos_resample", "bicubic_antialias")  # pickled by a version that had no other
-        if self._config["pos_embed"] == "relative":  # pickled by a version that had one class for both
-            for block in self.blocks:
-                if type(block.attn) is Attention:
-                    block.attn.__class__ = RelativeAttention
-
     @property
     def _pos_prefix(self) -> int:
         """Prefix tokens that have a slot in the position table."""

@@ -11,10 +11,6 @@ CROP = dict(crop_mode="center", crop_pct=1.0, interpolation="bicubic")
 FIELDS = ("mean", "std", *CROP)  # arguments of a ViT that are its attributes too, and may be set
 
 
-class Preprocessing:
-    """The object in which an earlier version pickled FIELDS and the names of the classes."""
-
-
 class Preprocessed:
     """How the images of a ViT are prepared, and what its classes are called."""
 
@@ -59,9 +55,3 @@ class Preprocessed:
         vars(self)["pretrained_cfg"] = told
 
     default_cfg = pretrained_cfg  # timm's earlier name
-
-    def __setstate__(self, state: dict) -> None:
-        lacking = dict.fromkeys(CROP) | dict(keep="auto")  # in the earliest pickles, whose names are in another place
-        lacking["class_names"] = state["_config"].pop("class_names", None)
-        told = vars(state.pop("preprocessing")) if "preprocessing" in state else {}
-        super().__setstate__(lacking | state | told)

@@ -14,7 +14,8 @@ from ..ops.packed import PackedImages
 from . import config as arguments
 from .activation_memory import choose_saved_activations
 from .block import Block
-from .checkpoint import load_model, save
+from .checkpoint.load import load_model
+from .checkpoint.writers import save
 from .config import POOLS, Keep, Pool, ViTConfig, WeightInit, documented, with_arguments_of
 from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed

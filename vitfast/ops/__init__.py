@@ -1,9 +1,9 @@
 """The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
-from ._dispatch import use_kernels
 from .attention import attention
 from .attention_block import attention_block
 from .batch_invariance import batch_invariant
+from .dispatch import use_kernels
 from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
 from .mlp import gated_mlp, linear_gelu, mlp

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..kernels.launch import batch_invariant, cdiv
-from ._dispatch import NO_TRITON, _unsupported_reason
+from .dispatch import NO_TRITON, unsupported_reason
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import linear
@@ -73,7 +73,7 @@ def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
 
 def kernel_runs(a: Tensor, *others: Tensor) -> bool:
     """Whether our kernel computes a product of these tensors."""
-    return a.is_cuda and _unsupported_reason(a, None) is None and all(x.dtype == a.dtype for x in others)
+    return a.is_cuda and unsupported_reason(a, None) is None and all(x.dtype == a.dtype for x in others)
 
 
 def _by_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..kernels.attention.options import AttentionOptions
 from . import _checks as check
 from . import reference as ref
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import as_dtype, custom_op
+from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .operation import as_dtype, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels

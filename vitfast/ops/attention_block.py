@@ -2,7 +2,7 @@
 
     attention_block: x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x))))
 
-Besides the tensors that _blocks.py names, qkv, lse and the attention output are kept for backward.
+Besides the tensors that blocks.py names, qkv, lse and the attention output are kept for backward.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
-from . import _blocks as block
 from . import _checks as check
+from . import blocks as block
 from . import reference as ref
-from ._blocks import Keep, Norm
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
+from .blocks import Keep, Norm
+from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
+from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd

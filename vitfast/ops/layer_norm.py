@@ -11,11 +11,12 @@ from torch import Tensor
 
 from . import _checks as check
 from . import reference as ref
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import Constant, as_matrix, custom_op, only_once, register, resized, sample_rows
+from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .operation import Constant, as_matrix, custom_op, only_once, register, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
+    from ..kernels.layer_norm.backward import layer_norm_bwd
 
 
 class _Arguments(NamedTuple):
@@ -52,7 +53,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Statistics]:
 
 def _backward(dy: Tensor, t: _Arguments, saved: _Statistics, needs: _Arguments) -> dict[str, Tensor | None]:
     inputs = as_matrix(dy), as_matrix(t.x), t.weight, t.bias if needs.bias else None, *saved
-    grads = kernels.layer_norm_bwd(*inputs, want_dx=needs.x, want_dparams=needs.weight or needs.bias)
+    grads = layer_norm_bwd(*inputs, want_dx=needs.x, want_dparams=needs.weight or needs.bias)
     dx = grads.dres.view(t.x.shape) if needs.x else None
     return dict(x=dx, weight=grads.dweight, bias=grads.dbias)
 
@@ -113,7 +114,7 @@ def _add_wanted(t: _AddDerivative, grads: tuple[Tensor | None, ...]) -> tuple[Te
 def _add_backward(*arguments) -> tuple[Tensor, ...]:
     t = _AddDerivative(*arguments)
     want_dx, want_dres, want_dweight, want_dbias, want_dlayer_scale = t.wants
-    grads = kernels.layer_norm_bwd(
+    grads = layer_norm_bwd(
         as_matrix(t.dy),
         as_matrix(t.z),
         t.weight,

@@ -4,7 +4,7 @@
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
 
 Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
-The fused blocks (_blocks.py) end in this layer and use its gradient.
+The fused blocks (blocks.py) end in this layer and use its gradient.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import _checks as check
 from . import reference as ref
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
-from ._operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
+from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad

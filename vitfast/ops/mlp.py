@@ -25,14 +25,15 @@ from torch import Tensor
 from ..values import Activation
 from . import _checks as check
 from . import reference as ref
-from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
-from ._operation import as_dtype, as_matrix, custom_op, resized, tensors_of
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import bias_gradients
+from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.layer_norm.backward import layer_norm_bwd
+    from ..kernels.layer_norm.forward import layer_norm_fwd
     from ..kernels.matmul.gated import dgated_matmul, gated_bwd, gated_linear
     from ..kernels.matmul.linear import input_grad, linear
     from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd

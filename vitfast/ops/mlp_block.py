@@ -3,7 +3,7 @@
     mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
     gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
 
-The tensors that _blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
+The tensors that blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
 With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/matmul/configs.py says.
 """
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ..values import Activation
-from . import _blocks as block
 from . import _checks as check
+from . import blocks as block
 from . import reference as ref
-from ._blocks import Keep, Norm
-from ._dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
-from ._operation import Constant, as_matrix, custom_op, resized, sample_rows
+from .blocks import Keep, Norm
+from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
@@ -36,6 +35,7 @@ from .mlp import (
     one_activation,
     recompute_inner,
 )
+from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels import tiles

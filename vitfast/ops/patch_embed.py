@@ -10,11 +10,12 @@ from ..values import LEAST_STD, MOST_PIXEL
 from . import _checks as check
 from . import packed
 from . import reference as ref
-from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
-from ._operation import Constant, NothingSaved, custom_op, meta_like
+from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
+from .operation import Constant, NothingSaved, custom_op, meta_like
 
 if NO_TRITON is None:
-    from ..kernels.patch_embed.forward import Gradients, patch_embed_bwd, patch_embed_fwd
+    from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
+    from ..kernels.patch_embed.forward import patch_embed_fwd
 
 
 class _Arguments(NamedTuple):
@@ -113,7 +114,7 @@ def _numbers(values: list[float] | Tensor | None, default: float, chans: int) ->
     return values * chans if len(values) == 1 else values
 
 
-def _unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
+def unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
     """Why no kernel takes this normalisation or reads these tensors; None where one does."""
     for name, value in (("mean", mean), ("std", std)):
         if isinstance(value, Tensor) and torch.compiler.is_compiling():
@@ -188,7 +189,7 @@ def patch_embed(
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
     weight = _in_compute_dtype(weight)
-    reason = _unsupported_reason(mean, std, *tensors.values())
+    reason = unsupported_reason(mean, std, *tensors.values())
     if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie

@@ -298,9 +298,6 @@ RUN_ONLY = frozenset(
     "decode non_finite".split()
 )
 
-# The values that runs had from before there were these fields.
-BEFORE = dict(exif_orientation=False, ema_warmup=False)
-
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))
 _TYPES = typing.get_type_hints(Config)
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -370,12 +367,9 @@ def as_plain(config: Recipe) -> dict:
 
 
 def course(settings: dict, length: bool = False) -> dict:
-    """The settings that decide the course of a run; with `length`, epochs and steps are among them.
-
-    Fields that are newer than the run have the values with which it began.
-    """
+    """The settings that decide the course of a run; with `length`, epochs and steps are among them."""
     other = RUN_ONLY | {"about"} if length else RUN_ONLY | {"about", "epochs", "steps"}
-    whole = as_plain(Config()) | BEFORE | settings
+    whole = as_plain(Config()) | settings
     return {name: whole[name] for name in FIELDS if name not in other}
 
 

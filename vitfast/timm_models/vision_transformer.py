@@ -13,7 +13,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from ..errors import InputError
-from ..model.checkpoint import load_checkpoint
+from ..model.checkpoint.load import load_checkpoint
 from ..model.preprocessing import CROP
 from ..model.presets import preset
 from ..model.vit import ViT

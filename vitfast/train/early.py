@@ -30,7 +30,7 @@ class EarlyStop:
         for record in read_metrics(run) if own else ():
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])
-        if self.step != step and not (run / BEST).is_dir():  # an earlier vitfast did not keep it: the next is the best
+        if self.step != step and not (run / BEST).is_dir():  # was removed: the next is the best
             self.step, self.accuracy = None, -1.0
 
     def add(self, step: int, accuracy: float) -> None:

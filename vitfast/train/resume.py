@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..data.classes import first_of
 from ..errors import InputError, both_ends
 from ..model.checkpoint.writers import write_safetensors
-from ..run.config import BEFORE, Config, as_plain, changes, course, total_steps
+from ..run.config import Config, as_plain, changes, course, total_steps
 from .run_folder import (
     BEST,
     LAST,
@@ -47,14 +47,15 @@ from .step import TrainStep
 logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
-RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # what state.json must have, with the types
+# What state.json must have, with the types.
+RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict, unreadable=list)
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict, images: dict[str, np.ndarray]) -> None:
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
-    record: where the run is and what it trains: the keys of RECORD, `pillow` (of data/resize.py), `unreadable` (the
-    messages on images that could not be read) and, for images of many sizes, `packing`. images: what `run_data` knows
+    record: where the run is and what it trains: the keys of RECORD (`unreadable` has the messages on images that could
+    not be read), `pillow` (of data/resize.py) and, for images of many sizes, `packing`. images: what `run_data` knows
     of each. Every rank calls this, and the first one writes. The other checkpoints stay as they are until the new one
     is whole.
     """
@@ -102,9 +103,9 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             for key, value in state.items():  # torch checks neither shapes nor whether an entry is missing
                 if isinstance(value, Tensor) and value.dim() and value.shape != shapes.get(key.rpartition(".")[0]):
                     raise ValueError(f"the optimiser's state.{key} has shape {tuple(value.shape)}")
-            held, kinds = ({key.rpartition(".")[part] for key in state} for part in (0, 2))
-            stateless = saved.pop("stateless", shapes.keys() - held)  # an earlier vitfast does not say
-            wanted = {f"{name}.{kind}" for name in shapes.keys() - stateless for kind in kinds or {"state"}}
+            kinds = {key.rpartition(".")[2] for key in state}
+            stateful = shapes.keys() - saved.pop("stateless")
+            wanted = {f"{name}.{kind}" for name in stateful for kind in kinds or {"state"}}
             if missing := sorted(wanted - state.keys()):
                 raise ValueError(f"the optimiser's state is not there for every parameter: no {first_of(missing)}")
             # How the step is computed is this run's own: FSDP2 shards no fused SGD, and a run may go on without FSDP2.
@@ -172,31 +173,14 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
     return InputError(f"the training state in {checkpoint} {said}; {advice}")
 
 
-def check_settings(config: Config, saved: dict, source: Path, data: bool = True) -> None:
+def check_settings(config: Config, saved: dict, source: Path) -> None:
     """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course.
 
-    A run goes on with BEFORE's values whatever is asked; see `as_begun`. data: whether its name counts, which does not
-    where the images are compared.
+    The name of the data does not count: its images are compared.
     """
-    saved = saved if data else saved | dict(data=config.data)
-    if other := changes(course(saved), course(as_plain(config) | _before(saved))):
+    if other := changes(course(saved | dict(data=config.data)), course(as_plain(config))):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"
         raise InputError(f"{source} holds a run with other settings ({'; '.join(other[:3])}); {advice}")
-
-
-def _before(saved: dict) -> dict:
-    """Those of BEFORE's values that a run has, said or from before there were these fields."""
-    return {name: value for name, value in BEFORE.items() if saved.get(name, value) == value}
-
-
-def as_begun(config: Config, record: dict) -> Config:
-    """The config of a run that goes on from a record, with BEFORE's values where it began with them."""
-    older = _before(record["settings"]) if record else {}
-    used = older if config.ema_decay else older.keys() - {"ema_warmup"}
-    if other := [name for name in older if name in used and getattr(config, name) != older[name]]:
-        said = ", ".join(f"{name}={str(older[name]).lower()}" for name in other)
-        logger.info("the run began with %s, and continues with it", said)
-    return dataclasses.replace(config, **older)
 
 
 def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
@@ -212,7 +196,7 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         if not own and (find_checkpoint(run) or read_summary(run)):
             raise InputError(f"{run} holds a run already; --resume auto goes on with it, or choose another --output")
         record = read_record(checkpoint)
-        check_settings(config, record["settings"], checkpoint, data="train_paths" not in record["data"])
+        check_settings(config, record["settings"], checkpoint)
         return checkpoint, record
     if resume == "auto":
         others = sorted(path for path in (run / "checkpoints").glob("[!.]*") if is_checkpoint(path))
@@ -250,7 +234,7 @@ def finished_summary(config: Config, resume: str, compare: Callable[[], object])
     settings = read_settings(run) if summary else None
     if settings is None:
         return None
-    check_settings(config, settings, run, data=False)
+    check_settings(config, settings, run)
     if _longer(config, summary):
         return None
     if os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data):

@@ -63,11 +63,8 @@ def _described(source: Source) -> list[tuple]:
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
-    """Raises InputError where the data of a run (the record that `run_data` makes) is not what it was.
-
-    What a checkpoint of an earlier vitfast does not say is not compared.
-    """
-    found, before, classes = [], now | saved, list(map(str, saved["classes"]))
+    """Raises InputError where the data of a run (the record that `run_data` makes) is not what it was."""
+    found, classes = [], list(map(str, saved["classes"]))
     if classes != now["classes"]:
         there, here = set(classes), set(now["classes"])
         sides = dict(gone=[c for c in classes if c not in here], new=[c for c in now["classes"] if c not in there])
@@ -77,7 +74,7 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
         found += changes({name: saved.get(name)}, {name: now.get(name)})
     for split in () if found else SPLITS:
         keys = {f"{split}_{kind}": text for kind, text in CHANGED.items()}
-        found += [f"{split}_images: {text}" for key, text in keys.items() if before.get(key) != now.get(key)][:1]
+        found += [f"{split}_images: {text}" for key, text in keys.items() if saved.get(key) != now.get(key)][:1]
     if found:
         raise _other_data(checkpoint, ", ".join(found))
 
@@ -88,8 +85,8 @@ def _check_contents(sources: dict[str, Source], images: dict[str, np.ndarray], c
     Images that were modified at another time are read. Raises InputError for those of another content.
     """
     with reading(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
-        saved = {name: file.get_tensor(f"images.{name}").numpy() for name in images if f"images.{name}" in file.keys()}
-    for split, source in sources.items() if saved else ():  # an earlier vitfast has none
+        saved = {name: file.get_tensor(f"images.{name}").numpy() for name in images}
+    for split, source in sources.items():
         modified, hashes = (images[f"{split}_{kind}"] for kind in ("modified", "hashes"))
         hashes[:] = saved[f"{split}_hashes"]
         other = replaced(source, modified, saved[f"{split}_modified"], hashes)

@@ -30,9 +30,8 @@ from ..run.lock import LOCK
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"
-# The files of a checkpoint, and unfinished ones: in a scratch folder, or beside them by an earlier vitfast's names or
-# those of safetensors.
-_FILE = r"(\.?(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json)(\..+)?|\.tmp\w+)"
+# The files of a checkpoint, and unfinished ones: in a scratch folder, or beside them by safetensors' names.
+_FILE = r"(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json|\.tmp\w+)"
 PARTS = re.compile(rf"state|(state/)?({re.escape(SCRATCH)}\w+(/{_FILE})?|{_FILE})")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
 FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv

@@ -10,10 +10,10 @@ from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
 from ..errors import InputError
 from ..eval.accuracy import check_channels, cut_as_told
-from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
+from ..model.baselines import baseline, baseline_of, classifiers, load_baseline, replace_head, sizes
 from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
-from ..model.presets import pair, preset
+from ..model.presets import is_baseline, pair, preset
 from ..model.vit import ViT
 from ..run.config import Config
 from ..run.distributed import Ranks

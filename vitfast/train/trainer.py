@@ -26,7 +26,7 @@ from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import as_begun, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
+from .resume import find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_data import run_data
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
@@ -61,7 +61,7 @@ class Trainer:
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
-        self.config = config = as_begun(config, record)
+        self.config = config
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.index, self.images = run_data(self.data, record, self.checkpoint)
         introduce(config, model, self.data, self.device, self.dtype)
@@ -74,7 +74,7 @@ class Trainer:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
-            self.unreadable = record.get("unreadable", [])  # an earlier vitfast does not say
+            self.unreadable = record["unreadable"]
             self.packed = read_totals(record, self.data, self.checkpoint)
             self.data.progress = self.packed.progress
             if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():

@@ -13,8 +13,9 @@ import torch
 from timm.layers import resample_abs_pos_embed
 
 from vitfast import InputError, ViT, cli, load_checkpoint
-from vitfast.model.checkpoint import read, save
 from vitfast.model.checkpoint.files import last_checkpoint
+from vitfast.model.checkpoint.load import read
+from vitfast.model.checkpoint.writers import save
 
 VARIANTS = {
     "plain": dict(),

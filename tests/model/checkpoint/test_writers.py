@@ -12,8 +12,9 @@ from checkpoints import CLASSES, HEADS, SMALL, D, agree, google, images, same, s
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, cli, load_checkpoint
-from vitfast.model.checkpoint import files, save
+from vitfast.model.checkpoint import files
 from vitfast.model.checkpoint import google as google_files
+from vitfast.model.checkpoint.writers import save
 from vitfast.model.convert import FORMATS, write
 
 TARGETS = {"vitfast": "out", "timm": "out", "huggingface": "out", "npz": "out.npz", "torchvision": "out.pth"}

@@ -9,8 +9,8 @@ from commands import run_cli
 from cost_models import on_meta
 
 from vitfast import InputError, ViT
-from vitfast.tools import cost
-from vitfast.tools.cost import GIB, estimate, rates
+from vitfast.tools.cost.gpus import GIB, GPUS, rates
+from vitfast.tools.cost.training import estimate
 
 JFT = 303e6
 
@@ -148,4 +148,4 @@ def test_what_is_not_counted_is_refused(options):
 
 
 def test_help_names_every_gpu(capsys):
-    assert set(cost.GPUS) <= set(run_cli(capsys, "cost", "--help")[1].split())
+    assert set(GPUS) <= set(run_cli(capsys, "cost", "--help")[1].split())

@@ -10,8 +10,11 @@ from cost_models import TINY, on_meta
 from vitfast import InputError, ViT, ops
 from vitfast.model import activation_memory as keep
 from vitfast.model.config import KEEPS
-from vitfast.tools import cost
-from vitfast.tools.cost import GIB, Rates, estimate, kept_bytes, operations, rates, state_bytes
+from vitfast.tools.cost.gpus import GIB, Rates, rates
+from vitfast.tools.cost.memory import kept_bytes, state_bytes, working_bytes
+from vitfast.tools.cost.steps import operations
+from vitfast.tools.cost.text import as_text
+from vitfast.tools.cost.training import estimate
 
 IMAGES = torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)
 
@@ -73,7 +76,7 @@ def test_memory_with_dropout():
     assert least == everything != operations(on_meta("B/16"), 2, keep="all")
     found = [estimate(model, rates("H200"), keep=choice) for choice in KEEPS]
     assert found[0] == found[1] == found[2] and found[0]["keep"]["more_per_image"] == 0
-    assert "keep has no effect with dropout" in cost.as_text("B/16", found[0])
+    assert "keep has no effect with dropout" in as_text("B/16", found[0])
 
 
 def test_memory_under_autocast_has_copies_of_the_linear_layers():
@@ -104,7 +107,7 @@ def test_the_largest_batch_is_the_last_that_fits():
     largest, usable = found["largest_batch"], keep.USABLE * 40 * GIB
 
     def needed(batch):
-        parts = state_bytes(model).values(), kept_bytes(model, batch).values(), [cost.working_bytes(model, batch)]
+        parts = state_bytes(model).values(), kept_bytes(model, batch).values(), [working_bytes(model, batch)]
         return sum(map(sum, parts))
 
     assert needed(largest) <= usable < needed(largest + 1)

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitfast import ViT
 from vitfast.model.baselines import baseline
-from vitfast.tools.cost import estimate, estimate_baseline, flops_per_image, forward_flops, operations, rates
-from vitfast.tools.cost.training import EFFICIENCY
+from vitfast.tools.cost.gpus import rates
+from vitfast.tools.cost.steps import flops_per_image, forward_flops, operations
+from vitfast.tools.cost.training import EFFICIENCY, estimate, estimate_baseline
 
 ROOT = Path(__file__).parents[3]
 

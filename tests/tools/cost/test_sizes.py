@@ -8,7 +8,10 @@ from vitfast import InputError, ViT
 from vitfast.model.config import ViTConfig
 from vitfast.model.presets import PRESETS
 from vitfast.model.sizes import Sizes
-from vitfast.tools.cost import estimate, kept_bytes, operations, rates, state_bytes, working_bytes
+from vitfast.tools.cost.gpus import rates
+from vitfast.tools.cost.memory import kept_bytes, state_bytes, working_bytes
+from vitfast.tools.cost.steps import operations
+from vitfast.tools.cost.training import estimate
 
 OPTIONS = [
     dict(num_classes=0, qkv_bias=False, proj_bias=False),

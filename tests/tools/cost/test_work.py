@@ -7,7 +7,8 @@ from shapes import Shape
 from timm.models.vision_transformer import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitfast.tools.cost import datasheet_flops, work
+from vitfast.tools.cost import work
+from vitfast.tools.cost.gpus import datasheet_flops
 
 M, N, D, F = 10, 5, 192, 768  # Ti/16 at 32 pixels, a batch of 2: H 3, Dh 64, u = M D = 1920 numbers
 

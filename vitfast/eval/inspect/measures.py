@@ -43,7 +43,7 @@ def position_similarity(model: ViT) -> Tensor:
     If every layer has a table of its own, it is that of the first. Raises InputError if the model adds no positions to
     its patches. Figure 7, middle; Figure 10.
     """
-    table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
+    table = positions.absolute(model.config["pos_embed"], model.state_dict())
     if table is None:
         raise InputError("position_similarity: the model has no position embeddings")
     grid = model.patch_embed.grid_size

@@ -3,8 +3,3 @@
 `load` reads and `writers` writes. `names` maps the other formats' names to ours, `formats` recognises and reads those
 formats, `config` finds out what a checkpoint says about its model, and `files` reads and writes bytes.
 """
-
-from .load import load_checkpoint, load_model, read
-from .writers import save
-
-__all__ = ["load_checkpoint", "load_model", "read", "save"]

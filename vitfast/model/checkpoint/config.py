@@ -15,8 +15,6 @@ from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
-# The first versions wrote none of these.
-_MAY_LACK = dict.fromkeys(("crop_mode", "crop_pct", "interpolation")) | dict(pos_resample="bicubic_antialias")
 _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix. Two values mean the same if these functions of them are equal.
 _EXACT = """
@@ -93,7 +91,6 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """
     if config.get("library") == "vitfast":
         refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
-        config = _MAY_LACK | config
         if lacks := next((name for name in arguments.ARGUMENTS if name not in config), None):
             raise InputError(f"config.json lacks {lacks}; copy the folder again")
         told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}

@@ -13,7 +13,7 @@ from ...kernels.launch import Launch, record
 from ...kernels.resize import passes
 from ...model.layers import LayerScale, Norm
 from ...model.vit import ViT
-from ...ops import _dispatch
+from ...ops import dispatch
 
 META = torch.device("meta")
 BATCHES = tuple(2**i for i in range(11))  # kernels know no batch, but the choice of tiles does
@@ -23,15 +23,15 @@ BATCHES = tuple(2**i for i in range(11))  # kernels know no batch, but the choic
 def launching_on_meta() -> Iterator[None]:
     """Lets operations on meta tensors run their launchers, as on a GPU, in place of their fakes."""
     ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
-    fakes, reason = [op._abstract_fn for op in ours], _dispatch._unsupported_reason
+    fakes, reason = [op._abstract_fn for op in ours], dispatch.unsupported_reason
     for op in ours:
         op._abstract_fn = op._init_fn
-    _dispatch._unsupported_reason = lambda x, unsupported: unsupported
+    dispatch.unsupported_reason = lambda x, unsupported: unsupported
     try:
         with ops.use_kernels("on"):
             yield
     finally:
-        _dispatch._unsupported_reason = reason
+        dispatch.unsupported_reason = reason
         for op, fake in zip(ours, fakes):
             op._abstract_fn = fake
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...kernels import rows
 from ...kernels.layer_norm import forward as layer_norm
 from ...kernels.patch_embed import forward as patch_embed
+from ...kernels.patch_embed.backward import Gradients, patch_embed_bwd
 from ...ops import packed
 from ...ops import reference as ref
 from .attention_launchers import attentions
@@ -179,9 +180,9 @@ def patch_embedding(
 
     def backward(dy, images, w, b, cls, pos, ends):
         prefixes, of_images = w.dtype if prefix else None, images.dtype if mean is None else None
-        wanted = patch_embed.Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
+        wanted = Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
         options = dict(prefix=prefix, pos_len=positions[-2], packed=token_rows(ends))
-        return patch_embed.patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
+        return patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
 
     return Launcher(make, call, formula), Launcher(
         lambda t: (t.values(*upstream), *make(t)), backward, lambda dy, *inputs: gradients(formula, inputs, dy)

@@ -12,7 +12,7 @@ import numpy
 import timm
 import torch
 
-from ...model.baselines import is_baseline
+from ...model.presets import is_baseline
 from ...run.config import Config
 from ...version import __version__
 

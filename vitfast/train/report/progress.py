@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...data.loader import Data
 from ...eval.inspect.page import columns, picture, sentences
-from ...model.baselines import is_baseline
+from ...model.presets import is_baseline
 from ...run.config import Config
 from ..log import read_metrics
 

@@ -1,6 +1,6 @@
 """Settings and results of a run in words."""
 
-from ...model.baselines import is_baseline
+from ...model.presets import is_baseline
 from ...run.config import Config, as_plain
 
 # Fields whose names with spaces for underscores do not say it.

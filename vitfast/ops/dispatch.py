@@ -90,7 +90,7 @@ def _too_old(device: torch.device) -> bool:
     return tiles.generation(device) == 0
 
 
-def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
+def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     """Why no kernel can run on x, None where one can."""
     if NO_TRITON is not None:
         return NO_TRITON
@@ -135,7 +135,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     mode = current_mode()
     if mode == "off" or (mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
         return False
-    reason = _unsupported_reason(x, unsupported)
+    reason = unsupported_reason(x, unsupported)
     if reason is None:
         return True
     if mode == "on":
@@ -153,7 +153,7 @@ def reason_for_plain(weight: Tensor) -> str | None:
         return "use_kernels('off')"
     if mode == "auto" and weight.device.type != "cuda":
         return f"the weights are on {weight.device.type}"
-    return _unsupported_reason(weight, None)
+    return unsupported_reason(weight, None)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

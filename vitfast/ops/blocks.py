@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from . import _checks as check
-from ._dispatch import NO_TRITON, needs_grad
-from ._operation import as_matrix, sample_rows, tensors_of
+from .dispatch import NO_TRITON, needs_grad
 from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
+from .operation import as_matrix, sample_rows, tensors_of
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.layer_norm.backward import layer_norm_bwd
+    from ..kernels.layer_norm.forward import layer_norm_fwd
 
 Keep = Literal["least", "all"]
 Norm = Literal["layer", "rms"]
