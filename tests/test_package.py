@@ -128,7 +128,6 @@ def test_sdist_holds_the_kernels_and_the_documentation(dist):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
