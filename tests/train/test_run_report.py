@@ -19,26 +19,27 @@ from runs import content, cut_at, digits, finetuning
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
+from vitfast.eval.accuracy import evaluate
+from vitfast.eval.answers import Collector
 from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
 from vitfast.train import report
-from vitfast.train.report import progress
 from vitfast.train.trainer import train
 
 pytestmark = pytest.mark.reports
 CPU = torch.device("cpu")
 LIMIT = 3e6  # bytes
-PROGRESS, ENDS = ["Curves", "Evaluations"], ["Next commands", "Settings", "Origin"]
+PROGRESS, ENDS = ["Curves"], ["Next commands", "Settings", "Origin"]
 INSIDE = ["Position embeddings", "Attention rollout"]
 ANSWERS = ["Classes", "Confusion matrix", "Most confused pairs", "Wrong answers"]
 
 
-def parts(run: Path) -> tuple[str, list[str], list[tuple[str, bool]]]:
-    """The text of a report, its headings, and of its small pictures the captions and whether they are marked."""
+def parts(run: Path) -> tuple[str, list[str], list[str]]:
+    """The text of a report, its headings, and the captions of its small pictures."""
     text = (run / "report.html").read_text()
-    captions = re.findall(r"<figcaption( class=marked)?>(.*?)</figcaption>", text, re.S)
-    return text, re.findall("<h2>(.*?)</h2>", text), [(html.unescape(c), bool(m)) for m, c in captions]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", text, re.S)
+    return text, re.findall("<h2>(.*?)</h2>", text), list(map(html.unescape, captions))
 
 
 @pytest.mark.slow
@@ -53,7 +54,7 @@ def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
         assert text.count("data:image/") == 3 + len(captions) and not re.search("https?:|<script|<link|@import", text)
         p, n = summary["accuracy"], 360
         assert f"{p:.4f} ± {np.sqrt(p * (1 - p) / n):.4f}" in text
-        settings = f"<tr><td>batch size</td><td>{config.batch_size}</td><td>batch_size</td></tr>"
+        settings = f"<tr><td>batch_size</td><td>{config.batch_size}</td><td>images of an optimiser step,"
         assert f"torch {torch.__version__}" in text and settings in text and len(text) < LIMIT
         assert len(captions) == min(200, n - round(p * n)) and "prefers-color-scheme:dark" in text
 
@@ -82,7 +83,7 @@ def test_names_are_no_markup(tmp_path, capsys):
     assert code == 0, err
     text, _, captions = parts(tmp_path / "run")
     assert not re.search('<script|<i>|<b>|alt="validation image, "|title=""', text)
-    wrong = [re.fullmatch(r"(.*) \d+%, is (.*)\nval/(.*)/<b>\d.png", caption).groups() for caption, _ in captions]
+    wrong = [re.fullmatch(r"(.*) \d+%, is (.*)\nval/(.*)/<b>\d.png", caption).groups() for caption in captions]
     assert wrong and all(answer != truth == folder and {answer, truth} <= set(names) for answer, truth, folder in wrong)
 
 
@@ -163,7 +164,10 @@ def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
         "step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\n"
         + "".join(f"{10 * i},{i / 100},train,{x},{y},0.1,1,0\n" for i, (x, y) in enumerate(rng.random((100_000, 2))))
     )
-    sections = progress.curves({"run": tmp_path}) | report.model_sections(model, data, CPU, None)
+    collector = Collector("softmax")
+    evaluate(model, data, CPU, None, collector.add)
+    sections = report.curves({"run": tmp_path}) | report.answer_sections(collector.gather(data), data)
+    sections |= report._inside(model, report.first_images(data, report.ATTENDED))
     size = len(page("t", {}, sections))
     pictures = re.findall(r'alt="([^"]*)" src="data:image/[a-z]+;base64,([^"]+)', str(sections))
     sizes = {name: len(base64.b64decode(content)) for name, content in pictures if not name.startswith("validation")}

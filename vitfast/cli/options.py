@@ -1,12 +1,10 @@
 """Options of several commands, and the settings and arguments that are made of them."""
 
 import argparse
-import dataclasses
-import math
 from pathlib import Path
 
 from ..errors import InputError
-from ..run.config import FIELDS
+from ..run.config import FIELDS, described
 
 INTERPOLATED = "positions are interpolated if it changes"
 _SHARED = {
@@ -71,16 +69,9 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
 
 def commented(config) -> str:
     """The settings of a Config as YAML, which --config takes, with the meaning of each beside it."""
-    import yaml
-
-    from ..run.config import as_plain, values
-
-    lines, plain = [], as_plain(config)
-    for each in dataclasses.fields(config):
-        # A list of one value in the flow style is the value in one line, between brackets.
-        line = yaml.safe_dump([plain[each.name]], default_flow_style=True, width=math.inf).strip()[1:-1]
-        line = f"{each.name}: {line}"
-        meaning = each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
+    lines = []
+    for name, value, meaning in described(config):
+        line = f"{name}: {value}"
         lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
     return "\n".join(lines)
 

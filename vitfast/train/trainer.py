@@ -160,9 +160,10 @@ class Trainer:
 
     def _keep_best(self) -> None:
         """Keeps the model of this step where it is the best so far; saves the step where the run ends."""
-        if self.early.over or self.early.is_best(self.step):
+        is_best = self.early.step == self.step
+        if self.early.over or is_best:
             self.save()
-        if self.early.is_best(self.step):
+        if is_best:
             record = dict(step=self.early.step, accuracy=self.early.accuracy)
             self._write("best", self.ranks.on_first, keep_as_best, self.run, record)
 
@@ -382,7 +383,7 @@ class Trainer:
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
+            write_report(self.config, self.data, summary, self.device, answers)
         return summary
 
 
