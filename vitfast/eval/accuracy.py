@@ -127,19 +127,15 @@ def logits_of(
         return torch.cat([model(part.to(device, non_blocking=True)).float() for part in parts])
 
 
-def check_channels(model: nn.Module, weights: str) -> None:
-    """Raises InputError unless the model takes three channels, as image files are read."""
-    if (chans := getattr(model, "in_chans", 3)) != 3:
-        what = f"images of {chans} channel{'s' * (chans != 1)}"
-        raise InputError(f"{weights or 'the model'} takes {what}, and data is read as RGB: give weights of 3 channels")
-
-
 def check_sizes(model: nn.Module, config: Config) -> None:
     """Raises InputError where the model takes no RGB, or the config asks for sizes that it does not take."""
-    check_channels(model, config.weights)
-    if config.sizes and not isinstance(model, ViT):
-        raise InputError(f"{config.weights or 'the model'} takes images of one size: sizes=native is for ViTs")
-    if config.sizes:
+    name, many = config.weights or "the model", config.sizes or config.drop_tokens
+    if (chans := getattr(model, "in_chans", 3)) != 3:
+        what = f"images of {chans} channel{'s' * (chans != 1)}"
+        raise InputError(f"{name} takes {what}, and data is read as RGB: give weights of 3 channels")
+    if many and not isinstance(model, ViT):
+        raise InputError(f"{name} takes images of one size: sizes and drop_tokens are for ViTs")
+    if many:
         model.check_many_sizes()
 
 
