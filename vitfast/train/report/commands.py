@@ -16,28 +16,23 @@ from ...run.config import Config
 from ...version import __version__
 
 
-def program() -> list[str]:
-    """The words that start vitfast in the way that this process was started."""
-    path = Path(sys.argv[0])
-    return ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
-
-
 def origin() -> dict[str, str]:
     """The command and the versions that make a page."""
+    path = Path(sys.argv[0])
+    program = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
     libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, timm, numpy))
     versions = f"vitfast {__version__}, {libraries}, Python {platform.python_version()}"
-    return dict(command=shlex.join([*program(), *sys.argv[1:]]), versions=versions)
+    return dict(command=shlex.join([*program, *sys.argv[1:]]), versions=versions)
 
 
 def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, str]:
     """The section of the commands to copy, quoted for a shell; `weights` is the model's folder."""
     run, weights = os.path.abspath(config.output), os.path.abspath(weights)
     folder = os.path.abspath(config.data) if Path(config.data).is_dir() else None
-    start = program() if program() == ["python", "-m", "vitfast"] else ["vitfast"]
     lines = []
 
-    def add(comment: str, *words: str, before: str = "", launch: list[str] = start) -> None:
-        lines.append(f"# {comment}\n{before}{shlex.join([*launch, *words])}")
+    def add(comment: str, *words: str, before: str = "vitfast") -> None:
+        lines.append(f"# {comment}\n{before} {shlex.join(words)}")
 
     if config.objective == "masked":
         more = ["finetune", "--weights", weights, "--data", folder or config.data, "--output", f"{run}-finetuned"]
@@ -57,9 +52,9 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
         length = ["--steps", f"{2 * config.steps}"] if config.steps else ["--epochs", f"{2 * config.epochs:g}"]
         words = [config.task, "--config", f"{run}/config.yaml", "--output", run, *length, "--resume", "auto"]
         ranks = summary.get("ranks", 1)
-        torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", "vitfast"]
-        paths = [path for path in (config.data if folder else "", config.weights) if path and not os.path.isabs(path)]
-        before = f"cd {shlex.quote(os.getcwd())} && " if paths else ""
-        add("go on, to twice the length", *words, before=before, launch=torchrun if ranks > 1 else start)
+        before = f"torchrun --nproc-per-node {ranks} -m vitfast" if ranks > 1 else "vitfast"
+        if any(path and not os.path.isabs(path) for path in (config.data if folder else "", config.weights)):
+            before = f"cd {shlex.quote(os.getcwd())} && {before}"
+        add("go on, to twice the length", *words, before=before)
     note = "Paste them into a shell." + ("" if folder else " IMAGES stands for image files, or a folder of them.")
     return note, f"<pre>{html.escape(chr(10).join(lines))}</pre>"
