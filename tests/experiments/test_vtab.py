@@ -17,7 +17,6 @@ from shards import write
 from vitfast import ViT
 from vitfast.data.datasets import take
 from vitfast.data.loader import open_data
-from vitfast.data.sources import labels_of
 from vitfast.data.transforms import transforms
 from vitfast.eval import fewshot
 from vitfast.experiments import vtab
@@ -123,7 +122,7 @@ def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path
     assert [(t.name, t.group, t.settings["data"]) for t in found] == specs
     data = open_data(evaluation(digits_weights, f"wds/{root}"), (16, 16), (8, 8), CPU)
     taken = take(data.train, 8)
-    assert len(taken) == 8 and set(labels_of(taken)) == {0, 1} and taken[0][0].size == (16, 16)
+    assert len(taken) == 8 and set(taken.labels) == {0, 1} and taken[0][0].size == (16, 16)
     result = vtab.evaluate_frozen(evaluation(digits_weights, f"wds/{root}"), "knn", 8)
     assert result["train_images"] == 8 and result["test_images"] == 6
 

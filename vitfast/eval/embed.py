@@ -38,7 +38,7 @@ from ..run.files import SCRATCH, staged
 from ..run.lock import locked
 from ..version import __version__
 from .embed_shards import FILE, JOB, ShardImage, Written, is_same, other_job, paths_of, shards_in, write_shard
-from .embedder import Embedder, Stages
+from .embedder import Embedder
 
 MANIFEST = "manifest.json"
 LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
@@ -54,7 +54,7 @@ class Progress:
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
     kept: int = 0  # in shards that were there already
-    stages: Stages = field(default_factory=Stages)
+    waiting: float = 0.0  # seconds without an image that is read
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -132,7 +132,7 @@ def embed_to(
             for first in range(0, len(new), shard_size):
                 yield from begin(next(absent), new[first : first + shard_size])
 
-        results = embedder.stream_groups(wanted(), progress.stages)
+        results = embedder.stream_groups(wanted(), progress)
         for shard, group in itertools.groupby(results, key=itemgetter(0)):
             computed = []
             for _, found in group:
