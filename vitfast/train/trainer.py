@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
-from ..eval.accuracy import evaluate
-from ..eval.answers import Collector
+from ..eval.accuracy import Collector, evaluate
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
