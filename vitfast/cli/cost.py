@@ -66,8 +66,7 @@ def _asked(args: argparse.Namespace) -> tuple:
     from ..model.config import ViTConfig
     from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline
     from ..tools.cost.training import DATASETS
-    from ..train.arguments import vit_arguments
-    from ..train.recipes import resolve
+    from ..train.recipes import resolve, vit_arguments
 
     given = {k: v for k, v in vars(args).items() if k in ("model", "img_size", "batch_size", "epochs", "recipe")}
     images, classes = getattr(args, "images", None), 1000

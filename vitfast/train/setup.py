@@ -17,8 +17,8 @@ from ..model.presets import is_baseline, pair, preset
 from ..model.vit import ViT
 from ..run.config import Config
 from ..run.distributed import Ranks
-from .arguments import model_arguments, vit_arguments
 from .masked import MaskedPatches
+from .recipes import model_arguments, vit_arguments
 
 logger = logging.getLogger("vitfast")
 
