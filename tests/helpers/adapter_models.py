@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from checks import assert_close, randomize
+from checks import assert_equal, outputs, randomize, results
+from same_bits import floats
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from vision_families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
 
 import vitfast
@@ -97,36 +97,12 @@ def said(caplog) -> list[str]:
 
 def tensor(output) -> Tensor:
     """The first tensor of what a model returns."""
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return floats(output)[0]
 
 
-def outputs(model: nn.Module, batch: dict, valid: str = "") -> list[Tensor]:
-    """All floating tensors that a forward gives, of tokens (B, N, D) those that count."""
-    torch.manual_seed(1)  # of drop path and dropout
-    found = [leaf for leaf in tree_leaves(model(**batch)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf[batch[valid].bool()] if valid and leaf.dim() == 3 else leaf for leaf in found]
-
-
-def run(model: nn.Module, batch: dict, valid: str = "") -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Outputs, and gradients of every parameter and floating input by random upstream ones."""
-    inputs = {name: x.detach().clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    found = outputs(model, batch | {name: x.requires_grad_() for name, x in inputs.items()}, valid)
-    found = [out for out in found if out.requires_grad]
-    upstream = [torch.randn(out.shape, generator=torch.manual_seed(2)).to(out.dtype) for out in found]
-    wanted = {name: p for name, p in (*model.named_parameters(), *inputs.items()) if p.requires_grad}
-    grads = torch.autograd.grad(found, list(wanted.values()), upstream, allow_unused=True)
-    return found, dict(zip(wanted, grads))
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", atol=2e-5, rtol=1e-4) -> None:
+def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", tolerance: float = 5e-5) -> None:
     """Two models give the same outputs and the same gradients, of the same parameters."""
-    (outs, grads), (expected, wanted) = run(ours, batch, valid), run(theirs, batch, valid)
-    for i, (out, truth) in enumerate(zip(outs, expected, strict=True)):
-        assert_close(out, truth, atol=atol, rtol=rtol, name=f"output {i}")
-    assert [g is None for g in grads.values()] == [g is None for g in wanted.values()]
-    for (name, grad), truth in zip(grads.items(), wanted.values(), strict=True):
-        if truth is not None:
-            assert_close(grad, truth, atol=atol, rtol=rtol, name=name)
+    assert_equal(results(ours, ours, batch, valid), results(theirs, theirs, batch, valid), tolerance)
 
 
 def snapshot(model: nn.Module) -> tuple:
