@@ -4,26 +4,26 @@ import copy
 
 import pytest
 import torch
-from adapter_models import IMAGES, MAKERS, NAFLEX, NAMED, dtypes, images_for, pair, timm_vit
+from adapter_models import IMAGES, NAFLEX, NAMED, dtypes, pair, timm_vit
 from checks import assert_close, outputs, results, slow_but
 
 import vitfast
 from vitfast import ops
 
 WITHOUT = dict(pos_embed="none", class_token=False, global_pool="avg")
-DTYPE_MODELS = MAKERS | {
-    "timm without positions": lambda: timm_vit(**WITHOUT, init_values=0.5),  # the stream starts in autocast's dtype
-    **{name: NAMED[name].make for name in ("timm EVA-02", "timm q and k norm", "transformers AIMv2", NAFLEX)},
-}
+LIBRARIES = ["timm ViT", "transformers ViT", "torchvision ViT"]
+OTHERS = ["timm EVA-02", "timm q and k norm", "transformers AIMv2", NAFLEX]
+STARTS_IN_16_BITS = "timm without positions"  # its stream has autocast's dtype
 
 
-@pytest.mark.parametrize("name", slow_but(["timm"], DTYPE_MODELS))
+@pytest.mark.parametrize("name", slow_but(["timm ViT"], [*LIBRARIES, *OTHERS, STARTS_IN_16_BITS]))
 def test_autocast_gives_the_originals_dtypes_and_accuracy(name):
-    model, original = pair(DTYPE_MODELS[name]())
-    batch, double = images_for(name), copy.deepcopy(original).double()
+    model, original = pair(NAMED[name].make() if name in NAMED else timm_vit(**WITHOUT, init_values=0.5))
+    batch = NAMED[name].batch() if name in OTHERS else {"pixel_values" if "transformers" in name else "x": IMAGES}
+    double = copy.deepcopy(original).double()
     in_double = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     truth, wanted = results(double, double, in_double)
-    if name not in NAMED:
+    if name not in OTHERS:
         with torch.autocast("cpu", torch.bfloat16):
             assert dtypes(model, IMAGES) == dtypes(original, IMAGES)
     errors = []
@@ -80,9 +80,10 @@ def test_what_backward_would_compute_again_can_be_kept():
         vitfast.accelerate(model, keep="auto")
 
 
-@pytest.mark.parametrize("library", slow_but([], MAKERS))
-def test_a_model_in_16_bits(library):
-    model, original = (each.to(torch.bfloat16) for each in pair(MAKERS[library]()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_model_in_16_bits(name):
+    model, original = (each.to(torch.bfloat16) for each in pair(NAMED[name].make()))
     images = IMAGES.to(torch.bfloat16)
     assert dtypes(model, images) == dtypes(original, images) == [torch.bfloat16] * 3
     assert_close(*(outputs(each, [images])[0] for each in (model, original)), atol=0.05)

@@ -91,7 +91,7 @@ def test_the_report_says_what_was_done():
     compare(block("F.gelu", "torch.tanh"), X, tolerance=1e-9)
     (left,) = backend.report().left
     assert left.kind == "MLP block" and "not the same numbers" in left.why and left.name == "0.norm2"
-    assert len(backend.report(graphs=5)) == 14  # each model but the first was captured in place too
+    assert len(backend.report(graphs=5)) == 16  # each model but the first was captured in place too
     with pytest.raises(ValueError, match="graphs"):
         backend.report(0)
 

@@ -110,6 +110,7 @@ CASES = {
     "heads as samples": (heads_as_samples, "LayerNorm, attention"),
     "bmm alone": (bmm_alone, "LayerNorm, attention"),
     "module, bias": (lambda s, x: s.attend(x, attn_mask=s.m.table[0]), "attention block"),
+    "module, mask": (lambda s, x: s.attend(x, attn_mask=torch.eye(7, dtype=torch.bool)), "attention block"),
     "module, mask of each head": (lambda s, x: s.attend(x, attn_mask=s.m.table.repeat(3, 1, 1)), "attention block"),
     "module, padding": (lambda s, x: s.attend(x, key_padding_mask=padding(x)), "attention block"),
     "module, separate layers": (separate, "attention block"),

@@ -50,14 +50,6 @@ def tv_vit(**options) -> nn.Module:
     return torchvision_model(**options)()
 
 
-MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
-
-
-def images_for(name: str) -> dict:
-    """The arguments of a model of MAKERS, or of a family."""
-    return NAMED[name].batch() if name in NAMED else {"pixel_values" if "Hugging" in name else "x": IMAGES}
-
-
 def lora(*targets: str, **options) -> Callable[[nn.Module], nn.Module]:
     """Wraps linear layers of these names, those that there are; the adapters act."""
 
