@@ -29,7 +29,6 @@ def test_it_builds_without_a_warning_holds_every_page_and_loads_nothing_from_els
         ("git@example.org:people/vitfast.git\n", "https://example.org/people/vitfast"),
         ("https://name:sec@ret@example.org/people/vitfast.git", "https://example.org/people/vitfast"),
         ("ssh://git@example.org:2222/people/vitfast.git", "https://example.org/people/vitfast"),
-        ("http://example.org/vitfast/", "https://example.org/vitfast"),
         ("/home/people/vitfast", None),
     ],
 )

@@ -9,14 +9,14 @@ import torch
 from checks import assert_equal, outputs, randomize, results
 from same_bits import floats
 from torch import Tensor, nn
-from vision_families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
+from vision_families import FAMILIES, Family, hugging_face_model, timm_model
 
 import vitfast
 from vitfast.ops.dispatch import counting
 
 NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
-PIXTRAL, QWEN = "transformers Pixtral", "transformers Qwen2.5-VL"
+PIXTRAL = "transformers Pixtral"
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
 TOKENS = torch.randn(2, 5, 32, generator=torch.manual_seed(1))
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
@@ -35,7 +35,6 @@ OPERATION = {
     "attention": "attention",
     "MLP": "mlp",
 }
-BLOCKS = ("attention_block", "mlp_block", "gated_mlp_block")
 
 
 def timm_vit(**options) -> nn.Module:
@@ -44,10 +43,6 @@ def timm_vit(**options) -> nn.Module:
 
 def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
     return hugging_face_model(model, **{"num_labels": 5, **options})()
-
-
-def tv_vit(**options) -> nn.Module:
-    return torchvision_model(**options)()
 
 
 def lora(*targets: str, **options) -> Callable[[nn.Module], nn.Module]:
