@@ -194,7 +194,6 @@ def logits(text: str) -> tuple[str, str]:
 
 
 COS = "(f.cos(), f.sin())"
-FROZEN = ["norm1.weight", "qkv.bias", "fc1.weight"]
 # name: (a text of SOURCE, what is put in its place, the next one, ..., which of a(ttention) and m(lp) is replaced).
 MUTANTS = {
     "scaled before": ("(q @ k.transpose(-2, -1)) * 8**-0.5", "(q * 0.5) @ (k / 3).transpose(-2, -1)", "am"),
@@ -249,7 +248,6 @@ MUTANTS = {
         ),
         "m",
     ),
-    "rotary, detached": (*rotary(COS, "(f.detach().cos(), f.detach().sin())"), "m"),
     "rotary, changed": (
         *rotary("p", "r", f"f = self.matrix[:7, :8].detach() * 1.0; p = {COS}; f[0] = 2.0; r = {COS}"),
         "m",
@@ -263,7 +261,6 @@ MUTANTS = {
         ),
         *(*rotary("self.p", "self.r", ""), "m"),
     ),
-    "bias transposed": (*logits("(logits + self.table.mT)"), "am"),
     "bias of queries, whose gradient is zero but for rounding": (
         *logits("(logits + self.table[..., :1])"),
         *(HEADS, "o = self.attend(q, k, q)"),  # the bias is the last input of the region
@@ -283,14 +280,12 @@ MUTANTS = {
     "checkpointed half": (A, "a = torch.utils.checkpoint.checkpoint(self.attention, h, use_reentrant=False)", "m"),
     "under autocast of 16 bits": (M, f"with torch.autocast('cpu', torch.bfloat16): {M}", None),
     "result changed in place": ("return y", "y.mul_(2.0); return y + x", "am"),
-    **{f"frozen {name}": (*change(f"self.{name}.requires_grad_(False)"), "am") for name in FROZEN},
 }
 
 ALONE = {"lora", "layer scale of tokens"}  # attention without its block
 ROWS = torch.randn(8, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 INPUTS = {
     "one token": ROWS[:3, :1],
-    "columns first": ROWS[:3, :7].mT.contiguous().mT,
     "expanded": ROWS[:1, :7].expand(3, 7, 32),
     "samples as many as tokens": ROWS,
     "samples as many as columns": ROWS.repeat(4, 1, 1)[:, :7],
