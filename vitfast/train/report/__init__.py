@@ -171,14 +171,19 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
 
 def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     """Attention rollout and position embeddings, as `vitfast inspect` draws them."""
+    from matplotlib import rc_context
+
     from ...eval.inspect.figures import as_png, draw_attention, draw_similarity
     from ...eval.inspect.report import SECTIONS
 
-    figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
-    with suppress(InputError):  # the model adds no positions to its patches
-        figures["positions"] = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
+    grey = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "0.48")  # reads on white and on black
+    rollout = draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy())
+    pictures = dict(rollout=picture(as_png(rollout, transparent=True), SECTIONS["rollout"][0]))
+    with suppress(InputError), rc_context(grey):  # InputError: the model adds no positions to its patches
+        positions = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
+        pictures["positions"] = picture(as_png(positions, transparent=True), SECTIONS["positions"][0])
     return {
-        heading: (note, picture(as_png(figures[name]), heading)) if name in figures else (absent, "")
+        heading: (note, pictures[name]) if name in pictures else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()
         if name in ("rollout", "positions")
     }
