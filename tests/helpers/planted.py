@@ -173,10 +173,10 @@ gradients that are not clipped | train/step.py | train/test_train.py -k clip
 the warm-up a step too long | train/optim.py | train/test_optim.py
 - top * (step + 1) / warmup
 + top * step / warmup
-a confusion matrix on its side | eval/accuracy.py | train/test_report_answers.py -k scikit_learn
+a confusion matrix on its side | eval/answers.py | train/test_report_answers.py -k scikit_learn
 - (self.labels * classes + self.found)
 + (self.found * classes + self.labels)
-the least confident wrong image first | eval/accuracy.py | train/test_report_answers.py -k confident
+the least confident wrong image first | eval/answers.py | train/test_report_answers.py -k confident
 - .argsort(descending=True, stable=True)]
 + .argsort(stable=True)]
 sigmoid loss averaged over the classes | train/losses.py | train/test_optim.py -k objectives

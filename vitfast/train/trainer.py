@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
-from ..eval.accuracy import Collector, evaluate
+from ..eval.accuracy import evaluate
+from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts

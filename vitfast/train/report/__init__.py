@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ...data.loader import Data
 from ...errors import InputError
-from ...eval.accuracy import Answers, Collector, evaluate, open_weights
+from ...eval.accuracy import evaluate, open_weights
+from ...eval.answers import Answers, Collector
 from ...eval.inspect.measures import attention_rollout, position_similarity
 from ...eval.inspect.page import columns, fold, page, picture
 from ...model.baselines import load_any
@@ -21,6 +22,7 @@ from ...model.vit import ViT
 from ...run.config import Config, described
 from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
+from ...run.lock import LOCK, locked
 from ..introduction import model_in_words
 from ..log import read_metrics
 from ..run_folder import BEST, LAST
@@ -68,17 +70,21 @@ def write_report(
 
 @optional()
 def complete(config: Config, summary: dict) -> None:
-    """Writes the report that a finished run lacks, as after a kill."""
+    """Writes the report that a finished run lacks, as after a kill, and removes the lock that one left."""
     run = Path(config.output)
-    if not is_first_rank() or (run / "report.html").exists():
+    if not is_first_rank() or ((run / "report.html").exists() and not (run / LOCK).exists()):
         return
-    model, data, device, dtype = open_weights(dataclasses.replace(config, weights=str(run / "checkpoints" / LAST)))
-    answers = None
-    if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
-        collector = Collector(config.objective)
-        evaluate(model, data, device, dtype, collector.add)
-        answers = collector.gather(data)
-    write_report(config, data, summary, device, answers)
+    with locked(run):
+        if (run / "report.html").exists():
+            return
+        last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
+        model, data, device, dtype = open_weights(last)
+        answers = None
+        if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
+            collector = Collector(config.objective)
+            evaluate(model, data, device, dtype, collector.add)
+            answers = collector.gather(data)
+        write_report(config, data, summary, device, answers)
 
 
 def introduction(config: Config, model: nn.Module, summary: dict) -> str:

@@ -15,8 +15,8 @@ from ...data.images import printable
 from ...data.loader import Data
 from ...data.samples import ONE, counts
 from ...data.shards import Shards
-from ...data.sources import Source, Subset, evenly
-from ...eval.accuracy import Answers
+from ...data.sources import Source, Subset
+from ...eval.answers import Answers, evenly
 from ...eval.inspect.page import columns, fold, gallery, matrix, picture
 
 SHOWN, OPEN = 200, 24  # wrong images; those of them that are not folded
