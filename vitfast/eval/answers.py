@@ -1,14 +1,18 @@
 """The answers of a model to the images of a validation set, and the classes that it confuses."""
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.loader import Data
-from ..data.samples import PADDING
-from .accuracy import of_all_ranks
+from ..data.samples import ONE, PADDING
+from ..data.shards import Shards
+from ..data.sources import Subset
+from .accuracy import logits_of, of_all_ranks
 
 
 @dataclass
@@ -40,6 +44,10 @@ class Answers:
         """Places among the n of the images that are classified wrongly, the most confident answer first."""
         places = (~self.right).nonzero()[:, 0]
         return places[self.probability[places].argsort(descending=True, stable=True)]
+
+    def by_class(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """(images, right answers) of each class, for images of one class."""
+        return tuple(part.bincount(minlength=classes).numpy() for part in (self.labels, self.labels[self.right]))
 
     def confusion(self, classes: int) -> np.ndarray:
         """How many images of each class (row) got each answer (column)."""
@@ -81,6 +89,29 @@ class Collector:
         found, probability, labels = rows[index].split([1, 1, width - 2], 1)
         labels, named = labels.bool().chunk(2, 1) if several else (labels[:, 0].long(), None)
         return Answers(index, found[:, 0].long(), probability[:, 0], labels, named)
+
+
+@torch.no_grad()
+def look(
+    model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None, objective: str, most: int
+) -> tuple[Answers, list[Tensor]]:
+    """The answers to at most about `most` validation images; of Shards also the images.
+
+    model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
+    """
+    source, collector, images = data.val, Collector(objective), []
+    if chosen := None if isinstance(source, Shards) else evenly(len(source), most):
+        source = Subset(source, chosen)
+    size = min(data.config.eval_batch_size, most)
+    data = dataclasses.replace(data, config=dataclasses.replace(data.config, eval_batch_size=size), ranks=ONE)
+    for batch, labels, _ in itertools.islice(data.in_order(source), -(-most // size)):
+        collector.add(logits_of(model, batch, device, dtype), labels.to(device))
+        images += [] if chosen else list(batch)
+    answers = collector.gather(data)
+    images = [images[i] for i in answers.index] if images else []
+    if chosen:
+        answers.index = torch.tensor(chosen)[answers.index]
+    return answers, images
 
 
 def evenly(length: int, most: int) -> list[int]:

@@ -383,7 +383,7 @@ class Trainer:
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, answers)
+            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
         return summary
 
 
