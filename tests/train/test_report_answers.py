@@ -18,7 +18,7 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score
 from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.data.shards import Shards
-from vitfast.eval.accuracy import Collector
+from vitfast.eval.answers import Collector
 from vitfast.run.config import Config
 from vitfast.run.distributed import leave
 from vitfast.train.report import answers as module

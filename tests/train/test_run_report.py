@@ -19,7 +19,8 @@ from runs import content, cut_at, digits, finetuning
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
-from vitfast.eval.accuracy import Collector, evaluate
+from vitfast.eval.accuracy import evaluate
+from vitfast.eval.answers import Collector
 from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
@@ -111,8 +112,12 @@ def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(t
     text, headings, _ = parts(tmp_path)
     assert "Attention rollout" in headings and "<td>steps</td><td class=n>2</td>" in text
     now = content(tmp_path)
-    assert now.keys() == before.keys() | {"report.html"}
+    assert now.keys() == before.keys() - {"vitfast.lock"} | {"report.html"}
     assert all(now[name] == before[name] for name in now.keys() - {"report.html"})
+    written = (tmp_path / "report.html").stat().st_mtime_ns
+    (tmp_path / "vitfast.lock").write_bytes(before["vitfast.lock"])  # a kill after the report
+    train(config)
+    assert (tmp_path / "report.html").stat().st_mtime_ns == written and not (tmp_path / "vitfast.lock").exists()
 
 
 def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, monkeypatch, caplog):

@@ -102,8 +102,3 @@ def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[S
         chosen += [indices[i] for i in order[: count(len(indices))]]
     rest = set(range(len(source))).difference(chosen)
     return Subset(source, sorted(chosen)), Subset(source, sorted(rest))
-
-
-def evenly(length: int, most: int) -> list[int]:
-    """At most `most` of the indices of a sequence, evenly spread, its first and its last among them."""
-    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int)).tolist()

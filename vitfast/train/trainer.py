@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
-from ..eval.accuracy import Collector, evaluate
+from ..eval.accuracy import evaluate
+from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
@@ -382,7 +383,7 @@ class Trainer:
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, answers)
+            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
         return summary
 
 

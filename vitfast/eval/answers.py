@@ -1,0 +1,119 @@
+"""The answers of a model to the images of a validation set, and the classes that it confuses."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data.loader import Data
+from ..data.samples import ONE, PADDING
+from ..data.shards import Shards
+from ..data.sources import Subset
+from .accuracy import logits_of, of_all_ranks
+
+
+@dataclass
+class Answers:
+    """The most probable class of each of n validation images, those that could be read; all on the CPU.
+
+    index (n,): the places of the images in the set, where that is not Shards. labels: class numbers (n,), or (n, K)
+    bool where images have any number of classes; named is (n, K) bool then, a probability above one half.
+    """
+
+    index: Tensor
+    found: Tensor  # (n,)
+    probability: Tensor  # (n,) of the class that was found
+    labels: Tensor
+    named: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @property
+    def right(self) -> Tensor:
+        """Whether the most probable class of each image is (one of) its own, (n,) bool."""
+        if self.named is None:
+            return self.found == self.labels
+        return self.labels.gather(1, self.found[:, None])[:, 0]
+
+    @property
+    def wrong(self) -> Tensor:
+        """Places among the n of the images that are classified wrongly, the most confident answer first."""
+        places = (~self.right).nonzero()[:, 0]
+        return places[self.probability[places].argsort(descending=True, stable=True)]
+
+    def by_class(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """(images, right answers) of each class, for images of one class."""
+        return tuple(part.bincount(minlength=classes).numpy() for part in (self.labels, self.labels[self.right]))
+
+    def confusion(self, classes: int) -> np.ndarray:
+        """How many images of each class (row) got each answer (column)."""
+        return (self.labels * classes + self.found).bincount(minlength=classes**2).reshape(classes, classes).numpy()
+
+    def confused(self, count: int) -> list[tuple[int, int, int]]:
+        """The `count` most confused pairs: (class, answer, images), most images first."""
+        pairs = torch.stack([self.labels, self.found], 1)[~self.right]
+        pairs, images = pairs.unique(dim=0, return_counts=True)
+        most = images.argsort(descending=True, stable=True)[:count]
+        return [(*pairs[i].tolist(), int(images[i])) for i in most]
+
+
+class Collector:
+    """Collects the answers of an evaluation.
+
+    `add` is an `on_logits` of `evaluate`, and `gather` comes after it. objective: with "sigmoid" each class has a
+    probability by itself, with "softmax" they share 1.
+    """
+
+    def __init__(self, objective: str):
+        self.sigmoid, self.batches = objective == "sigmoid", []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Notes a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING where none counts."""
+        found = logits.argmax(-1, keepdim=True)  # not of the probabilities, which saturate
+        probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        columns = [found, probabilities.gather(-1, found), labels if labels.dim() == 2 else labels[:, None]]
+        columns += [logits > 0] if labels.dim() == 2 else []
+        self.batches.append(torch.cat([column.float() for column in columns], 1))  # exact for up to 2^24 classes
+
+    def gather(self, data: Data) -> Answers:
+        """The answers of all ranks, each of which calls this."""
+        several = data.multi_label
+        width = 2 + (2 * len(data.classes) if several else 1)
+        mine = torch.cat([torch.empty(0, width, device=data.device), *self.batches])
+        rows = of_all_ranks(mine, data.ranks)
+        index = (rows[:, 2] != PADDING).nonzero()[:, 0]
+        found, probability, labels = rows[index].split([1, 1, width - 2], 1)
+        labels, named = labels.bool().chunk(2, 1) if several else (labels[:, 0].long(), None)
+        return Answers(index, found[:, 0].long(), probability[:, 0], labels, named)
+
+
+@torch.no_grad()
+def look(
+    model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None, objective: str, most: int
+) -> tuple[Answers, list[Tensor]]:
+    """The answers to at most about `most` validation images; of Shards also the images.
+
+    model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
+    """
+    source, collector, images = data.val, Collector(objective), []
+    if chosen := None if isinstance(source, Shards) else evenly(len(source), most):
+        source = Subset(source, chosen)
+    size = min(data.config.eval_batch_size, most)
+    data = dataclasses.replace(data, config=dataclasses.replace(data.config, eval_batch_size=size), ranks=ONE)
+    for batch, labels, _ in itertools.islice(data.in_order(source), -(-most // size)):
+        collector.add(logits_of(model, batch, device, dtype), labels.to(device))
+        images += [] if chosen else list(batch)
+    answers = collector.gather(data)
+    images = [images[i] for i in answers.index] if images else []
+    if chosen:
+        answers.index = torch.tensor(chosen)[answers.index]
+    return answers, images
+
+
+def evenly(length: int, most: int) -> list[int]:
+    """At most `most` of the indices of a sequence, evenly spread, its first and its last among them."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int)).tolist()
