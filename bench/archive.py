@@ -20,7 +20,7 @@ if __name__ != "__mp_main__":  # the processes that compile, which import this f
     from rivals import configuration, overridden
 
     from vitfast import ops
-    from vitfast.kernels.configs import tiles
+    from vitfast.kernels import tiles
     from vitfast.kernels.launch import Launch, record
     from vitfast.tools import doctor
     from vitfast.tools.machine_code import packing

@@ -8,9 +8,9 @@ questions.py.
 from asking import Prediction, Question, Rivals, faster
 
 B16, BF16, TIMM = "B/16 224 B256", "vitfast compile bf16", "timm compile bf16"
-MATMUL = ("kernels/matmul/*.py", "kernels/configs/matmul.py", "kernels/rows.py")
-ATTENTION = ("kernels/attention/*.py", "kernels/configs/attention.py", "kernels/rows.py")
-PATCHES = ("kernels/patch_embed/*.py", "kernels/configs/patch_embed.py")
+MATMUL = ("kernels/matmul/*.py", "kernels/rows.py")
+ATTENTION = ("kernels/attention/*.py", "kernels/rows.py")
+PATCHES = "kernels/patch_embed/*.py"
 BLOCKS = ("vitfast/ops/*.py", "vitfast/model/*.py")
 
 

@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # asks for them; SHARED asks for all.
 CHECK, CHECK_SECONDS = "check", 80
 FAMILIES = {
-    "layer_norm rms_norm": ("kernels/layer_norm/*.py", "kernels/configs/layer_norm.py"),
-    "attention rope bias packed": ("kernels/attention/*.py", "kernels/configs/attention.py"),
-    "linear mlp": ("kernels/matmul/*.py", "kernels/configs/matmul.py", "kernels/libraries/cublaslt*"),
-    "patch_embed": ("kernels/patch_embed/*.py", "kernels/configs/patch_embed.py"),
+    "layer_norm rms_norm": ("kernels/layer_norm/*.py"),
+    "attention rope bias packed": ("kernels/attention/*.py"),
+    "linear mlp": ("kernels/matmul/*.py", "kernels/libraries/cublaslt*"),
+    "patch_embed": ("kernels/patch_embed/*.py"),
 }
-SHARED = ("kernels/rows.py", "kernels/launch.py", "kernels/configs/tiles.py", "vitfast/ops/*.py")
+SHARED = ("kernels/rows.py", "kernels/launch.py", "kernels/tiles.py", "vitfast/ops/*.py")
 
 
 @functools.cache

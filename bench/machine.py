@@ -27,7 +27,7 @@ import torch
 from vitfast.kernels.archives import source_hash
 from vitfast.run.files import write_text
 from vitfast.tools.cost.gpus import datasheet_flops
-from vitfast.tools.machine_code.cubin import ptxas_version
+from vitfast.tools.doctor import ptxas_version
 from vitfast.tools.verify import clock as between_calls
 
 GPU = torch.cuda.is_available()

@@ -17,7 +17,7 @@ BESIDE = (*KERNELS, "kernels/rows.py", "kernels/launch.py", "kernels/libraries/*
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
-NORM = ("kernels/layer_norm/*.py", "kernels/configs/layer_norm.py", "kernels/rows.py")
+NORM = ("kernels/layer_norm/*.py", "kernels/rows.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
 

@@ -40,7 +40,7 @@ from questions import QUESTIONS
 from shapes import WHERE, Shape, planned
 
 from vitfast.errors import both_ends
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.run.files import write_text
 
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
@@ -73,11 +73,13 @@ def free_memory() -> None:
 
 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
-    """The first configuration of a provider for 16 bits on this GPU, candidates first, or None."""
-    generation = tiles.generation(torch.device("cuda" if machine.GPU else "cpu"))
-    rules = (*tiles.CANDIDATES.get(op), *tiles.RULES[op])
-    known = (r.config for r in rules if generation in r.sm and r.bits != "32" and r.config.provider == provider)
-    return next(known, None)
+    """A configuration by a provider for 16 bits on this GPU, another than the shipped one if there is one, or None."""
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if machine.GPU else "cpu")
+    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # and products
+    shape = next((shape for word, shape in shapes.items() if op.startswith(word)), "768x3072")
+    others = [*tiles.candidates(op, like, shape), tiles.shipped(op, like, shape)]
+    libraries = [tiles.config(provider=provider)] if provider == "cublaslt" else []
+    return next((config for config in others + libraries if config.provider == provider), None)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import tiles
+from . import tiles
 from .launch import cdiv, launch
 
 

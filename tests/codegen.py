@@ -28,22 +28,23 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests/helpers", "tests/kernels")]
+sys.path[:0] = [
+    str(Path(__file__).parent / folder) for folder in ("helpers", "kernels", "tools/machine_code", "tools/verify")
+]
 
+import cubin  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+from every_launcher import candidates, in_training, variants  # noqa: E402
+from hazards import hazards  # noqa: E402
 
-from vitfast.kernels import archives  # noqa: E402
+from vitfast.kernels import archives, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
-from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
-from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
-from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
+from vitfast.tools.machine_code import compiler  # noqa: E402
 from vitfast.tools.machine_code.model_launches import META, resize  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
-from vitfast.tools.verify.launcher import candidates  # noqa: E402
-from vitfast.tools.verify.launchers import launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
@@ -100,10 +101,8 @@ def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool, also: Set[str] = fr
     def on_meta(launcher):
         return lambda: launcher.call(*launcher.make(Draw(dtype, META)))
 
-    def taken(name: str, launcher) -> bool:
-        return wide or not launcher.variant or any(other.startswith(name) for other in also)
-
-    calls = {name: on_meta(launcher) for name, launcher in launchers(s).items() if taken(name, launcher)}
+    left_out = set() if wide else {name for name in variants(s) if not any(other.startswith(name) for other in also)}
+    calls = {name: on_meta(launcher) for name, launcher in in_training(s).items() if name not in left_out}
     return {f"{name}{tile}": run for name, call in calls.items() for tile, run in with_candidates(call).items()}
 
 

@@ -21,9 +21,9 @@ GPU_ORDER += ("tests/adapters/", "test_export")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from known_types import remember_types
+    from sanitizer import Sanitizer
 
     from vitfast.tools import interpreter
-    from vitfast.tools.verify.sanitizer import Sanitizer
 
     interpreter.quicken()
     remember_types()

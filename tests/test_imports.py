@@ -142,7 +142,7 @@ def test_public_names_are_all_that_dir_shows():
     shown = dir(vitfast)
     assert set(shown) == {*vitfast.__all__, "Embedder", "transform"} and all(hasattr(vitfast, name) for name in shown)
     assert vitfast.ViT is vitfast.model.vit.ViT and vitfast.adapters.accelerate is vitfast.accelerate
-    assert vitfast.kernels.configs  # a module
+    assert vitfast.kernels.tiles  # a module
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vitfast.nothing  # noqa: B018
     assert not hasattr(vitfast, "nothing.inside") and not hasattr(vitfast, "ops.attention")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -33,8 +34,30 @@ def dist(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def installed(dist):
+    """Runs Python with the wheel and what it depends on: an editable install of the checkout is not on the path.
+
+    The interpreter below a virtual environment does not read the .pth files there.
+    """
+    site, environment = str(dist / "site"), {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site]
+    subprocess.run([*install, str(next(dist.glob("*.whl")))], check=True)
+    environment["PYTHONPATH"] = os.pathsep.join([site, sysconfig.get_paths()["purelib"]])
+
+    def run(folder: Path, *arguments: str, **changes: str) -> str:
+        """What the run in this folder prints."""
+        command = [getattr(sys, "_base_executable", sys.executable), *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment | changes, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout.strip()
+
+    run.site = site
+    return run
+
+
 @pytest.mark.slow
-def test_wheel_works_in_a_clean_environment(dist, tmp_path):
+def test_wheel_works_in_a_clean_environment(dist, installed, tmp_path):
     wheel = next(dist.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     inits = [*(ROOT / "vitfast").rglob("__init__.py"), *(ROOT / "kernels").rglob("__init__.py")]
@@ -45,10 +68,6 @@ def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     more = {"vitfast/kernels/libraries/cublaslt.cpp", "vitfast/py.typed", "vitfast/_bench/gpu.sh"}
     assert more <= {*names} and len({*names}) == len(names)
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)],
-        check=True,
-    )
     script = """
 import sys, torch, triton, safetensors.torch
 before = set(sys.modules)
@@ -60,12 +79,31 @@ extras = "timm torchvision transformers matplotlib sklearn yaml tqdm huggingface
 optional = set(extras.split()) & (set(sys.modules) - before)
 assert not optional, f"the core imports {optional}"
 """
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "site")], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "(2, 5)"
+    assert installed(tmp_path, "-c", script, installed.site) == "(2, 5)"
+
+
+@pytest.mark.slow
+def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed, tmp_path):
+    """Every module, every command's help, and what `doctor` checks on this machine."""
+    script = """
+import importlib, pkgutil, sys
+import vitfast
+from vitfast import cli
+for module in pkgutil.walk_packages(vitfast.__path__, "vitfast."):
+    if "vitfast._bench" not in module.name and not module.name.endswith("__main__"):  # scripts
+        importlib.import_module(module.name)
+for command in cli.COMMANDS:
+    try:
+        cli.main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0, command
+ours = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+assert not [file for file in ours if file.startswith(tuple(sys.argv[2:]))] and vitfast.__file__.startswith(sys.argv[1])
+"""
+    checkout = [f"{ROOT / name}/" for name in (".src", "vitfast", "kernels", "bench", "tests")]
+    installed(tmp_path, "-c", script, installed.site, *checkout)
+    said = installed(tmp_path, "-m", "vitfast", "doctor", "--untimed", "--dtype", "float16")
+    assert said.endswith("26 of 26 passed"), said
 
 
 @pytest.mark.slow
@@ -105,13 +143,9 @@ def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
 
 
 @pytest.mark.long
-def test_report_gpu_rehearses_from_an_installed_wheel(dist, tmp_path):
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site")]
-    subprocess.run([*install, str(next(dist.glob("*.whl")))], check=True)
-    command = [sys.executable, "-m", "vitfast", "report-gpu", "--rehearse", "--output", "out"]
-    environment = os.environ | dict(PYTHONPATH=str(tmp_path / "site"), VITFAST_SECONDS="1800")
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_report_gpu_rehearses_from_an_installed_wheel(installed, tmp_path):
+    command = "-m vitfast report-gpu --rehearse --output out".split()
+    installed(tmp_path, *command, VITFAST_SECONDS="1800")
     with tarfile.open(next((tmp_path / "out").glob("*.tar.gz"))) as archive:
         read = lambda name: json.load(archive.extractfile(name))  # noqa: E731
         assert {step["state"] for step in read("steps_first.json")["steps"]} == {"ok"}
@@ -173,6 +207,8 @@ def named(module: str) -> dict[str, str]:
             above = package[: len(package) + (path.name == "__init__.py") - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+            homes = {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            assert not node.level or homes & modules().keys(), f"{module} imports {homes}"
     return found
 
 
@@ -224,7 +260,7 @@ def needed(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("operation", "most"), [("layer_norm", 10), ("attention_block", 27)])
+@pytest.mark.parametrize(("operation", "most"), [("layer_norm", 11), ("attention_block", 28)])
 def test_an_operation_imports_what_it_needs_alone(operation, most):
     assert len(needed(f"vitfast.ops.{operation}")) <= most, sorted(needed(f"vitfast.ops.{operation}"))
 
@@ -236,6 +272,17 @@ def test_the_reference_has_a_public_name():
         "import vitfast.ref as one; from vitfast import ref as two; import vitfast; from vitfast.ops import reference"
     )
     subprocess.run([sys.executable, "-c", f"{ways}; assert one is two is vitfast.ref is reference"], check=True)
+
+
+def test_what_users_install_imports_nothing_of_the_tests():
+    tools = {path.stem for path in sources("tests")} - {"conftest"}
+    for path in sources("vitfast", "kernels", "bench"):
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        assert not {name.partition(".")[0] for name in named} & {*tools, "tests"}, path
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import launch
-from .common import LOG2E, describable, head_of, load_head_rows, row_dot, store_head_rows
+from .common import LOG2E, describable, head_box, head_of, load_head_rows, row_dot, store_head_rows
 
 MOST_TOKENS = 208
 
@@ -155,11 +155,9 @@ def launch_resident(common: dict, inputs: tuple, dq: tuple, sums: Tensor) -> Non
     """
     (q, _), (grad, _), rows, width = inputs[0], dq, common["BLOCK_N"], common["HEAD"].first
     B, N, H, D = q.shape
-    (over_b, over_n, over_h, _), (d_b, d_n, d_h, _) = q.stride(), grad.stride()
-    shape, strides = [B, 3 * H, N, D], [over_b, over_h, over_n, 1]
-    qkv_box = TensorDescriptor(q.as_strided(shape, strides), shape, strides, [1, 1, rows, width])
-    shape, strides = [B, 3, H, N, D], [d_b, H * d_h, d_h, d_n, 1]
+    over_b, over_n, over_h, _ = grad.stride()
+    shape, strides = [B, 3, H, N, D], [over_b, H * over_h, over_h, over_n, 1]
     dqkv_box = TensorDescriptor(grad.as_strided(shape, strides), shape, strides, [1, 2, 1, rows, width])
-    boxes = dict(qkv_box=qkv_box, dqkv_box=dqkv_box)
+    boxes = dict(qkv_box=head_box(q, 3 * H, rows, width), dqkv_box=dqkv_box)
     kernel, sizes = _attention_bwd_resident_kernel, dict(PARTS=query_parts(N))
     launch(kernel, (B * H,), **common, **sizes, inputs=inputs, dq=dq, sums_ptr=sums, **boxes)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import cdiv, launch
 
@@ -150,15 +151,6 @@ def zero_head_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
         return (tl.zeros((ROWS, D0), tl.float32), tl.zeros((ROWS, D1), tl.float32))
     else:
         return (tl.zeros((ROWS, D0), tl.float32),)
-
-
-@triton.jit
-def add_head_rows(a, b):
-    """a + b, chunk by chunk, in fp32."""
-    if len(a) > 1:
-        return (a[0] + b[0].to(tl.float32), a[1] + b[1].to(tl.float32))
-    else:
-        return (a[0] + b[0].to(tl.float32),)
 
 
 @triton.jit
@@ -321,6 +313,13 @@ def describable(x: Tensor) -> bool:
     over_b, over_n, over_h, _ = x.stride()
     aligned = not (x.data_ptr() % 16 or (over_b | over_n | over_h) % 8)
     return aligned and x.element_size() == 2 and x.numel() > 0 and min(over_b, over_n, over_h) > 0
+
+
+def head_box(x: Tensor, heads: int, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows."""
+    (B, N, _, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
+    shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
+    return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, columns])
 
 
 def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, dict]:

@@ -12,7 +12,7 @@ logits never in memory, made for the short, odd sequences of vision (50, 197, 25
   dV: 7 matrix products.
 
 No atomics are needed: one program has all of what it sums. A head is one or two power-of-two chunks (80 = 64 + 16), so
-that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs/attention.py.
+that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs.py.
 """
 
 import functools
@@ -23,13 +23,12 @@ import sys
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import INTERPRETED, batch_invariant, cdiv, fp32_precision, launch
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
-from .common import Head, describable, tiles_of
+from .common import Head, describable, head_box, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
 from .forward_tiled import _attention_fwd_tiled_kernel
 from .options import PLAIN, AttentionOptions, as_packed
@@ -159,13 +158,6 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
-def _head_box(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of x (B, N, H, Dh) as (B, H, N, Dh), in blocks of some rows of a head of one chunk."""
-    (B, N, H, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
-    shape, strides = [B, H, N, D], [over_b, over_h, over_n, 1]
-    return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, head_chunks(D)[0]])
-
-
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -186,8 +178,9 @@ def attention_fwd(
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
     if config.provider.startswith("single_pass"):
+        box = config["BLOCK_M"], common["HEAD"].first
         boxed = config.provider == "single_pass_tma"
-        common["q_box"], common["o_box"] = (_head_box(x, config["BLOCK_M"]) if boxed else None for x in (q, o))
+        common["q_box"], common["o_box"] = (head_box(x, H, *box) if boxed else None for x in (q, o))
         blocks = cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
@@ -223,8 +216,20 @@ def attention_bwd(
         unfit = "resident", "specialized"
     config = _lookup("attention_bwd", q, options, unfit)
     grads = q.new_empty(B, N, 3, H, D) if as_qkv else tuple(q.new_empty(q.shape) for _ in range(3))
-    each = grads.unbind(2) if as_qkv else grads
-    return grads, _backward(config, q, k, v, o, lse, do, scale, *each, want_bias_grad, options, unrotate)
+    dq, dk, dv = grads.unbind(2) if as_qkv else grads
+    if config.provider == "tiled":
+        delta = torch.empty_like(lse)
+        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_bias_grad, options, unrotate)
+        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_bias_grad, options, unrotate)
+        return grads, torch.cat([q_sums, kv_sums]) if want_bias_grad else None
+    sums = _sums(q, want_bias_grad, B, 3)
+    common, (*inputs, grad) = _arguments(scale, q, k, v, o, do, dq)
+    common |= dict(lse_ptr=lse, SUMS=want_bias_grad, **config.meta)
+    run = launch_resident
+    if config.provider == "specialized":  # imported late, because Gluon takes 0.2 s
+        run = importlib.import_module(".backward_specialized", __package__).launch_specialized
+    run(common, tuple(inputs), grad, sums)
+    return grads, sums.sum(0).flatten() if want_bias_grad else None
 
 
 def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -332,21 +337,3 @@ def attention_bwd_dkdv(
     common |= dict(SUMS=want_sums, LAST_M=last, SHORT_N=short, **config.meta)
     launch(_attention_bwd_dkdv_kernel, (count * H,), **common)
     return dk, dv, sums.sum(0).flatten() if want_sums else None
-
-
-def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options, unrotate) -> Tensor | None:
-    """Fills dq, dk, dv (equal strides) by our kernels; returns their sums, (3 H Dh,) in fp32, if wanted."""
-    if config.provider == "tiled":
-        delta = torch.empty_like(lse)
-        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums, options, unrotate)
-        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums, options, unrotate)
-        return torch.cat([q_sums, kv_sums]) if want_sums else None
-
-    sums = _sums(q, want_sums, q.shape[0], 3)
-    common, (*inputs, grad) = _arguments(scale, q, k, v, o, do, dq)
-    common |= dict(lse_ptr=lse, SUMS=want_sums, **config.meta)
-    run = launch_resident
-    if config.provider == "specialized":  # imported late, because Gluon takes 0.2 s
-        run = importlib.import_module(".backward_specialized", __package__).launch_specialized
-    run(common, tuple(inputs), grad, sums)
-    return sums.sum(0).flatten() if want_sums else None

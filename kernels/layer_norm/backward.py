@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, launch
 from ..rows import (
     chunk_width,

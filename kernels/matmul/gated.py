@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, fp32_precision, launch
 from ..rows import contiguous_or_none
 from .activations import activated, wide_activate, wide_activate_and_slope

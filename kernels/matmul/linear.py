@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import launch
 from ..libraries import cublaslt
-from ..rows import contiguous_or_none
+from ..rows import contiguous_or_none, row_stride
 from .persistent import launch_persistent, readable_early
 from .product import count_blocks, load_columns, load_piece, output_block, product_class, row_product, unfit
 
@@ -131,7 +131,7 @@ def _launch_linear(
     m, n = x.shape[0], weight.shape[0 if kind == "nt" else 1]
     out = torch.empty((m, n), dtype=(x if residual is None else residual).dtype, device=x.device)
     factors = contiguous_or_none(layer_scale), contiguous_or_none(drop_path)
-    stride_rm = 0 if residual is None else residual.stride(0)
+    stride_rm = row_stride(residual)
     if config.provider == "persistent":
         # Dividing rows into samples takes the registers that a residual read early would lie in.
         early = residual if config["AHEAD"] and drop_path is None and readable_early(residual) else None

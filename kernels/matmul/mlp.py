@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, launch
-from ..rows import contiguous_or_none
+from ..rows import contiguous_or_none, row_stride
 from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope
 from .persistent import launch_persistent, readable_early, together
 from .product import (
@@ -330,7 +330,7 @@ def gelu_bwd(
     m, n = pre.shape
     config = tiles.lookup("gelu_bwd", pre, f"d{n}")
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
-    _launch_gelu(dy, pre, dpre, act, sums, activation, config)
+    _launch_gelu(config, activation, pre, dy_ptr=dy, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     return dpre, act, sums
 
 
@@ -341,22 +341,13 @@ def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
     """
     config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
     act = pre.new_empty(pre.shape)
-    _launch_gelu(None, pre, slope, act, None, activation, config)
+    _launch_gelu(config, activation, pre, dy_ptr=None, dpre_ptr=slope, act_ptr=act, sums_ptr=None)
     return act
 
 
-def _launch_gelu(
-    dy: Tensor | None,
-    pre: Tensor,
-    dpre: Tensor | None,
-    act: Tensor | None,
-    sums: Tensor | None,
-    activation: str,
-    config: tiles.KernelConfig,
-) -> None:
+def _launch_gelu(config: tiles.KernelConfig, activation: str, pre: Tensor, **pointers: Tensor | None) -> None:
     """Launches the element-wise kernel, which writes dpre, act and sums where they are given."""
     m, n = pre.shape
     grid = cdiv(m, config["BLOCK_M"]), cdiv(n, config["BLOCK_N"])
-    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
-    strides = dict(stride_ym=0 if dy is None else dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
-    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)
+    strides = dict(stride_ym=row_stride(pointers["dy_ptr"]), stride_pm=pre.stride(0), stride_om=n)
+    launch(gelu_bwd_kernel, grid, pre_ptr=pre, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)

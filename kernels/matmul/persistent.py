@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import INTERPRETED, cdiv, fp32_precision, launch
 from ..rows import contiguous_or_none, row_programs
 from .product import block_offsets, count_blocks, describable, described, load_columns, operands, split_columns

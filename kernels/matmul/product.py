@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import batch_invariant, cdiv, fp32_precision
 from ..rows import row_programs
 

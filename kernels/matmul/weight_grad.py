@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import cdiv, fp32_precision, launch
-from ..rows import contiguous_or_none
+from ..rows import contiguous_or_none, row_stride
 from .product import block_offsets, operands, product, product_class, split_columns, unfit
 
 
@@ -152,7 +152,7 @@ def sum_products(
         K=k,
         stride_ps=n * k,
         stride_pn=k,
-        stride_wn=0 if weight is None else weight.stride(0),
+        stride_wn=row_stride(weight),
         stride_on=k,
         SPLITS=splits,
         **config.meta,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..configs import tiles
+from .. import tiles
 from ..launch import batch_invariant, cdiv, launch
 from ..rows import contiguous_or_none
 from .patches import (

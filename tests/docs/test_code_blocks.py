@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 from wandb_file import history
 
 from vitfast import cli, ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.train.log import read_metrics
 
 LANGUAGES = ("python", "bash", "text")
@@ -112,7 +112,7 @@ def execute(block: Block, file: Path, names: dict) -> str:
 def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkeypatch, capsys, _no_downloads):
     monkeypatch.chdir(tmp_path)
     names, printed = {"__name__": "page"}, ""
-    with mock.patch.dict(tiles.RULES), ops.use_kernels("auto"):
+    with mock.patch.dict(tiles.operations()), ops.use_kernels("auto"):
         for number, block in enumerate(blocks(page)):
             if block.mark in ("not run", "needs"):
                 compile(block.code, str(block), "exec")
@@ -134,7 +134,7 @@ def test_python_runs_where_the_library_that_it_needs_is_installed(needing, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     names = {"__name__": "page"}
-    with mock.patch.dict(tiles.RULES), ops.use_kernels("auto"):
+    with mock.patch.dict(tiles.operations()), ops.use_kernels("auto"):
         for block in blocks(needing.page):
             if block.language == "python" and (not block.mark or block.reason == needing.reason):
                 execute(block, tmp_path / f"line_{block.line}.py", names)

@@ -12,8 +12,8 @@ from commands import run_cli
 from doc_blocks import ROOT
 
 from vitfast import ViT, ops
+from vitfast.kernels import tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES
-from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm.forward import MAX_WIDTH
 from vitfast.ops import dispatch
 from vitfast.ops.attention import unsupported_reason

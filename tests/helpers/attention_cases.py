@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitfast.kernels import launch
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention import launchers
 from vitfast.kernels.attention.launchers import attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import PLAIN
-from vitfast.kernels.configs import tiles
 from vitfast.ops import reference as ref
 
 interpreted = pytest.mark.skipif(

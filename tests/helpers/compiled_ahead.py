@@ -19,8 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import vitfast
 from vitfast.cli import main
-from vitfast.kernels import rows
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import rows, tiles
 from vitfast.tools.machine_code import compiler, model_launches, packing
 
 BATCHES = (1, 32)  # from some 6,000 rows on other tiles are taken

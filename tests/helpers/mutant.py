@@ -34,23 +34,27 @@ class Mutant:
 
     @contextlib.contextmanager
     def made(self, folder: Path) -> Iterator[ModuleType]:
-        """vitfast.tools.verify.edges of a copy in `folder` that has the bug."""
+        """edges.py on a copy of the kernels in `folder` that has the bug."""
         package = "mutant_" + re.sub(r"\W+", "_", self.what)
         copy = folder / package
         shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-        # What vitfast.tools.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
+        # What edges.py needs beside the kernels: copied too, so that it imports the copy's kernels.
         verify = copy / "tools" / "verify"
         shutil.copytree(ROOT / "vitfast" / "tools" / "verify", verify, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("ops/reference.py", "ops/packed.py", "model/presets.py", "errors.py"):
             (copy / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / "vitfast" / name, copy / name)
+        of_the_copy = re.compile(r"^from (?:vitfast\.|(?=every_launcher|layouts))", re.MULTILINE)
+        for name in ("edges.py", "every_launcher.py", "layouts.py"):
+            text = (ROOT / "tests" / "tools" / "verify" / name).read_text()
+            (copy / name).write_text(of_the_copy.sub("from .", text))
         path = copy / "kernels" / self.file
         text = path.read_text()
         assert self.old in text, f"{self.what}: {self.file} has changed"
         path.write_text(text.replace(self.old, self.new, 1))
         sys.path.insert(0, str(folder))
         try:
-            yield importlib.import_module(f"{package}.tools.verify.edges")
+            yield importlib.import_module(f"{package}.edges")
         finally:
             sys.path.remove(str(folder))
             for module in [name for name in sys.modules if name.partition(".")[0] == package]:

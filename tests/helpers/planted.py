@@ -87,8 +87,8 @@ a graph for each rate of drop path | backend/eager.py | adapters/test_sizes.py -
 -     if module.training:
 +     if False:
 Inductor's pass rewrites every model | backend/inductor.py | adapters/test_wrapped.py -k leaves_others
-- if key in found
-+ if found
+- int(key) in found), None)
++ int(key) in found), next(iter(found.values()), None))
 a pass that stays after the last model | backend/inductor.py | adapters/test_wrapped.py -k comes_and_goes
 - if _models or not _is_in():
 + if True:

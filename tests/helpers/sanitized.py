@@ -17,16 +17,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tools" / "verify"))
+
 import torch
+from every_launcher import LIBRARIES, candidates
 
 from vitfast import ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.tools.doctor import SMALL_SIZES, device, own_products, prepare
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
-from vitfast.tools.verify.edges import LIBRARIES
-from vitfast.tools.verify.launcher import candidates
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")

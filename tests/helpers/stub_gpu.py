@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools.machine_code.model_launches import launching_on_meta
 
 

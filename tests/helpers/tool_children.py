@@ -3,16 +3,11 @@
 import importlib
 import os
 import signal
-import time
 
 import torch
 
 from vitfast.kernels import launch
-from vitfast.kernels.configs import tiles
 from vitfast.tools import doctor
-from vitfast.tools.tune import user_table
-
-CANDIDATE = tiles.to_record("linear_gelu_fwd", "GPU", "16", "64x96", tiles.config(16, 1, BLOCK_M=16))
 
 
 def deadly(task) -> doctor.Result:
@@ -22,27 +17,6 @@ def deadly(task) -> doctor.Result:
     if task[0] == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
     return doctor.Result(*task, 0.0, 0.0, True)
-
-
-def dies(send, *_) -> None:
-    """The tuner's worker, which ends in a candidate."""
-    send("kept", "a")
-    send("trying", CANDIDATE)
-    os._exit(3)
-
-
-def hangs(send, *_) -> None:
-    signal.alarm(1)  # as the worker asks for before each candidate
-    send("trying", None)
-    send("trying", CANDIDATE)
-    time.sleep(60)
-
-
-def writes(path: str, name: str, count: int) -> None:
-    """Puts `count` tiles of a GPU into a user's table."""
-    os.environ["VITFAST_TILES"] = path
-    for i in range(count):
-        user_table.keep(tiles.to_record("x", name, "16", str(i), tiles.config(4, 2, BLOCK_M=16)))
 
 
 def asks_for_bfloat16_twice() -> None:

@@ -1,53 +1,40 @@
 """A clock and a compiler that a test of the tuner controls."""
 
 import dataclasses
-import math
+import functools
+from concurrent.futures import Future
 
 import torch
 
-from vitfast.kernels.configs import tiles
-from vitfast.tools.tune.tuner import Tuner
+from vitfast.kernels import tiles
+from vitfast.tools.tune.tuner import Problem, Tuner
 from vitfast.tools.verify.draw import Sizes
 
 TINY = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
 CPU = torch.device("cpu")
-
-
-class Done:
-    """A compilation that has ended."""
-
-    def __init__(self, failure: str = "", shared: int = 0):
-        self.answer = shared, failure
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout=None):
-        return self.answer
+# What gelu_bwd starts from, which is quick to interpret and has seven neighbours, and one of these.
+START = tiles.config(4, 1, BLOCK_M=64, BLOCK_N=64)
+OTHER = tiles.config(8, 1, BLOCK_M=64, BLOCK_N=64)
 
 
 class Compiler:
-    """Compiles nothing, and fails where it is told to."""
+    """Compiles nothing; OTHER fails with `failure`, or never ends where that is None."""
 
-    def __init__(self, fails=lambda launch: ""):
-        self.fails, self.jobs = fails, []
+    def __init__(self, failure: str | None = ""):
+        self.failure = failure
 
-    @property
-    def compilations(self) -> int:
-        return len(self.jobs)
-
-    def close(self) -> None: ...
-
-    def submit(self, launch) -> Done:
-        self.jobs.append(launch)
-        return Done(self.fails(launch))
+    def submit(self, launch) -> Future:
+        future, failure = Future(), self.failure if launch.arguments.get("num_warps") == OTHER.num_warps else ""
+        if failure is not None:
+            future.set_result((0, failure))
+        return future
 
 
 class Clock:
-    """Tells the planted time of a tile, in a world where nothing else takes any."""
+    """Tells the planted time of a tile, in a world where each timing `takes` so long and nothing else takes any."""
 
-    def __init__(self, planted=lambda problem, config: 1.0, stop_after: float = math.inf):
-        self.planted, self.stop_after, self.timed, self.time, self.broken = planted, stop_after, [], 0.0, False
+    def __init__(self, planted=lambda tile: 1.0, takes: float = 0.0):
+        self.planted, self.takes, self.timed, self.time, self.broken = planted, takes, [], 0.0, False
 
     def now(self) -> float:
         return self.time
@@ -55,25 +42,31 @@ class Clock:
     def lost(self) -> bool:
         return self.broken
 
-    def seconds(self, problem, config, run) -> float:
-        if len(self.timed) >= self.stop_after:
-            raise KeyboardInterrupt
-        self.timed.append((problem.key, config))
-        return self.planted(problem, config)
+    def seconds(self, problem, tile, run) -> float:
+        self.time += self.takes
+        self.timed.append(tile)
+        return self.planted(tile)
 
 
-def make_tuner(clock, compiler=None, dtype=torch.float16, **options) -> Tuner:
-    return Tuner(dtype, CPU, "GPU", clock, compiler or Compiler(), **options)
+def make_tuner(clock, compiler=None) -> Tuner:
+    return Tuner(torch.float16, CPU, "GPU", clock, compiler or Compiler())
 
 
-def with_fault(problem, config, fault):
-    """The problem with a launcher whose results go through `fault` where this tile is in force."""
+@functools.cache
+def problems() -> list[Problem]:
+    return make_tuner(Clock()).problems([TINY, TINY])
+
+
+def settled(clock, compiler=None, seconds: float = 1e6, fault=lambda tile, results: results, candidates=()) -> Problem:
+    """The problem of gelu_bwd, settled with a launcher whose results go through `fault`."""
+    (problem,) = (problem for problem in problems() if problem.op == "gelu_bwd")
 
     def call(*inputs):
         results = problem.launcher.call(*inputs)
-        like = results[0]
-        if like.device.type != "meta" and tiles.lookup(problem.op, like, problem.shape) == config:
-            return fault(results)
-        return results
+        meta = results[0].device.type == "meta"
+        return results if meta else fault(tiles.lookup("gelu_bwd", results[0], problem.shape), results)
 
-    return dataclasses.replace(problem, launcher=dataclasses.replace(problem.launcher, call=call))
+    launcher = dataclasses.replace(problem.launcher, call=call)
+    found = Problem("gelu_bwd", problem.bits, problem.shape, launcher, START, list(candidates))
+    make_tuner(clock, compiler).settle(found, seconds)
+    return found

@@ -12,15 +12,16 @@ import random
 from types import SimpleNamespace as Names
 
 import attention_cases as cases
+import cubin
 import pytest
 import torch
 import triton
+from hazards import hazards
 from processes import uninterpreted
 
 from vitfast.kernels.attention import backward_specialized as specialized
 from vitfast.kernels.launch import record
-from vitfast.tools.machine_code import compiler, cubin
-from vitfast.tools.machine_code.hazards import hazards
+from vitfast.tools.machine_code import compiler
 
 GIVES_WAY = {"mbarrier.wait", "mbarrier.arrive", "tma.store_wait", "async_load", "async_store", "fence_async_shared"}
 GIVES_WAY |= {"warpgroup_mma", "warpgroup_mma_wait"}

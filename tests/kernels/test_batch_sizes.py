@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_launcher import in_training
 
 from vitfast.kernels import launch
 from vitfast.kernels.attention import launchers as attention
 from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.tools.verify.draw import Draw, Sizes
-from vitfast.tools.verify.launchers import launchers
 
 TESTS = Path(__file__).parents[1]
 BATCHES = (1, 3, 8, 62, 64, 100, 255, 256)  # 62: 96 row tiles of 128
@@ -56,7 +56,7 @@ def test_another_batch_size_compiles_nothing_new():
     done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name.partition(" (")[0] for name in found} == set(launchers(Sizes(batch=3, **MODEL)))
+    assert {name.partition(" (")[0] for name in found} == set(in_training(Sizes(batch=3, **MODEL)))
     assert all(keys for by_tiles in found.values() for same_tiles in by_tiles for keys in same_tiles)
     grows = {name: same for name, by_tiles in found.items() for same in by_tiles if len(same) > 1}
     assert not grows, {name: sorted(set(map(str, a)) ^ set(map(str, b))) for name, (a, b, *_) in grows.items()}
@@ -71,7 +71,8 @@ def test_a_batch_of_6000_fits_every_grid():
     own = AttentionOptions(cos=table, sin=table), AttentionOptions(bias=draw.values(batch, heads, 197, 197))
     calls = [lambda: attention.rope_bwd(q, k, o, do, own[0])]
     calls += [lambda: attention.bias_bwd(q, k, v, o, lse, do, 0.125, own[1])]
-    calls += [lambda each=each: each.call(*each.make(draw)) for each in launchers(Sizes(batch=batch, **MODEL)).values()]
+    each_launcher = in_training(Sizes(batch=batch, **MODEL)).values()
+    calls += [lambda each=each: each.call(*each.make(draw)) for each in each_launcher]
     found = [each for call in calls for each in launch.record(call)]
     assert len({each.kernel.__name__ for each in found}) > 20
     assert not {each.kernel.__name__: each.grid for each in found if max(each.grid[1:], default=0) > 65_535}

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layouts import LAYOUTS, LaidOut
 
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.kernels.libraries import cublaslt
 from vitfast.kernels.matmul import linear
 from vitfast.ops import reference as ref
-from vitfast.tools.verify.draw import LAYOUTS, Draw
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def afresh(monkeypatch):
 
 
 def inputs(m, n, k, dtype, out_dtype=None, layout="contiguous", device=CPU):
-    draw = Draw(dtype, device, torch.Generator(device).manual_seed(m * n + k), layout)
+    draw = LaidOut(dtype, device, torch.Generator(device).manual_seed(m * n + k), layout)
     return draw.values(m, k), draw.weight(n, k), draw.values(n), draw.values(m, n, dtype=out_dtype or dtype)
 
 

@@ -9,13 +9,13 @@ import pytest
 import sanitized
 import torch
 from checks import randomize
+from every_launcher import candidates
 
 from vitfast import ViT, ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.tools.doctor import check_operation
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
-from vitfast.tools.verify.launcher import candidates
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

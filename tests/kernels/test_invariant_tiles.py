@@ -7,15 +7,14 @@ import fnmatch
 
 import pytest
 import torch
+from every_launcher import in_training
 
 import vitfast
-from vitfast.kernels import launch
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention import launchers as attention
-from vitfast.kernels.configs import tiles
 from vitfast.kernels.matmul import linear
 from vitfast.kernels.patch_embed import patches
 from vitfast.tools.verify.draw import Draw, Sizes
-from vitfast.tools.verify.launchers import launchers
 
 MODEL = dict(width=768, heads=12, hidden=3072, image=224, patch=16)
 # (batch, tokens): one row to more than a million; around tiles, and the classes of short and long samples
@@ -24,13 +23,13 @@ SIZES = [(1, 1), (2, 50), (3, 64), (1, 65), (64, 197), (7, 256), (1, 320), (8, 5
 OF_ONE_SIZE = ("attention, bias",)
 CHOSEN = "BLOCK* LAST* KEYS* GROUP* SUBTILES SPLIT* STAGES PERSISTENT query_blocks num_* maxnreg".split()
 CHOSEN += ["LOADS", "PRECISION"]
-FORWARD = [n for n in launchers(Sizes(2, 5, **MODEL)) if not fnmatch.filter([n], "*backward*") and "gradient" not in n]
+FORWARD = [n for n in in_training(Sizes(2, 5, **MODEL)) if "backward" not in n and "gradient" not in n]
 FORWARD = [name for name in FORWARD if not name.startswith(("dg", "column sums", "sum of", "scaled"))]
 
 
 def chosen(name: str, sm: int, dtype: torch.dtype, batch: int, tokens: int) -> list:
     """The kernels of a launcher, with what was chosen for them; and the configurations that it looked up."""
-    each = launchers(Sizes(batch, tokens, **MODEL))[name]
+    each = in_training(Sizes(batch, tokens, **MODEL))[name]
     with tiles.using(sm=sm) as used:
         made = launch.record(lambda: each.call(*each.make(Draw(dtype, torch.device("meta")))))
     numbers = [{k: v for k, v in m.arguments.items() if any(fnmatch.fnmatch(k, p) for p in CHOSEN)} for m in made]

@@ -7,8 +7,7 @@ import torch
 from attention_cases import interpreted
 
 from vitfast import ViT, ops
-from vitfast.kernels import rows
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import rows, tiles
 from vitfast.kernels.launch import record
 from vitfast.kernels.layer_norm.backward import layer_norm_bwd
 from vitfast.kernels.layer_norm.forward import add_layer_norm_fwd, layer_norm_fwd

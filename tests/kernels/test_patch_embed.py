@@ -9,7 +9,7 @@ import triton.language as tl
 from attention_cases import interpreted
 
 from vitfast import ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import record
 from vitfast.kernels.patch_embed import patches
 from vitfast.ops import reference as ref

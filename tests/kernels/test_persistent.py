@@ -7,8 +7,7 @@ import torch
 from attention_cases import interpreted
 from torch.nn import functional as F
 
-from vitfast.kernels import rows
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import rows, tiles
 from vitfast.kernels.launch import record
 from vitfast.kernels.matmul import linear, mlp
 

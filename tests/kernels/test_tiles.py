@@ -1,6 +1,5 @@
-"""Tile tables: every generation has a tile for everything, and a user's table comes first."""
+"""Configurations: every generation has one for everything, and a user's table comes first."""
 
-import contextlib
 import csv
 import json
 import warnings
@@ -9,18 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from known_configs import known_configs
 
-from vitfast.kernels.configs import tiles
-from vitfast.kernels.configs.tiles import Rule, config
-from vitfast.kernels.libraries import cublaslt
+from vitfast.kernels import tiles
+from vitfast.kernels.tiles import config
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def test_every_operation_ends_with_a_rule_for_everything():
-    for op, rules in tiles.RULES.items():
-        last = rules[-1]
-        assert last.sm == tiles.GENERATIONS and last.bits == "*" and last.shape == "*", op
+def test_every_shape_class_has_configurations_that_a_launch_takes():
+    """Those of one provider differ in their values alone, and no number is one that no kernel runs with."""
+    names: dict[tuple[str, str], set[str]] = {}
+    for op, sm, bits, shape, configs in known_configs():
+        case = f"{op} sm_{sm} {bits} bits {shape}"
+        assert configs and len({*configs}) >= len(configs) - 1, case  # a best that is another's fallback comes twice
+        for each in configs:
+            numbers = dict(each.blocks, num_warps=each.num_warps, num_stages=each.num_stages)
+            assert names.setdefault((op, each.provider), {*dict(each.blocks)}) == {*dict(each.blocks)}, case
+            powers = [n for name, n in numbers.items() if name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")]
+            assert all(n > 0 and n & (n - 1) == 0 for n in powers), (case, each)
+            assert all(n >= (name != "AHEAD") for name, n in numbers.items()), (case, each)
+        if op.endswith("_fwd"):
+            assert any(each.provider in tiles.INVARIANT for each in configs), case
 
 
 # KiB of shared memory that a program may use, by compute capability: CUDA C++ Programming Guide, "Technical
@@ -51,143 +60,97 @@ def test_a_gpu_that_nobody_knows_takes_the_newest_tiles_before_it():
     assert [tiles.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
 
 
-def test_lookup_takes_the_first_match(monkeypatch):
-    a, b, c = config(4, 1, BLOCK_M=1), config(4, 1, BLOCK_M=2), config(4, 1, BLOCK_M=4)
-    monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,), bits="16"), Rule(b, shape="d6*"), Rule(c)))
+def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
+    a, b, c = config(4, 1, BLOCK_M=1), config(4, 1, "other", BLOCK_M=2), config(4, 1, BLOCK_M=4)
+    monkeypatch.setitem(tiles.operations(), "x", lambda shape, bits, sm: [a, b] if (bits, sm) == ("16", 80) else [c, b])
     half, single = torch.empty(1, dtype=torch.float16), torch.empty(1)
     with tiles.using(sm=80):
-        assert tiles.lookup("x", half, "d64") == a and tiles.lookup("x", single, "d64") == b
-    assert tiles.lookup("x", half, "d64") == b and tiles.lookup("x", half, "d80") == c
-    with tiles.using("x", a), tiles.using("x", c, "d64"), tiles.using() as used:
-        assert tiles.lookup("x", half, "d64") == c and tiles.lookup("x", half, "d80") == a
-    assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a} and tiles.lookup("x", half, "d80") == c
-    monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,)),))
-    with pytest.raises(KeyError, match="no tile for x on sm_90, 16 bits, shape d64"):
+        assert tiles.lookup("x", half, "d64") == a and tiles.lookup("x", single, "d64") == c
+        assert tiles.lookup("x", half, "d64", without=("triton",)) == b
+    assert tiles.lookup("x", half, "d64") == c and tiles.shipped("x", half, "d64", ("other",)) == b
+    with tiles.using("x", a), tiles.using("x", b, "d64"), tiles.using() as used:
+        assert tiles.lookup("x", half, "d64") == b and tiles.lookup("x", half, "d80") == a
+        assert tiles.lookup("x", half, "d64", without=("other",)) == c
+    assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a}
+    with pytest.raises(ValueError, match="tiles.using: no operation 'y'"):
+        tiles.using("y", a).__enter__()
+    assert not tiles._scope.overrides
+    with tiles.using(sm=75), pytest.raises(KeyError, match="no configuration of x for a GPU older than sm_80"):
         tiles.lookup("x", half, "d64")
 
 
-def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
-    path = tmp_path / "tiles.json"
-    monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", config(8, 3, "single_pass", BLOCK_M=32))
-    path.write_text(json.dumps({"tiles": [row]}))
-    tiles._user_table.cache_clear()
-    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): config(8, 3, "single_pass", BLOCK_M=32)}
-    path.write_text('{"tiles": [{"op": 1}]}')
-    tiles._user_table.cache_clear()
-    with pytest.raises(ValueError, match="tiles.json is damaged"):
-        tiles._user_table()
-    path.unlink()
-    tiles._user_table.cache_clear()
-    assert tiles._user_table() == {}
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """The path of a user's table on a pretended GPU."""
+    monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
+    monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
+    monkeypatch.setattr(tiles, "generation", lambda device: 90)
+    tiles.reload_user_table()
+    yield tmp_path / "tiles.json"
+    (tmp_path / "tiles.json").unlink(missing_ok=True)
+    tiles.reload_user_table()
 
 
-OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][-1].config.blocks)
-SCALE_ROWS = dict(BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6)
-FAULTS = [  # of a user's rows, and two that have none
+GPU_TENSOR = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+SPLIT = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=128)
+ROWS = [  # of a user's table at 768x3072, and the words for those that no launcher takes
+    ("linear_fwd", config(provider="cudnn"), "takes no cudnn"),
+    ("gated_bwd", config(provider="torch"), "takes no torch"),
+    ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "takes no tma BLOCK_M"),
+    ("input_grad", config(8, 3, "cublas", BLOCK_M=64), "takes no cublas BLOCK_M"),
+    ("gelu_bwd", config(4, 1, BLOCK_M=32, BLOCK_N=32), ""),
     (
-        "attention_bwd",
-        config(8, 2, "single_pass", BLOCK_M=64),
-        "has no provider 'single_pass', only resident, tiled, specialized; ",
+        "dgelu_matmul",
+        config(4, 2, **dict(tiles.shipped("linear_fwd", torch.empty(0), "768x768", ("triton",)).blocks)),
+        "",
     ),
-    ("attention_fwd", config(provider="cudnn"), "has no provider 'cudnn', only tiled, single_pass, single_pass_tma; "),
-    ("layer_norm_bwd", config(provider="torch"), "has no provider 'torch', only triton; "),
-    ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
-    ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
-    ("gelu_bwd", config(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),
-    ("weight_grad_sum", config(4, 1, BLOCK_N=0, BLOCK_K=512), "by triton cannot run with BLOCK_N = 0"),
-    ("scale_rows", config(4, 1, **SCALE_ROWS), "by triton cannot run with"),
-    ("column_sums", config("4", 1, BLOCK_P=256, BLOCK_D=16), "by triton cannot run with num_warps = '4'"),
-    ("dgelu_matmul", config(4, 2, **OF_A_PRODUCT), ""),
     ("linear_residual_fwd", config(provider="cublas"), ""),
 ]
 
 
-def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, monkeypatch):
-    path = tmp_path / "tiles.json"
-    monkeypatch.setenv("VITFAST_TILES", str(path))
-    monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
-    monkeypatch.setattr(tiles, "generation", lambda device: 90)
-    rows = [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in FAULTS]
-    unknown = tiles.to_record("softmax_fwd", "Some GPU", "16", "768x3072", config())
-    path.write_text(json.dumps({"tiles": [*rows, unknown]}))
+def test_a_users_row_comes_first_and_is_left_out_with_one_warning_where_no_launcher_takes_it(table):
+    records = [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in ROWS]
+    table.write_text(json.dumps({"tiles": records}))
     tiles.reload_user_table()
-    gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            for op, value, fault in FAULTS:
-                wanted = tiles.shipped(op, gpu, "768x3072") if fault else value
-                assert tiles._find(op, gpu, "768x3072") == wanted, op
+            for op, value, fault in ROWS:
+                wanted = tiles.shipped(op, GPU_TENSOR, "768x3072") if fault else value
+                assert tiles.lookup(op, GPU_TENSOR, "768x3072") == wanted, op
+                assert tiles.lookup(op, GPU_TENSOR, "768x768") == tiles.shipped(op, GPU_TENSOR, "768x768"), op
             tiles.reload_user_table()
-    wanted = [(op, f"{op} {fault}") for op, _, fault in FAULTS if fault]
-    wanted += [("softmax_fwd", "no operation 'softmax_fwd'; ")]
-    assert len(said) == len(wanted)
-    for message, (op, fault) in zip([str(warning.message) for warning in said], wanted):
-        assert message.startswith(f"the tile table {path}: {fault}")
-        assert f"the row of {op} at 768x3072, 16 bits, Some GPU, is left out: run vitfast tune again" in message
-    path.unlink()
-    tiles.reload_user_table()
+    wanted = [f"the tile table {table}: {op} at 768x3072, 16 bits, {fault}; run" for op, _, fault in ROWS if fault]
+    assert [str(warning.message).partition(" vitfast")[0] for warning in said] == wanted
 
 
-def test_what_is_forced_must_exist():
-    says = "linear_residual_fwd has no provider 'nonsense', only cublas, persistent, triton, cublaslt, tma, flattened$"
-    with pytest.raises(ValueError, match=says):
-        tiles.using("linear_residual_fwd", config(provider="nonsense")).__enter__()
-    with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
-        tiles.using("linear_residual", config()).__enter__()
-    assert not tiles._scope.overrides
+def test_a_damaged_table_is_refused(table):
+    table.write_text('{"tiles": [{"op": 1}]}')
+    with pytest.raises(ValueError, match="tiles.json is damaged"):
+        tiles.lookup("linear_fwd", GPU_TENSOR, "768x768")
 
 
 @pytest.mark.parametrize(
-    "op, shape, dtype, where, wanted, absent",
+    "op, shape, dtype, sm, wanted",
     [
-        ("attention_fwd", "d64n256", FP16, "here", "tiled", set()),
-        ("attention_fwd", "d64nlong", FP16, "here", "", set()),
-        ("attention_bwd", "d64n256", FP16, "here", "tiled specialized", set()),
-        ("attention_bwd", "d80n320", FP16, "here", "", set()),
-        ("layer_norm_fwd", "3x256a", FP16, "here", "", set()),
-        ("layer_norm_bwd", "3x256as", FP16, "here", "", set()),
-        ("gelu_bwd", "d3072", FP16, "here", "", set()),
-        ("gated_bwd", "d3072", FP16, "here", "", set()),
-        ("linear_fwd", "768x2304", FP16, "here", "triton persistent tma triton tma", set()),  # wide ones too
-        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas triton tma triton tma flattened", set()),
-        ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
-        ("linear_residual_fwd", "768x768", BF16, "here", "cublas triton tma triton tma flattened", {"cublaslt"}),
-        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt triton tma triton tma flattened", set()),
-        ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
-        # cuBLASLt is not compiled offline; there are no tensor descriptors before sm_90
-        ("linear_residual_fwd", "768x768", BF16, 90, "cublas triton tma triton tma flattened", {"cublaslt"}),
-        ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
+        ("attention_fwd", "d64n256", FP16, 90, "single_pass tiled"),
+        ("attention_fwd", "d64nlong", FP16, 90, ""),
+        ("attention_bwd", "d64n256", FP16, 90, "tiled specialized"),
+        ("attention_bwd", "d80n320", FP16, 90, ""),
+        ("layer_norm_bwd", "3x256as", FP16, 90, ""),
+        ("linear_fwd", "768x2304", FP16, 90, "triton triton tma tma persistent"),
+        ("linear_gelu_fwd", "768x3072", FP16, 90, "triton cublas triton tma tma flattened"),
+        ("linear_residual_fwd", "768x768", FP32, 90, "cublas"),
+        ("linear_fwd", "768x2304", FP16, 80, "triton"),  # there are no tensor descriptors before sm_90
     ],
 )
-def test_candidates_are_those_that_can_run(op, shape, dtype, where, wanted, absent, monkeypatch):
-    if where != "here":
-        monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
-    x, offline = torch.empty(0, dtype=dtype), isinstance(where, int)
-    with tiles.using(sm=where) if offline else contextlib.nullcontext():
-        x = x.to("meta") if offline else x
-        assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted.split()
-        assert tiles.absent(op, x, shape).keys() == absent
-
-
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_a_provider_that_cannot_run(where, monkeypatch):
-    """A table that names it gets the first rule that can; a test or a measurement gets an error."""
-    x, lt = torch.empty(0, dtype=BF16, device=where), config(provider="cublaslt")
-    reason = "it is not compiled offline" if where == "meta" else "needs an NVIDIA GPU, the tensors are on cpu"
-    with tiles.using("linear_residual_fwd", lt), pytest.raises(RuntimeError) as refused:
-        tiles.lookup("linear_residual_fwd", x, "768x768")
-    assert str(refused.value) == f"linear_residual_fwd: cublaslt cannot run here: {reason}"
-    monkeypatch.setattr(tiles, "_find", lambda *_: lt)
-    first, second = tiles.config(2, 2), tiles.config(4, 2)
-    monkeypatch.setitem(tiles.RULES, "linear_residual_fwd", (Rule(lt), Rule(first), Rule(second)))
-    assert tiles.lookup("linear_residual_fwd", x, "768x768") == first
+def test_candidates_are_the_others(op, shape, dtype, sm, wanted):
+    with tiles.using(sm=sm):
+        assert [t.provider for t in tiles.candidates(op, torch.empty(0, dtype=dtype), shape)] == wanted.split()
 
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
     limited, free = config(4, 2, maxnreg=168, BLOCK_M=64), config(4, 2, BLOCK_M=64)
     assert limited.meta == free.meta | dict(maxnreg=168) == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
-    assert "maxnreg" not in free.meta
     row = tiles.to_record("x", "Some GPU", "16", "d64", limited)
-    assert tiles.from_record(json.loads(json.dumps(row))) == limited
+    assert tiles.from_record(json.loads(json.dumps(row))) == limited and "maxnreg" not in free.meta

@@ -11,7 +11,7 @@ from checks import assert_close, gradients, randomize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitfast import ViT
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums

@@ -9,14 +9,13 @@ import operations
 import pytest
 import torch
 from checks import Calls
+from layouts import LaidOut
 from operations import ACTING, OPERATIONS, results
 
 from vitfast import ops
-from vitfast.kernels import launch
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.launch import record, recording
 from vitfast.tools.verify import EPS, worst
-from vitfast.tools.verify.draw import Draw
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
@@ -34,7 +33,7 @@ FUSED = pytest.mark.parametrize("name", BLOCKS)
 
 
 def draw(name, dtype=torch.float32, layout="contiguous", seed=0):
-    return OPERATIONS[name].draw(Draw(dtype, CPU, torch.Generator().manual_seed(seed), layout))
+    return OPERATIONS[name].draw(LaidOut(dtype, CPU, torch.Generator().manual_seed(seed), layout))
 
 
 def double(tensors):
@@ -268,25 +267,6 @@ def test_a_batch_of_none(name):
     trained = [key for key in OPERATIONS[name].trained if key not in ACTING]  # tables and biases nobody reads
     found, wanted = (results(run(name), tensors, trained) for run in (on, off))
     assert [t.shape for t in found] == [t.shape for t in wanted] and not any(t.any() for t in found)
-
-
-@FUSED
-def test_deterministic_mode_fills_nothing_that_kernels_write(name):
-    """In PyTorch's deterministic mode, where it writes NaN to each new tensor, no more is filled than outside of it."""
-    counts, cpu = [], [torch.profiler.ProfilerActivity.CPU]
-
-    def ours(event) -> bool:
-        return event is not None and (event.name.startswith("vitfast::") or ours(event.cpu_parent))
-
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            with torch.profiler.profile(activities=cpu) as profile, recording():
-                results(on(name), draw(name), OPERATIONS[name].trained)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        counts.append(sum(event.name == "aten::fill_" and ours(event) for event in profile.events()))
-    assert counts[0] == counts[1] and torch.utils.deterministic.fill_uninitialized_memory
 
 
 # The fused blocks

@@ -10,7 +10,6 @@ import importlib
 import logging
 import sys
 from collections import Counter
-from types import ModuleType
 from typing import TypeVar, get_args
 
 from torch import nn
@@ -31,11 +30,6 @@ def _require_module(function: str, model: nn.Module) -> None:
         raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _in_place() -> ModuleType:
-    """in_place.py, imported where it is needed: torch._dynamo takes a second."""
-    return importlib.import_module(f"{__name__}.in_place")
-
-
 def _register_attention() -> None:
     """Puts "vitfast" into transformers' registry of attentions, where transformers is imported."""
     if "transformers.modeling_utils" in sys.modules:
@@ -53,11 +47,9 @@ def accelerate(
     gradients) and for at most two kinds of sizes, the code of one layer is captured, as torch.compile does it; what
     vitfast's operations compute is proven by numbers, and replaced. The rest runs as it is.
 
-    Parameters, names and classes are the same. LoRA, hooks and other changes are seen at the next call. A copy, such as
-    deepcopy makes for an average of the weights, runs the library's code until it is accelerated itself. Exports, ONNX,
-    torch.jit and the transforms of torch.func see the library's code. A plain torch.compile of the model replaces the
-    same parts. The logger "vitfast" says what was found; `acceleration_report(model)` says it again, and why the rest
-    was left.
+    Parameters, names and classes are the same. LoRA, hooks and other changes are seen at the next call. The logger
+    "vitfast" says what was found; `acceleration_report(model)` says it again, and why the rest was left. Copies,
+    exports and torch.compile: docs/reference/accelerate.md.
 
     residual_in_fp32: the dtype of the residual stream under autocast. None keeps that of the original (fp32 if an fp32
     parameter is added to the stream). False takes autocast's dtype, which moves less memory. True takes fp32. Outside
@@ -81,7 +73,9 @@ def accelerate(
         raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     _register_attention()
     parts = parts_of(model)
-    _in_place().install(model, parts, residual_in_fp32, keep, pack)
+    from . import in_place  # here, because torch._dynamo takes a second to import
+
+    in_place.install(model, parts, residual_in_fp32, keep, pack)
     found = ", ".join(f"{n} x {kind}" for kind, n in Counter(type(part.module).__name__ for part in parts).items())
     ours = any(map(is_ours, model.modules()))
     nothing = "runs vitfast's operations already" if ours else "has nothing that vitfast replaces"
@@ -93,7 +87,9 @@ def accelerate(
 def restore(model: Model) -> Model:
     """Undoes `accelerate`, in place; returns the model."""
     _require_module("restore", model)
-    _in_place().remove(model)
+    from . import in_place  # as above
+
+    in_place.remove(model)
     return model
 
 

@@ -58,13 +58,8 @@ class Report(Replacements[Entry]):
         return f"{self.model}: {done} on vitfast{rest}"
 
 
-def _call_of(module: nn.Module) -> Any:
-    """The call that runs in place of a module's own code."""
-    return module._compiled_call_impl  # to import its class takes a second
-
-
 def _entries(name: str, module: nn.Module) -> list[Entry]:
-    kind, call = type(module).__name__, _call_of(module)
+    kind, call = type(module).__name__, module._compiled_call_impl  # a CompiledCall; to import it takes a second
     if call is not None and not hasattr(call, "entries"):
         return [Entry(name, kind, "", "it was compiled in place; vitfast.backend.report() is on Inductor's graphs")]
     if call is None:
@@ -105,7 +100,8 @@ def acceleration_report(model: nn.Module) -> Report:
     for part in [] if entries else parts_of(model):
         entries += _entries(part.name, part.module)
     for name, module in model.named_modules():
-        if hasattr(call := _call_of(module), "packs_layers"):
+        call: Any = module._compiled_call_impl
+        if hasattr(call, "packs_layers"):
             entries.append(Entry(name, type(module).__name__, "packing", call.why))
     report = Report(entries or [Entry("", "", "", "nothing in it that vitfast replaces")])
     report.model = type(model).__name__

@@ -32,11 +32,8 @@ def is_norm(module: nn.Module) -> bool:
     has_eps = any(isinstance(vars(module).get(name), float) for name in ("eps", "epsilon", "variance_epsilon"))
     known = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     vectors = weight is not None and all(p is None or p.dim() == 1 for p in module._parameters.values())
-    return known or (has_eps and vectors and not module._modules and not module._buffers and not _is_group_norm(module))
-
-
-def _is_group_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.GroupNorm)
+    alone = not module._modules and not module._buffers
+    return known or (has_eps and vectors and alone and not isinstance(module, nn.GroupNorm))
 
 
 def is_patch_projection(module: nn.Module) -> bool:

@@ -85,10 +85,8 @@ def _run(module, args, kwargs):
 
 
 def _run_with_lengths(module, args, kwargs):
-    if not torch.compiler.is_compiling():
-        raise _Uncompiled
-    with _Draws(), Lengths():
-        return type(module).forward(module, *args, **kwargs)
+    with Lengths():
+        return _run(module, args, kwargs)
 
 
 def _run_pieces(module, args, kwargs):
@@ -131,15 +129,11 @@ def _patch_config(_) -> None:
         _thread.call.group.patch_config(_compiling, _thread.call.way)
 
 
-def _restore_config(_) -> None:
-    _compiling.close()
-
-
 def _watch_dynamo() -> None:
-    """Has Dynamo call the two functions above; `torch._dynamo.reset` discards them."""
+    """Has Dynamo call the function above, and undo it; `torch._dynamo.reset` discards both calls."""
     if _patch_config not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_patch_config)
-        callback_handler.register_end_callback(_restore_config)
+        callback_handler.register_end_callback(lambda _: _compiling.close())
 
 
 def forget_others() -> None:
@@ -199,10 +193,6 @@ class Group:
         return functions[place]
 
 
-def _is_device(mode: TorchFunctionMode) -> bool:
-    return isinstance(mode, DeviceContext)
-
-
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
     if args and isinstance(args[0], Tensor):
         return args[0]
@@ -211,8 +201,9 @@ def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
 
 def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
     """Why a call runs the library's own code; None where it is compiled."""
-    if torch._C._len_torch_function_stack() and not all(map(_is_device, _get_current_function_mode_stack())):
-        return "a TorchFunctionMode is at work"
+    if torch._C._len_torch_function_stack():
+        if not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+            return "a TorchFunctionMode is at work"
     if x is None or type(x) not in (Tensor, nn.Parameter) or x.is_nested:
         return "its input is no tensor" if x is None else f"its input is a {type(x).__name__}"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -7,7 +7,6 @@ runs before Inductor looks into its cache, as equal graphs of other models have 
 
 import hashlib
 import weakref
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -29,19 +28,14 @@ class Rewrite(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
-        for key in (key for node in graph.nodes for key in _modules_of(node)):
-            if key in found:
-                replace_blocks(graph.owning_module, found[key])
-                break
+        # Dynamo's keys begin with the id of a module that a node was captured in.
+        keys = (key.partition("@")[0] for node in graph.nodes for key in node.meta.get("nn_module_stack") or {})
+        chosen = next((found[int(key)] for key in keys if key.isdecimal() and int(key) in found), None)
+        if chosen is not None:
+            replace_blocks(graph.owning_module, chosen)
 
     def uuid(self) -> str:
         return f"vitfast {__version__} {_source()}"
-
-
-def _modules_of(node) -> Iterable[int]:
-    """The ids of the modules that a node was captured in: Dynamo's keys begin with them."""
-    keys = (key.partition("@")[0] for key in node.meta.get("nn_module_stack") or {})
-    return [int(key) for key in keys if key.isdecimal()]
 
 
 @cache

@@ -167,15 +167,12 @@ def _smaller(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> Iterato
         return
     samples, few = shape[0], {shape[0]: numbers.samples} if shape[0] > numbers.samples else {}
     # A length of a parameter may be that of the batch by chance.
-    kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or _is_weight(n))
+    weights = {argument(n, 1, "weight") for n in region.nodes if name_of(n) == "conv2d"}
+    kept = frozenset(n for n in region.inputs[1:] if len(shape_of(n) or ()) < 3 or n in weights)
     for replaced in (fewer, {}) if fewer else ({},):
         if not any(samples in (shape_of(n) or ())[n not in kept :] for n in region.inputs[1:]):
             yield Lengths(replaced, few)
         yield Lengths(replaced, few, kept, first=True)
-
-
-def _is_weight(node: Node) -> bool:
-    return any(name_of(user) == "conv2d" and argument(user, 1, "weight") is node for user in node.users)
 
 
 def _numbers(node: Node) -> list[int]:

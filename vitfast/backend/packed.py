@@ -8,7 +8,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -43,19 +42,11 @@ _BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # split
 
 
 @contextlib.contextmanager
-def capture_lengths() -> Iterator[None]:
-    """Keeps attention of packed images, in what is compiled inside, in one graph.
-
-    Without it Dynamo cuts the graph where lengths are read as numbers. It must also be told that pieces have more than
-    one token, or it cuts the graph where a library asks; the compiled code raises for pieces that have not.
-    """
-    with lengths_as_symbols(), mock.patch.object(torch, "split", _split):
-        yield
-
-
-@contextlib.contextmanager
 def lengths_as_symbols() -> Iterator[None]:
-    """Numbers that are read from tensors become symbols in what is compiled inside."""
+    """Numbers that are read from tensors become symbols in what is compiled inside.
+
+    Without it Dynamo cuts the graph where attention of packed images reads their lengths as numbers.
+    """
     # Dynamo stops at a length of which products alone are read, unless it is told that this is no error.
     lax = symbolic.patch(soft_pending_unbacked_not_found_error=True)
     with torch._dynamo.config.patch(capture_scalar_outputs=True), lax:
@@ -63,15 +54,19 @@ def lengths_as_symbols() -> Iterator[None]:
 
 
 class Lengths(TorchFunctionMode):
-    """Tells Dynamo of the lengths that torch.split gets, in a function that it captures."""
+    """Tells Dynamo of the lengths that torch.split gets, in a function that it captures.
+
+    It cuts the graph where a library asks, unless it is told that pieces have more than one token; the compiled code
+    raises for pieces that have not.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.split, Tensor.split):
-            return _split(*args, **(kwargs or {}))
+            return split_pieces(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _split(tensor: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
+def split_pieces(tensor: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
     """torch.split, which tells Dynamo that pieces of unknown lengths have more than one token."""
     if isinstance(split_size_or_sections, (list, tuple)):
         for length in split_size_or_sections:

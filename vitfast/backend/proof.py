@@ -9,7 +9,6 @@ besides.
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,7 +48,7 @@ class Unprovable(Unrecognised):
     """Why a region cannot be run on random numbers."""
 
 
-_known: OrderedDict[Any, Proof] = OrderedDict()  # by structure and shapes
+_known: dict[Any, Proof] = {}  # by structure and shapes
 _MOST_KNOWN = 4096
 
 
@@ -90,14 +89,13 @@ def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype |
     """The first proposal that computes the region, with its proof; None where none does."""
     key = structure_of(region, autocast), choices.get()
     if (known := _known.get(key)) is not None:
-        _known.move_to_end(key)
         found = None if known.index is None else next(p for i, p in enumerate(proposals) if i == known.index)
         return found, known
     _look_at_inputs(region, autocast)
     found, proof = _prove(region, proposals, autocast)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
     _known[key] = proof
-    if len(_known) > _MOST_KNOWN:
-        _known.popitem(last=False)
     return found, proof
 
 

@@ -78,15 +78,13 @@ def _list_sizes(graph: Graph) -> None:
         if not readers:
             continue
         with graph.inserting_before(node.next):
-            lengths = [n if isinstance(n, int) else _item(graph, node, i, n) for i, n in enumerate(value_of(node))]
+            lengths = list(value_of(node))
+            for i, length in enumerate(lengths):
+                if not isinstance(length, int):
+                    lengths[i] = graph.call_function(operator.getitem, (node, i))
+                    lengths[i].meta["example_value"] = length
         for user in readers:
             user.args = (user.args[0], *lengths)
-
-
-def _item(graph: Graph, size: Node, place: int, value: torch.SymInt) -> Node:
-    item = graph.call_function(operator.getitem, (size, place))
-    item.meta["example_value"] = value
-    return item
 
 
 @torch.no_grad()

@@ -15,13 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="NAME", action="append", default=[], help=only)
     add_shared(parser, "--dtype", default="", help="dtype of the checks (default: all that run here)")
     jobs = "number of processes, at most one for each CPU and for every 4 GiB free on the GPU; "
-    jobs += "more than one is quicker but shows no times "
-    jobs += "(default 1; with --interpreted one for each CPU)"
-    add("--jobs", metavar="N", type=int, default=None, help=jobs)
+    jobs += "more than one is quicker but shows no times (default 1)"
+    add("--jobs", metavar="N", type=int, default=1, help=jobs)
     add("--untimed", action="store_true", default=False, help="check only, without times")
-    interpreted = "check in Triton's interpreter, without a GPU, also at the edges of tiles, "
-    interpreted += "and find races and wrong memory accesses"
-    add("--interpreted", action="store_true", default=False, help=interpreted)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,18 +25,17 @@ def run(args: argparse.Namespace) -> int:
 
     from ..kernels.launch import INTERPRETED
 
-    if (args.interpreted or not torch.cuda.is_available()) and not INTERPRETED:
+    if not torch.cuda.is_available() and not INTERPRETED:
         return _run_interpreted(args)
     from ..tools.doctor import doctor
 
-    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug, args.interpreted)
+    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug)
 
 
 def _run_interpreted(args: argparse.Namespace) -> int:
     """Runs the command in a process that interprets kernels, as this is chosen before their import."""
-    command = [sys.executable, "-m", "vitfast", "doctor"]
-    command += [f"--jobs={args.jobs}"] if args.jobs is not None else []
+    command = [sys.executable, "-m", "vitfast", "doctor", f"--jobs={args.jobs}"]
     command += [f"--only={name}" for name in args.only]
     command += [f"--dtype={args.dtype}"] if args.dtype else []
-    command += [f"--{flag}" for flag in ("json", "untimed", "debug", "interpreted") if getattr(args, flag)]
+    command += [f"--{flag}" for flag in ("json", "untimed", "debug") if getattr(args, flag)]
     return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode

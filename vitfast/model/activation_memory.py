@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .config import ViTConfig
-from .sizes import USABLE, BlockSizes, Sizes, block_bytes, mlp_working
+from .sizes import USABLE, Sizes, block_bytes, mlp_working
 
 DEVICES = ("cuda",)  # types of devices that say how much memory is free
 
@@ -25,10 +25,9 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
     if device.type not in DEVICES:
         return "least"
     sizes = Sizes(ViTConfig(**vit._config))
-    layers, d = [_as_it_is(block, sizes.block) for block in vit.blocks], sizes.block.width
-    stream = 4 if sizes.block.residual_in_fp32 else size
-    kept = sum(sum(block_bytes(layer, rows, size, "all").values()) for layer in layers) + 2 * rows * d * size
-    working = rows * (d * stream + max(map(mlp_working, layers)) * size)
+    block, d = sizes.block, sizes.block.width
+    kept = len(vit.blocks) * sum(block_bytes(block, rows, size, "all").values()) + 2 * rows * d * size
+    working = rows * (d * (4 if block.residual_in_fp32 else size) + mlp_working(block) * size)
     logits = -(-rows // (sizes.prefix + sizes.patches)) * vit.num_classes
     gradient = 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 4
     total = kept + working + logits * (2 * size + 12)
@@ -38,13 +37,6 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
             total += p.numel() * (8 + (gradient if p.grad is None else 0))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return "all" if total <= USABLE * free else "least"
-
-
-def _as_it_is(block: nn.Module, sizes: BlockSizes) -> BlockSizes:
-    """The sizes with the widths of a layer's MLP as it is now, such as pruned, where it tells them."""
-    mlp = getattr(block, "mlp", None)
-    before = getattr(getattr(mlp, "fc1", None), "out_features", sizes.before)
-    return sizes._replace(before=before, hidden=getattr(getattr(mlp, "fc2", None), "in_features", sizes.hidden))
 
 
 def choose_saved_activations(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:

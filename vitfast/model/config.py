@@ -1,7 +1,6 @@
 """The arguments of a ViT, each with meaning and values; checks of sizes. No PyTorch."""
 
 import inspect
-import math
 import re
 import textwrap
 import types
@@ -12,8 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_arg
 
 from ..errors import InputError
 from ..values import LEAST_STD, MOST_PIXEL, Activation
-from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
-from .presets import pair
+from .checks import Check, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
 
 Keep = Literal["auto", "all", "least"]  # see activation_memory.py
 Pool = Literal["token", "avg", "map", ""]
@@ -30,10 +28,11 @@ KEEPS, POOLS, ACTIVATIONS, INTERPOLATIONS = map(get_args, (Keep, Pool, Activatio
 ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # the temperatures of rotary positions
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
-MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
+
 
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
+CHANNELS = range(1, 2**16 + 1)  # how many there may be
 ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
 NOT_NEGATIVE = number(f"a number from 0 to {FLOAT32:.1e}", lambda x: 0 <= x <= FLOAT32)
 PIXEL = number("", lambda x: abs(x) <= MOST_PIXEL)
@@ -122,12 +121,14 @@ class ViTConfig:
     mean: float | Sequence[float] = argument(
         0.5,
         "the mean of raw uint8 images, on the 0..1 scale",
-        each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
+        one_or_some(PIXEL, CHANNELS, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
     )
     std: float | Sequence[float] = argument(
         0.5,
         "the standard deviation of raw uint8 images, on the 0..1 scale",
-        each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
+        one_or_some(
+            SPREAD, CHANNELS, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"
+        ),
     )
     residual_in_fp32: bool = argument(False, "keep the residual stream in fp32 when the matrix products run in 16 bits")
     pos_embed_at: PosEmbedPlace = argument(
@@ -189,7 +190,12 @@ class ViTConfig:
         for name, check in CHECKS.items():
             object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
         for name in ("mean", "std"):
-            object.__setattr__(self, name, _per_channel(name, getattr(self, name), self.in_chans))
+            value, chans = getattr(self, name), self.in_chans
+            value = value if isinstance(value, tuple) else (value,)
+            if len(value) not in (1, chans):
+                wanted = f"one number or one for each of the {chans} channels"
+                raise InputError(f"ViT: {name} must be {wanted}, got {len(value)}")
+            object.__setattr__(self, name, value * (chans // len(value)))
         self._check_together()
         if self.class_names is not None:
             object.__setattr__(self, "class_names", class_names(self.class_names, self.num_classes))
@@ -216,10 +222,6 @@ class ViTConfig:
         self._check_rope()
         if int(width * self.mlp_ratio) < 1:
             raise InputError(f"ViT: mlp_ratio must leave the MLP a width, got {self.mlp_ratio} of {width}")
-        if (count := self._parameters()) > MOST_PARAMETERS:
-            sizes = ", ".join(f"{name}={getattr(self, name)}" for name in "embed_dim depth patch_size img_size".split())
-            limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
-            raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
 
     def _check_rope(self) -> None:
         """Raises InputError for rotary positions that no ViT can have."""
@@ -234,16 +236,6 @@ class ViTConfig:
             raise InputError(f"ViT: pos_embed='relative' has no rope beside it, got rope={self.rope!r}")
         if self.ref_feat_shape is not None and self.rope != "cat":
             raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
-
-    def _parameters(self) -> int:
-        """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
-        width, depth, pre_logits = self.embed_dim, self.depth, self.representation_size or 0
-        (h, w), (p, q) = pair(self.img_size), pair(self.patch_size)
-        tables = depth if self.pos_embed_at == "layers" or self.pos_embed == "relative" else 1
-        rows = self.in_chans * p * q + self.reg_tokens + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
-        matrices = 3 if self.swiglu_mlp else 2
-        per_layer = 4 * width + matrices * int(width * self.mlp_ratio)
-        return width * (rows + depth * per_layer) + (pre_logits or width) * self.num_classes
 
     def as_dict(self) -> dict:
         """`ViT.config`: all but `keep`, and the names of classes where there are any."""
@@ -332,13 +324,6 @@ def checked(config: dict) -> dict:
     return ViTConfig(**config).as_dict()
 
 
-def _per_channel(name: str, value: float | tuple[float, ...], chans: int) -> tuple[float, ...]:
-    values = value if isinstance(value, tuple) else (value,)
-    if len(values) not in (1, chans):
-        raise InputError(f"ViT: {name} must be one number or one for each of the {chans} channels, got {len(values)}")
-    return values * (chans // len(values))
-
-
 def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     """The names of the classes, in the order of the logits. Raises InputError unless each class has one."""
     names = enforce(CLASS_NAMES, names, "ViT: class_names")
@@ -360,15 +345,9 @@ def grid_size(img_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
 def channels_hint(given: int, chans: int, batched: bool = True) -> str:
     """How to make images of `chans` channels of those of `given`, (B, C, H, W) or one (C, H, W)."""
     images, before, kept = ("images", ":, ", "-1, ") if batched else ("image", "", "")
-    if given == 1:
-        return f"repeat the grey channel with {images}.expand({kept}{chans}, -1, -1)"
-    if given == chans + 1:
-        return f"leave out the last one (alpha) with {images}[{before}:{chans}]"
-    if given == 2:
-        return f"of grey and alpha repeat the first, {images}[{before}:1].expand({kept}{chans}, -1, -1)"
-    if (given, chans) == (3, 1):
-        return f"make them grey with torchvision.transforms.functional.rgb_to_grayscale({images})"
-    return f"choose {chans} of them" if given > chans else f"give it images of {chans}"
+    if given > chans:
+        return f"leave the last ones out with {images}[{before}:{chans}]"
+    return f"repeat the first one with {images}[{before}:1].expand({kept}{chans}, -1, -1)"
 
 
 def block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Writes a model or a checkpoint in another format, and reads it back before it takes its place."""
 
-from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -34,10 +33,10 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     """
     path = target(path)
     _check_target(path, form, force)
-    lacking = lacks(form, model.config)
-    if lost := [what for what, present in lacking.items() if present]:
+    if lost := lacks(form, model.config):
         said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
-        raise InputError(said + _new_head(model, lacking, lost))
+        heads = {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD}
+        raise InputError(said + "; --num-classes N of vitfast convert replaces the head, 0 removes it" * heads)
     with staged(path, force) as scratch:
         write_as(model, form, scratch)
         written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
@@ -55,19 +54,6 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
     path = target(path)
     _check_target(path, form, force)
     return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
-
-
-def _new_head(model, lacking: Container[str], lost: list[str]) -> str:
-    """How to write the model without its head, if the head is the only thing that a format cannot hold."""
-    if not {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD}:
-        return ""
-    ways = []
-    # --num-classes 0 changes nothing in a model without a last layer: its hidden layer would stay
-    if NO_HEAD not in lacking and model.num_classes > 0:
-        ways.append("--num-classes 0 leaves the head out")
-    if HEAD not in lacking:
-        ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
-    return f"; in vitfast convert {', '.join(ways)}"
 
 
 def _check_target(path: Path, form: str, force: bool) -> None:

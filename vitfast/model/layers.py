@@ -11,7 +11,7 @@ from ..ops import attention, attention_block, gated_mlp, gated_mlp_block, layer_
 from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.dispatch import constant_when_compiled
-from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason, modules_of
+from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in "attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block rms_norm".split():
@@ -29,8 +29,7 @@ class Layer(nn.Module):
     @constant_when_compiled  # no guards on each hook: as with PyTorch's own, compile after adding them
     def fallback_reason(self, operation: str) -> str | None:
         """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
-        expected = self.fused_modules[operation]
-        return fallback_reason(expected, modules_of(expected, self))
+        return fallback_reason(self.fused_modules[operation], self)
 
 
 class Norm:

@@ -6,6 +6,7 @@ from ..errors import InputError
 from .config import ViTConfig, grid_size
 from .presets import pair
 
+MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
 USABLE = 0.9  # share of the GPU's free memory for tensors; workspaces and fragments take the rest (assumed)
 
 
@@ -42,7 +43,10 @@ def mlp_working(block: BlockSizes) -> int:
 
 
 class Sizes:
-    """The sizes of a ViT with these arguments; raises InputError where the patch does not divide images."""
+    """The sizes of a ViT with these arguments.
+
+    Raises InputError where the patch does not divide images, and for more than MOST_PARAMETERS.
+    """
 
     def __init__(self, config: ViTConfig):
         c = self.config = config
@@ -55,6 +59,10 @@ class Sizes:
         hidden, norm_biases = int(c.embed_dim * c.mlp_ratio), c.norm_layer == "layernorm"
         widths = (c.embed_dim, c.num_heads, hidden, (1 + c.swiglu_mlp) * hidden)
         self.block = BlockSizes(*widths, c.scale_mlp_norm, norm_biases, c.residual_in_fp32)
+        if c.backbone is None and (count := sum(self.parameters())) > MOST_PARAMETERS:
+            sizes = ", ".join(f"{name}={getattr(c, name)}" for name in "embed_dim depth patch_size img_size".split())
+            limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
+            raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
 
     @property
     def patch_values(self) -> int:

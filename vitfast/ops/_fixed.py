@@ -12,13 +12,15 @@ They stand before PyTorch's kernels for CPU and CUDA while batch_invariant is on
 LayerNorm and softmax over the last dimension stay PyTorch's, which compute each row by itself.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
 from ..kernels.launch import batch_invariant, cdiv
-from .dispatch import NO_TRITON, Call, put_before, unsupported_reason
+from .dispatch import NO_TRITON, unsupported_reason
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import linear
@@ -29,6 +31,41 @@ ALIGNMENT = 64  # bytes, at a multiple of which a row begins: elsewhere MKL sums
 CHUNK = 1 << 14  # elements; PyTorch divides 2^15 and more among threads
 VECTORS = 128  # elements, whole vectors of every CPU and dtype
 FUSED = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"  # PyTorch's attentions
+
+
+class Call:
+    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
+
+    def __init__(self, name: str, theirs, keys, given: dict):
+        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
+
+    def __getitem__(self, name: str):
+        return self.given[name]
+
+    def run(self, /, **changed):
+        return self.theirs.call_boxed(self.keys, **(self.given | changed))
+
+
+def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
+    """Registers ours(call) for aten::name and a key; PyTorch's kernel runs unless batch_invariant().
+
+    Nothing is registered in a PyTorch that has no kernel for the key, as one without CUDA.
+    """
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    try:  # what PyTorch composes of other operations is the same on every device
+        theirs = torch.library.get_kernel(operation, "CPU" if key == "CompositeImplicitAutograd" else key)
+    except RuntimeError:
+        return
+    names = [argument.name for argument in operation._schema.arguments]
+    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
+
+    def run(keys, *args, **kwargs):
+        if not batch_invariant():
+            return theirs.call_boxed(keys, *args, **kwargs)
+        return ours(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
+
+    library.impl(name, run, key, with_keyset=True)
 
 
 # Products
@@ -312,7 +349,7 @@ def install() -> None:
     on_cpu = ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)
     for key, found in {"CPU": on_cpu, "CUDA": ALGORITHMS, "CompositeImplicitAutograd": COMPOSED}.items():
         for name, algorithm in found.items():
-            put_before(_library, name, key, batch_invariant, algorithm)
+            _put_before(_library, name, key, algorithm)
     _stance = torch.compiler.set_stance("force_eager")
 
 

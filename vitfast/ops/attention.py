@@ -7,21 +7,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
-from .operation import (
-    FLOAT32,
-    as_dtype,
-    check_counts,
-    check_device,
-    check_floating,
-    check_offsets,
-    check_same,
-    check_shape,
-    check_tensors,
-    custom_op,
-    is_number,
-)
+from .operation import as_dtype, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
@@ -59,8 +48,8 @@ def checked(
             want = f"({H}, {N}, {N}) or ({B} or 1, {H}, {N}, {N})"
             raise ValueError(f"{op}: bias must be {want}, got {tuple(bias.shape)}")
     if key_lengths is not None:
-        check_counts(op, "key_lengths", key_lengths, q.device)
-        check_shape(op, "key_lengths", key_lengths, (B,))
+        check.counts(op, "key_lengths", key_lengths, q.device)
+        check.shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
     return AttentionOptions(
         *tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, 0 if longest is None else longest
@@ -73,7 +62,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
     if longest is not None and (given is None or given < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
-    most = check_offsets(op, offsets, tokens, device)
+    most = check.offsets(op, offsets, tokens, device)
     if longest is None:
         return tokens if most is None else most
     if most is not None and most > longest:
@@ -83,9 +72,9 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     """Checks that a tensor lies on q's device, in q's dtype or in fp32."""
-    check_tensors(op, **{name: table})
-    check_floating(op, name, table)
-    check_device(op, "its input", q.device, **{name: table})
+    check.tensors(op, **{name: table})
+    check.floating(op, name, table)
+    check.device(op, "its input", q.device, **{name: table})
     if table.dtype not in (q.dtype, torch.float32):
         other = "" if q.dtype == torch.float32 else ", or torch.float32"
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
@@ -120,7 +109,7 @@ def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tupl
 def checked_scale(op: str, scale: float | None, head_size: int) -> float:
     """The scale, 1 / sqrt(Dh) unless given, as a float or a torch.SymFloat."""
     scale = head_size**-0.5 if scale is None else scale
-    if not is_number(scale) or not -FLOAT32 <= scale <= FLOAT32:
+    if not check.is_number(scale) or not -check.FLOAT32 <= scale <= check.FLOAT32:
         raise ValueError(f"{op}: scale must be None or a number that float32 holds, got {scale!r}")
     return scale if isinstance(scale, torch.SymFloat) else float(scale)
 
@@ -218,7 +207,7 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
     return torch.nested.nested_tensor_from_jagged(found, offsets)
 
 
-@autocasts(keep=("bias",))
+@autocasts("bias")
 def attention(
     qkv: Tensor,
     k: Tensor | None = None,
@@ -264,13 +253,13 @@ def attention(
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
     name, three = ("qkv", ("3",)) if k is None else ("q", ())
     lead = ("B", "N") if offsets is None else ("tokens",)
-    check_tensors("attention", **{name: qkv})
+    check.tensors("attention", **{name: qkv})
     if qkv.dim() != len(lead) + len(three) + 2 or (k is None and qkv.shape[-3] != 3):
         want = ", ".join((*lead, *three, "H", "Dh"))
         raise ValueError(f"attention: {name} must be ({want}), got {tuple(qkv.shape)}")
-    check_shape("attention", "k", k, tuple(qkv.shape))
-    check_shape("attention", "v", v, tuple(qkv.shape))
-    check_same("attention", name, qkv, k=k, v=v)
+    check.shape("attention", "k", k, tuple(qkv.shape))
+    check.shape("attention", "v", v, tuple(qkv.shape))
+    check.same("attention", name, qkv, k=k, v=v)
     if qkv.shape[-1] == 0:
         raise ValueError(f"attention: the head size must be at least 1, got {name} {tuple(qkv.shape)}")
     shape, given = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)

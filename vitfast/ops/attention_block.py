@@ -11,25 +11,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
+from . import blocks as block
+from . import checks as check
 from . import reference as ref
 from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
-from .blocks import (
-    Keep,
-    Norm,
-    apply_norm,
-    check_block,
-    choose_keep,
-    needs_norm,
-    norm_gradients,
-    output_gradient,
-    saved_outputs,
-)
+from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
-from .operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
+from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
@@ -78,18 +70,15 @@ class _Saved(NamedTuple):
         return self.qkv.unbind(2)
 
 
-ONLY_ALL = ("h",)  # kept by "all" alone; with "least" backward writes it again, in a pass that it makes anyway
-
-
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     (batch, tokens), out_weight = _samples(t.x), as_matrix(t.out_weight)
     inner = out_weight.shape[1]
-    h, mean, rstd = apply_norm(t)
+    h, mean, rstd = block.apply_norm(t)
     qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h), ONLY_ALL)
+    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -98,13 +87,13 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     qkv, o = new(batch, tokens, 3, t.num_heads, head), new(batch, tokens, t.num_heads, head)
     lse = t.x.new_empty(batch, t.num_heads, tokens, dtype=torch.float32)
     saved = _Saved(*fake_statistics(t.x, t.norm == "rms"), qkv, lse, o, new(batch * tokens, t.x.shape[-1]))
-    return t.x.new_empty(t.x.shape), saved_outputs(t, saved, ONLY_ALL)
+    return t.x.new_empty(t.x.shape), block.saved_outputs(t, saved)
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, want_rope = as_matrix(dout), needs_rope(needs)
-    below = needs_norm(needs) or needs.in_weight or needs.in_bias
-    g, total = output_gradient(dout, t, saved.qkv.dtype, needs)
+    below = block.needs_norm(needs) or needs.in_weight or needs.in_bias
+    g, total = block.output_gradient(dout, t, saved.qkv.dtype, needs)
     dout_weight, dscale = weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:
@@ -117,8 +106,8 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
             dbias = scale_rows(din, None, None, 1, want_scaled=False)[1]
         tensors = do = dqkv = None  # freed before more is allocated
     if below:
-        dh, weight = input_grad(din, as_matrix(t.in_weight)) if needs_norm(needs) else None, t.in_weight
-        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
+        dh, weight = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None, t.in_weight
+        found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
         dh = None
         dweight = weight_grad(din, h, out_dtype=weight.dtype) if needs.in_weight else None
         grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
@@ -128,7 +117,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
 _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
-@autocasts(keep=("bias",))
+@autocasts("bias")
 def attention_block(
     x: Tensor,
     norm_weight: Tensor,
@@ -168,7 +157,7 @@ def attention_block(
     samples, x is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape and dtype.
     """
     op = "attention_block"
-    rows, width = check_weight(op, x, qkv_weight=qkv_weight)
+    rows, width = check.weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
     asked, num_heads = num_heads, as_whole(num_heads)
     if num_heads is None:
@@ -186,9 +175,9 @@ def attention_block(
     weights = norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias
     t = _Arguments(x, *weights, layer_scale, drop_path, options, num_heads, eps, norm, keep)
     layers = dict(qkv_=(qkv_weight, qkv_bias, (rows, width)), proj_=(proj_weight, proj_bias, (width, inner)))
-    t = t._replace(eps=check_block(op, t, layers, residual_in_fp32))
+    t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32))
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
-        return _attention_block(t._replace(keep=choose_keep(t, qkv_weight)))[0]
-    block = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **block, **options.keywords)
+        return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))[0]
+    given = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
+    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **given, **options.keywords)

@@ -15,19 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks as check
 from .dispatch import NO_TRITON, needs_grad
 from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
-from .operation import (
-    as_matrix,
-    check_eps,
-    check_factors,
-    check_floating,
-    check_linear,
-    check_norm,
-    check_tensors,
-    sample_rows,
-    tensors_of,
-)
+from .operation import as_matrix, sample_rows, tensors_of
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -42,14 +33,16 @@ def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
 
 
-def saved_outputs(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
+def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
     """`saved` with None for what t.keep does not keep.
 
-    "none" keeps nothing, "least" all but the fields `only_all`, and "all" or "slope" everything.
+    "none" keeps nothing, "least" all but h and inner, which backward writes again in passes that it makes anyway, and
+    "all" or "slope" everything.
     """
     if t.keep == "none":
         return type(saved)()
-    return saved._replace(**dict.fromkeys(only_all)) if t.keep == "least" else saved
+    dropped = [name for name in saved._fields if name in ("h", "inner")]
+    return saved._replace(**dict.fromkeys(dropped)) if t.keep == "least" else saved
 
 
 def needs_norm(needs: NamedTuple) -> bool:
@@ -123,21 +116,21 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, Layer], residual_in_fp
     if t.x.dim() not in (2, 3):
         raise ValueError(f"{op}: x must be (B, N, D) or (tokens, D), got {tuple(t.x.shape)}")
     (first, (weight, *_)), width = next(iter(layers.items())), t.x.shape[-1]
-    check_floating(op, "x", t.x)
-    check_floating(op, f"{first}weight", weight)
+    check.floating(op, "x", t.x)
+    check.floating(op, f"{first}weight", weight)
     computed = t.x.new_empty(0, dtype=weight.dtype) if residual_in_fp32 else t.x
     for prefix, (weight, bias, shape) in layers.items():
-        check_linear(op, computed, weight, bias, prefix, shape)
-    check_tensors(op, norm_weight=t.norm_weight)
-    check_norm(op, computed, width, norm_weight=t.norm_weight, norm_bias=t.norm_bias)
-    check_factors(op, t.x, t.layer_scale, t.drop_path, width)
+        check.linear(op, computed, weight, bias, prefix, shape)
+    check.tensors(op, norm_weight=t.norm_weight)
+    check.norm(op, computed, width, norm_weight=t.norm_weight, norm_bias=t.norm_bias)
+    check.factors(op, t.x, t.layer_scale, t.drop_path, width)
     if t.norm not in ("layer", "rms"):
         raise ValueError(f"{op}: norm must be 'layer' or 'rms', got {t.norm!r}")
     if t.norm == "rms" and t.norm_bias is not None:
         raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")
     if t.keep not in ("least", "all"):
         raise ValueError(f"{op}: keep must be 'least' or 'all', got {t.keep!r}")
-    return check_eps(op, t.eps)
+    return check.eps(op, t.eps)
 
 
 def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:

@@ -1,7 +1,4 @@
-"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast.
-
-Puts functions of ours before PyTorch's own kernels, where an operation of PyTorch is to run by ours.
-"""
+"""Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
 
 import contextlib
 import functools
@@ -10,11 +7,10 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from ..errors import InputError
 from ..kernels import launch
@@ -26,7 +22,7 @@ try:
 except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
-    from ..kernels.configs import tiles
+    from ..kernels import tiles
 
     NO_TRITON = None
 
@@ -150,17 +146,14 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     return False
 
 
-def reason_for_plain(weight: Tensor, unsupported: str | None = None) -> str | None:
-    """Why operations with a weight like this run plain PyTorch now; None where they run kernels.
-
-    unsupported: as in kernels_wanted. This neither warns nor raises.
-    """
+def reason_for_plain(weight: Tensor) -> str | None:
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
     mode = current_mode()
     if mode == "off":
         return "use_kernels('off')"
     if mode == "auto" and weight.device.type != "cuda":
         return f"the weights are on {weight.device.type}"
-    return unsupported_reason(weight, unsupported)
+    return unsupported_reason(weight, None)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -168,77 +161,41 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-class Call:
-    """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
-
-    def __init__(self, name: str, theirs, keys, given: dict):
-        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
-
-    def __getitem__(self, name: str):
-        return self.given[name]
-
-    def run(self, /, **changed):
-        return self.theirs.call_boxed(self.keys, **(self.given | changed))
-
-
-def put_before(library: Library, name: str, key: str, when: Callable[[], bool], ours: Callable[[Call], Any]) -> None:
-    """Registers ours(call) for aten::name and a dispatch key; PyTorch's kernel runs unless when().
-
-    Nothing is registered in a PyTorch that has no kernel for the key, as one without CUDA.
-    """
-    packet, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    try:  # what PyTorch composes of other operations is the same on every device
-        theirs = torch.library.get_kernel(operation, "CPU" if key == "CompositeImplicitAutograd" else key)
-    except RuntimeError:
-        return
-    names = [argument.name for argument in operation._schema.arguments]
-    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
-
-    def run(keys, *args, **kwargs):
-        if not when():
-            return theirs.call_boxed(keys, *args, **kwargs)
-        return ours(Call(name, theirs, keys, defaults | dict(zip(names, args)) | kwargs))
-
-    library.impl(name, run, key, with_keyset=True)
-
-
 # Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are
 # in the operations' signatures for type checkers; `autocasts` hands them on under the names that they stand for.
 ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "keep"}
 
 
-@overload
-def autocasts(function: Function) -> Function: ...
-@overload
-def autocasts(*, keep: tuple[str, ...] = ()) -> Callable[[Function], Function]: ...
-def autocasts(function: Callable | None = None, *, keep: tuple[str, ...] = ()) -> Any:
+def autocasts(*keep: str) -> Callable[[Function], Function]:
     """Decorates an operation: autocast casts its arguments but _KEPT and `keep`; it takes ALIASES too."""
-    if function is None:
-        return functools.partial(autocasts, keep=keep)
-    names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
-    aliases = [(alias, name) for alias, name in ALIASES.items() if name in names]
 
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        for alias, name in aliases:
-            if alias in kwargs:
-                if name in kwargs:
-                    raise TypeError(f"{function.__name__}: {name} and {alias} are two names of one argument, give one")
-                kwargs[name] = kwargs.pop(alias)
-        device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "meta")
-        if device == "meta" or not torch.is_autocast_enabled(device):  # is_autocast_enabled raises for "meta"
-            return function(*args, **kwargs)
-        dtype = torch.get_autocast_dtype(device)
-        stream = names[0] if kwargs.get("residual_in_fp32", False) else None
+    def decorate(function: Callable) -> Any:
+        names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
+        aliases = [(alias, name) for alias, name in ALIASES.items() if name in names]
 
-        def cast(name, a):
-            floating = isinstance(a, Tensor) and a.is_floating_point()
-            return a.to(dtype) if floating and name not in kept and name != stream else a
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            for alias, name in aliases:
+                if alias in kwargs:
+                    if name in kwargs:
+                        both = f"{name} and {alias} are two names of one argument, give one"
+                        raise TypeError(f"{function.__name__}: {both}")
+                    kwargs[name] = kwargs.pop(alias)
+            device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "meta")
+            if device == "meta" or not torch.is_autocast_enabled(device):  # is_autocast_enabled raises for "meta"
+                return function(*args, **kwargs)
+            dtype = torch.get_autocast_dtype(device)
+            stream = names[0] if kwargs.get("residual_in_fp32", False) else None
 
-        with torch.autocast(device, enabled=False):
-            # Where there are too many arguments, the function itself is to refuse them.
-            given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
-            return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
+            def cast(name, a):
+                floating = isinstance(a, Tensor) and a.is_floating_point()
+                return a.to(dtype) if floating and name not in kept and name != stream else a
 
-    return wrapper
+            with torch.autocast(device, enabled=False):
+                # Where there are too many arguments, the function itself is to refuse them.
+                given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
+                return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
+
+        return wrapper
+
+    return decorate

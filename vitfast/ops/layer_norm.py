@@ -9,23 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
-from .operation import (
-    Constant,
-    as_matrix,
-    check_eps,
-    check_factors,
-    check_norm,
-    check_rows,
-    check_same,
-    check_shape,
-    custom_op,
-    only_once,
-    register,
-    resized,
-    sample_rows,
-)
+from .operation import Constant, as_matrix, custom_op, only_once, register, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
@@ -191,23 +178,23 @@ def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | Non
     return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
 
 
-@autocasts(keep=("weight", "bias"))
+@autocasts("weight", "bias")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
     """LayerNorm (Ba et al., 2016) over the last axis: (x - mean) / sqrt(var + eps) * weight + bias.
 
     x (..., D); weight, bias (D,) or None, in x's dtype or fp32. (Autocast leaves weight and bias as they are.) The
     statistics are fp32. Returns (..., D) in x's dtype, or under autocast in its dtype.
     """
-    width = check_rows("layer_norm", x)
-    check_same("layer_norm", "x", x)
-    check_norm("layer_norm", x, width, weight=weight, bias=bias)
-    eps = check_eps("layer_norm", eps)
+    width = check.rows("layer_norm", x)
+    check.same("layer_norm", "x", x)
+    check.norm("layer_norm", x, width, weight=weight, bias=bias)
+    eps = check.eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
 
-@autocasts(keep=("weight", "bias"))
+@autocasts("weight", "bias")
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -223,28 +210,28 @@ def add_layer_norm(
     x, residual (B, ..., D); weight, bias as in layer_norm; layer_scale (D,) or None; drop_path (B,) or None, the
     factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype.
     """
-    width = check_rows("add_layer_norm", x)
-    check_shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
-    check_same("add_layer_norm", "x", x, residual=residual)
-    check_norm("add_layer_norm", x, width, weight=weight, bias=bias)
-    eps = check_eps("add_layer_norm", eps)
-    check_factors("add_layer_norm", x, layer_scale, drop_path, width)
+    width = check.rows("add_layer_norm", x)
+    check.shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
+    check.same("add_layer_norm", "x", x, residual=residual)
+    check.norm("add_layer_norm", x, width, weight=weight, bias=bias)
+    eps = check.eps("add_layer_norm", eps)
+    check.factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
         return _add_layer_norm(x, residual, weight, bias, layer_scale, drop_path, eps)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
 
-@autocasts(keep=("weight",))
+@autocasts("weight")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """RMSNorm (Zhang & Sennrich, 2019) over the last axis: x / sqrt(mean(x^2) + eps) * weight.
 
     x (..., D); weight (D,) or None, in x's dtype or fp32. (Autocast leaves weight as it is.) The statistics are fp32.
     Returns (..., D) in x's dtype, or under autocast in its dtype.
     """
-    width = check_rows("rms_norm", x)
-    check_same("rms_norm", "x", x)
-    check_norm("rms_norm", x, width, weight=weight)
-    eps = check_eps("rms_norm", eps)
+    width = check.rows("rms_norm", x)
+    check.same("rms_norm", "x", x)
+    check.norm("rms_norm", x, width, weight=weight)
+    eps = check.eps("rms_norm", eps)
     if kernels_wanted("rms_norm", x, unsupported_reason(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))[0]
     return ref.rms_norm(x, weight, eps)

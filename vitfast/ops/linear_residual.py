@@ -12,22 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
-from .operation import (
-    Constant,
-    NothingSaved,
-    PassedOn,
-    as_dtype,
-    as_matrix,
-    check_factors,
-    check_linear,
-    check_same,
-    check_shape,
-    custom_op,
-    resized,
-    sample_rows,
-)
+from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
@@ -131,7 +119,7 @@ _linear_residual = custom_op(
 )
 
 
-@autocasts
+@autocasts()
 def linear_residual(
     x: Tensor,
     weight: Tensor,
@@ -147,10 +135,10 @@ def linear_residual(
     Returns (B, ..., D) in x's dtype.
     """
     op = "linear_residual"
-    check_linear(op, x, weight, bias)
-    check_shape(op, "residual", residual, (*x.shape[:-1], weight.shape[0]), required=True)
-    check_same(op, "x", x, residual=residual)
-    check_factors(op, x, layer_scale, drop_path, weight.shape[0])
+    check.linear(op, x, weight, bias)
+    check.shape(op, "residual", residual, (*x.shape[:-1], weight.shape[0]), required=True)
+    check.same(op, "x", x, residual=residual)
+    check.factors(op, x, layer_scale, drop_path, weight.shape[0])
     reason = "drop_path is a constant to the kernel, and it requires a gradient" if needs_grad(drop_path) else None
     if kernels_wanted(op, x, reason):
         return _linear_residual(_Arguments(x, weight, bias, residual, layer_scale, drop_path))

@@ -23,22 +23,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from ..values import Activation
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import bias_gradients
-from .operation import (
-    as_dtype,
-    as_matrix,
-    check_activation,
-    check_eps,
-    check_linear,
-    check_norm,
-    custom_op,
-    resized,
-    tensors_of,
-)
+from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -242,11 +233,11 @@ def _by_kernels(op: str, t: _Mlp) -> Tensor:
 def check_inner(op: str, t: Hidden) -> Hidden:
     """Checks the activation and the inner norm; returns t with inner_eps as a Python number."""
     parameters = dict(inner_norm_weight=t.inner_norm_weight, inner_norm_bias=t.inner_norm_bias)
-    check_norm(op, t.in_weight, t.in_weight.shape[0], **parameters)
+    check.norm(op, t.in_weight, t.in_weight.shape[0], **parameters)
     if t.inner_norm_weight is None and t.inner_norm_bias is not None:
         raise ValueError(f"{op}: inner_norm_bias needs an inner_norm_weight, without which there is no inner norm")
-    check_activation(op, t.activation)
-    return t._replace(inner_eps=check_eps(op, t.inner_eps, "inner_eps"))
+    check.activation(op, t.activation)
+    return t._replace(inner_eps=check.eps(op, t.inner_eps, "inner_eps"))
 
 
 # The public operations
@@ -259,14 +250,14 @@ def one_activation(op: str, activation: str | None, approximate: str | None) -> 
     named = "gelu_tanh" if approximate == "tanh" else "gelu"
     if activation is None:
         return named
-    check_activation(op, activation)
+    check.activation(op, activation)
     if approximate is not None and activation != named:
         clash = f"approximate={approximate!r} means activation={named!r}, and activation={activation!r} is given too"
         raise ValueError(f"{op}: {clash}; give one of the two")
     return activation
 
 
-@autocasts
+@autocasts()
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
@@ -281,14 +272,14 @@ def linear_gelu(
     "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)) or "silu" (x sigmoid(x)). approximate: PyTorch's name for the first
     two, "none" or "tanh". Raises ValueError if it contradicts activation.
     """
-    check_linear("linear_gelu", x, weight, bias)
+    check.linear("linear_gelu", x, weight, bias)
     activation = one_activation("linear_gelu", activation, approximate)
     if kernels_wanted("linear_gelu", x):
         return _by_kernels("linear_gelu", _Mlp(x, Hidden(weight, bias, activation=activation)))
     return ref.linear_gelu(x, weight, bias, activation=activation)
 
 
-@autocasts
+@autocasts()
 def mlp(
     x: Tensor,
     fc1_weight: Tensor,
@@ -304,8 +295,8 @@ def mlp(
     x (..., D); fc1_weight (F, D); fc2_weight (D', F); biases may be None. activation and approximate are as in
     linear_gelu. Returns (..., D').
     """
-    check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
-    check_linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
+    check.linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
+    check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
     activation = one_activation("mlp", activation, approximate)
     if kernels_wanted("mlp", x):
         layers = Hidden(fc1_weight, fc1_bias, activation=activation)
@@ -313,7 +304,7 @@ def mlp(
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation)
 
 
-@autocasts
+@autocasts()
 def gated_mlp(
     x: Tensor,
     up_weight: Tensor,
@@ -335,9 +326,9 @@ def gated_mlp(
     (EVA-02); there is none unless its weight (F,) is given. Returns (..., D').
     """
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
-    check_linear(op, x, up_weight, up_bias, "up_")
-    check_linear(op, x, gate_weight, gate_bias, "gate_", tuple(up_weight.shape))
-    check_linear(op, x, down_weight, down_bias, "down_", (None, up_weight.shape[0]))
+    check.linear(op, x, up_weight, up_bias, "up_")
+    check.linear(op, x, gate_weight, gate_bias, "gate_", tuple(up_weight.shape))
+    check.linear(op, x, down_weight, down_bias, "down_", (None, up_weight.shape[0]))
     t = check_inner(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps))
     if kernels_wanted(op, x, t.unsupported):
         return _by_kernels(op, _Mlp(x, t, down_weight, down_bias))

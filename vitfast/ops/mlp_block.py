@@ -5,7 +5,7 @@
 
 The tensors that blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
-With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/configs/matmul.py says.
+With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/matmul/configs.py says.
 """
 
 from typing import NamedTuple
@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from ..values import Activation
+from . import blocks as block
+from . import checks as check
 from . import reference as ref
-from .blocks import (
-    Keep,
-    Norm,
-    apply_norm,
-    check_block,
-    choose_keep,
-    needs_norm,
-    norm_gradients,
-    output_gradient,
-    saved_outputs,
-)
+from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -43,10 +35,10 @@ from .mlp import (
     one_activation,
     recompute_inner,
 )
-from .operation import Constant, as_matrix, check_weight, custom_op, resized, sample_rows
+from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
-    from ..kernels.configs import tiles
+    from ..kernels import tiles
     from ..kernels.matmul.linear import linear_residual
     from ..kernels.matmul.product import product_class
 
@@ -88,31 +80,28 @@ class _Saved(NamedTuple):
     inner: Tensor | None = None  # (M, F), the last layer's input, with keep="all" alone
 
 
-ONLY_ALL = ("h", "inner")  # kept by "all" alone; with "least" backward writes them again, in passes it makes anyway
-
-
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
-    h, mean, rstd = apply_norm(t)
+    h, mean, rstd = block.apply_norm(t)
     inner, hidden = hidden_fwd(h, t.hidden, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
+    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     hidden = fake_hidden(t.x, t.hidden)
     h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
-    return t.x.new_empty(t.x.shape), saved_outputs(t, _Saved(*statistics, hidden, h, inner), ONLY_ALL)
+    return t.x.new_empty(t.x.shape), block.saved_outputs(t, _Saved(*statistics, hidden, h, inner))
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
     hidden = t.hidden._replace(activation="slope") if t.keep == "slope" else t.hidden
-    g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
+    g, total = block.output_gradient(dout, t, saved.hidden.pre.dtype, needs)
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
-    if needs_norm(needs) or any(needs.hidden):
-        wants = needs.hidden, needs_norm(needs), want_inner
+    if block.needs_norm(needs) or any(needs.hidden):
+        wants = needs.hidden, block.needs_norm(needs), want_inner
         slopes, again, sums, grads = hidden_bwd(*scale_one(g, t), hidden, saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
@@ -120,9 +109,9 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     dout_weight, dscale = weight_gradients(g, inner, t, needs)
     inner = again = None  # 4 M D numbers, freed before more is allocated
     if slopes is not None:
-        dh = hidden_input_grad(slopes, t.hidden) if needs_norm(needs) else None
+        dh = hidden_input_grad(slopes, t.hidden) if block.needs_norm(needs) else None
         want_h = needs.hidden.in_weight or needs.hidden.up_weight
-        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
+        found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
         dh = None
         grads |= found | hidden_weight_gradients(slopes, h, t.hidden, needs.hidden)
     return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
@@ -140,7 +129,7 @@ def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> 
     return tiles.lookup("mlp_kept", torch.empty(0, device=device, dtype=dtype), product_class(width, hidden)).provider
 
 
-@autocasts
+@autocasts()
 def mlp_block(
     x: Tensor,
     norm_weight: Tensor,
@@ -166,20 +155,20 @@ def mlp_block(
     may be None; layer_scale (D,) or None; drop_path (B,) factors or None. activation, approximate: as in linear_gelu.
     norm, residual_in_fp32, keep ("all" keeps the activation too): as in attention_block. Returns (B, N, D) like x.
     """
-    hidden, width = check_weight("mlp_block", x, fc1_weight=fc1_weight)
+    hidden, width = check.weight("mlp_block", x, fc1_weight=fc1_weight)
     activation = one_activation("mlp_block", activation, approximate)
     inner = Hidden(fc1_weight, fc1_bias, activation=activation)
     t = _Arguments(x, norm_weight, norm_bias, inner, fc2_weight, fc2_bias, layer_scale, drop_path, eps, norm, keep)
     layers = dict(fc1_=(fc1_weight, fc1_bias, (hidden, width)), fc2_=(fc2_weight, fc2_bias, (width, hidden)))
-    t = t._replace(eps=check_block("mlp_block", t, layers, residual_in_fp32))
+    t = t._replace(eps=block.check_block("mlp_block", t, layers, residual_in_fp32))
     if kernels_wanted("mlp_block", fc1_weight, width_unsupported(width, drop_path)):
-        keep = choose_keep(t, fc1_weight, fc2_weight, layer_scale)
+        keep = block.choose_keep(t, fc1_weight, fc2_weight, layer_scale)
         slope = keep == "all" and _kept(x.device, fc1_weight.dtype, width, hidden) == "slope"
         return _mlp_block(t._replace(keep="slope" if slope else keep))[0]
     return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
 
 
-@autocasts
+@autocasts()
 def gated_mlp_block(
     x: Tensor,
     norm_weight: Tensor,
@@ -211,14 +200,14 @@ def gated_mlp_block(
     too. Returns (B, N, D) in x's dtype.
     """
     op, inner_norm = "gated_mlp_block", (inner_norm_weight, inner_norm_bias)
-    hidden, width = check_weight(op, x, up_weight=up_weight)
+    hidden, width = check.weight(op, x, up_weight=up_weight)
     inner = Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps)
     t = _Arguments(x, norm_weight, norm_bias, inner, down_weight, down_bias, layer_scale, drop_path, eps, norm, keep)
     layers = dict(up_=(up_weight, up_bias, (hidden, width)), gate_=(gate_weight, gate_bias, (hidden, width)))
     layers |= dict(down_=(down_weight, down_bias, (width, hidden)))
-    t = t._replace(eps=check_block(op, t, layers, residual_in_fp32), hidden=check_inner(op, inner))
+    t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32), hidden=check_inner(op, inner))
     if kernels_wanted(op, up_weight, width_unsupported(width, drop_path) or inner.unsupported):
-        keep = choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
+        keep = block.choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
         return _gated_mlp_block(t._replace(keep=keep))[0]
     layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
     return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **t.options)

@@ -1,24 +1,15 @@
-"""Makes custom operations from the annotations of their arguments; checks arguments.
+"""Makes custom operations from the annotations of their arguments.
 
 An operation lists its arguments once, in a NamedTuple, and what else its backward needs in another. Schemas, masks of
 needed gradients, fake gradients and unpacking are made from the annotations of both.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
-from numbers import Real
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-
-from ..errors import both_ends
-from . import reference as ref
-
-# The dtypes that eager PyTorch computes in; its products have no smaller ones.
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-FLOAT32 = torch.finfo(torch.float32).max
 
 # Annotations of tensors for which backward computes no gradient: a Constant never has one, and the gradient of a
 # PassedOn is the output's own.
@@ -27,29 +18,6 @@ PassedOn = Annotated[Tensor, "passed on"]
 _TENSORS = (Tensor, Constant, PassedOn)
 _SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
 _ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
-
-_filling = threading.RLock()  # all threads share PyTorch's one switch
-
-
-def _unfilled(function: Callable) -> Callable:
-    """`function` without the pass in which PyTorch's deterministic mode fills each new tensor with NaN.
-
-    The pass is not needed, since the kernels write every element.
-    """
-
-    @functools.wraps(function)
-    def run(*arguments):
-        if not torch.are_deterministic_algorithms_enabled():
-            return function(*arguments)
-        with _filling:
-            before = torch.utils.deterministic.fill_uninitialized_memory
-            torch.utils.deterministic.fill_uninitialized_memory = False
-            try:
-                return function(*arguments)
-            finally:
-                torch.utils.deterministic.fill_uninitialized_memory = before
-
-    return run
 
 
 class _Field(NamedTuple):
@@ -117,7 +85,7 @@ def register(name: str, arguments: type | list[str], outputs: int, run: Callable
     schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
     schema = f"({', '.join(schemas)}) -> {results}"
-    made = torch.library.custom_op(f"vitfast::{name}", _unfilled(run), mutates_args=(), schema=schema)
+    made = torch.library.custom_op(f"vitfast::{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
     return made
 
@@ -251,7 +219,6 @@ def resized(x: Tensor, *shape: int) -> Tensor:
     return x.resize_(shape)
 
 
-@_unfilled
 def meta_like(x: Tensor | None) -> Tensor | None:
     """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)
@@ -260,134 +227,3 @@ def meta_like(x: Tensor | None) -> Tensor | None:
 def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The gradient in its parameter's dtype."""
     return None if gradient is None else gradient.to(dtype)
-
-
-def check_tensors(op: str, **tensors: Tensor) -> None:
-    """Checks that every argument is a tensor; raises TypeError otherwise."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-
-
-def check_rows(op: str, x: Tensor) -> int:
-    """Checks that x is a tensor (..., D) and returns D."""
-    check_tensors(op, x=x)
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x must be (..., D), got ()")
-    return x.shape[-1]
-
-
-def check_floating(op: str, name: str, tensor: Tensor | None) -> None:
-    """Checks that a tensor, unless None, has a dtype that the operations compute in."""
-    if tensor is not None and tensor.dtype not in DTYPES:
-        known = "float16, bfloat16, float32 or float64"
-        raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
-
-
-def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
-    """Checks a tensor's shape, where None matches any length; a tensor None passes unless `required`."""
-    if tensor is None and not required:
-        return
-    check_tensors(op, **{name: tensor})
-    if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
-        want = ", ".join("*" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
-
-
-def check_device(op: str, like: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Checks that every tensor, unless None, lies on this device, which is that of the argument `like`."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{op}: {name} must be on {device} like {like}, got {tensor.device}")
-
-
-def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
-    """Checks that every tensor, unless None, has x's device and x's dtype."""
-    check_floating(op, x_name, x)
-    check_device(op, x_name, x.device, **others)
-    for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must be {x.dtype} like {x_name}, got {tensor.dtype}")
-
-
-def check_norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> None:
-    """Checks that a norm's parameters (D,) lie on x's device, in x's dtype or in fp32."""
-    for name, p in parameters.items():
-        check_shape(op, name, p, (width,))
-        if p is not None and (p.dtype != torch.float32 or p.device != x.device):
-            check_same(op, "x", x, **{name: p})
-
-
-def check_weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
-    """Checks that a weight (F, D), given by its name, fits x (..., D); returns F and D."""
-    width, ((name, weight),) = check_rows(op, x), weight.items()
-    check_shape(op, name, weight, (None, width), required=True)
-    return weight.shape[0], width
-
-
-def check_linear(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", shape: tuple | None = None
-) -> None:
-    """Checks that weight (F, D) and bias (F,) have x's dtype and fit x (..., D).
-
-    prefix: what the arguments' names begin with. shape: the weight's shape, where it is not to be (F, D) for x's D.
-    """
-    shape = (None, check_rows(op, x)) if shape is None else shape
-    check_shape(op, f"{prefix}weight", weight, shape, required=True)
-    check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
-    check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
-
-
-def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:
-    """Checks that layer_scale (D,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
-    check_shape(op, "layer_scale", layer_scale, (width,))
-    check_shape(op, "drop_path", drop_path, (x.shape[0],))
-    check_floating(op, "layer_scale", layer_scale)
-    check_floating(op, "drop_path", drop_path)
-    check_device(op, "x", x.device, layer_scale=layer_scale, drop_path=drop_path)
-
-
-def is_number(value) -> bool:
-    """Whether value is a real number, NumPy's included, and no bool. Quick, as it runs at every call."""
-    kind = type(value)
-    if kind is float or kind is int:
-        return True
-    return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
-
-
-def check_eps(op: str, eps: float, name: str = "eps") -> float:
-    """Checks the eps of a norm; returns it as a float or a torch.SymFloat."""
-    if not is_number(eps) or not 0 <= eps <= FLOAT32:
-        raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
-    return eps if isinstance(eps, torch.SymFloat) else float(eps)
-
-
-def check_activation(op: str, activation: str) -> None:
-    """Checks that `activation` names one; raises ValueError otherwise."""
-    if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
-        known = ", ".join(map(repr, ref.ACTIVATIONS))
-        raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
-
-
-def check_counts(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """Checks that a tensor is int32 or int64 and on the device of the operation's input."""
-    check_tensors(op, **{name: tensor})
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
-    check_device(op, "its input", device, **{name: tensor})
-
-
-def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
-    """Checks offsets (S + 1,) and returns the tokens of the longest sample.
-
-    Their values are checked only where the host has them (ref.at_hand); otherwise None is returned.
-    """
-    check_counts(op, "offsets", offsets, device)
-    if offsets.dim() != 1 or not len(offsets):
-        raise ValueError(f"{op}: offsets must be (S + 1,), got {tuple(offsets.shape)}")
-    if not ref.at_hand(offsets):
-        return None
-    if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets.diff() < 0).any()):
-        text = f"must rise from 0 to the {tokens} tokens, got {both_ends(str(offsets.tolist()), 80)}"
-        raise ValueError(f"{op}: offsets {text}")
-    return int(offsets.diff().max()) if len(offsets) > 1 else 0

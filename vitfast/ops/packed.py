@@ -100,9 +100,6 @@ class PackedImages:
         packed = self if self._together else _laid(self.patches.shape, self.dtype, self.counts, **self._tensors)
         return self._in(packed.buffer.pin_memory())
 
-    def is_pinned(self) -> bool:
-        return self._together and self.buffer.is_pinned()
-
     def _in(self, buffer: Tensor) -> "PackedImages":
         """The same images with their tensors in `buffer`, a copy of their own."""
         return _in_buffer(buffer, self.patches.shape, self.patches.dtype, self.counts)

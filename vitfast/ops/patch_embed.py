@@ -7,20 +7,11 @@ import torch
 from torch import Tensor
 
 from ..values import LEAST_STD, MOST_PIXEL
+from . import checks as check
 from . import packed
 from . import reference as ref
 from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
-from .operation import (
-    Constant,
-    NothingSaved,
-    check_device,
-    check_floating,
-    check_offsets,
-    check_shape,
-    custom_op,
-    is_number,
-    meta_like,
-)
+from .operation import Constant, NothingSaved, custom_op, meta_like
 
 if NO_TRITON is None:
     from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
@@ -84,21 +75,21 @@ _patch_embed = custom_op(
 )
 
 
-_in_compute_dtype = autocasts(lambda weight: weight)
+_in_compute_dtype = autocasts()(lambda weight: weight)
 
 
-def channel_values(name: str, value, chans: int, device: torch.device) -> list[float] | Tensor | None:
+def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
     """Checks a mean or std of one number or one per channel; returns a list, or a tensor (1,) or (C,).
 
     name: "operation: mean" or "operation: std", for the TypeError or ValueError. A tensor's values are not checked, as
-    that would mean waiting for a GPU. device: the weight's.
+    that would mean waiting for a GPU.
     """
     if value is None:
         return None
     wanted = f"one number or {chans}, one for each of the {chans} channels"
-    if is_number(value):
+    if check.is_number(value):
         value = [value]
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_number, value)):
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(check.is_number, value)):
         low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
         if not all(low <= v <= MOST_PIXEL for v in value):
             raise ValueError(f"{name} must be from {low:g} to {MOST_PIXEL:g}, got {value}")
@@ -110,9 +101,6 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
             raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
         if values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must be {wanted}, got {values.dtype}")
-        if values.layout != torch.strided or values.device.type == "meta" != device.type:
-            kind = "sparse" if values.layout != torch.strided else "meta"
-            raise TypeError(f"{name} must be {wanted}, got a {kind} tensor")
         values, shape = values.reshape(-1), tuple(values.shape)
     if len(values) not in (1, chans) or max(shape, default=1) != len(values):
         got = len(values) if len(shape) == 1 else f"shape {shape}"
@@ -163,9 +151,9 @@ def patch_embed(
     offsets[s + 1]. offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
     a position for each patch. Returns (N + S T, D): the tokens of the images, one image after the other.
     """
-    check_shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
+    check.shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
     width, chans, p, q = weight.shape
-    check_shape("patch_embed", "images", images, (None, chans, None, None), required=True)
+    check.shape("patch_embed", "images", images, (None, chans, None, None), required=True)
     height, length = images.shape[-2:]
     if not p or not q:
         raise ValueError(f"patch_embed: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
@@ -174,29 +162,29 @@ def patch_embed(
         raise ValueError(f"patch_embed: images must have sides that are {sides}, got {height} x {length}")
     if not images.is_floating_point() and images.dtype != torch.uint8:
         raise TypeError(f"patch_embed: images must be floating point or uint8, got {images.dtype}")
-    check_shape("patch_embed", "bias", bias, (width,))
-    check_shape("patch_embed", "cls_token", cls_token, (1, None, width))
+    check.shape("patch_embed", "bias", bias, (width,))
+    check.shape("patch_embed", "cls_token", cls_token, (1, None, width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
     lie = None
     if offsets is not None:
         if (height, length) != (p, q):
             want = f"(N, {chans}, {p}, {q})"
             raise ValueError(f"patch_embed: with offsets images must be {want}, got {tuple(images.shape)}")
-        check_shape("patch_embed", "pos_embed", pos_embed, (len(images), width))
-        check_offsets("patch_embed", offsets, len(images), images.device)
+        check.shape("patch_embed", "pos_embed", pos_embed, (len(images), width))
+        check.offsets("patch_embed", offsets, len(images), images.device)
         lie = packed.token_rows(offsets, len(images), prefix)
     else:
-        check_shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
+        check.shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
         if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
             known = f"{patches + prefix} or {patches} positions"
             raise ValueError(f"patch_embed: pos_embed must have {known}, got {pos_embed.shape[1]}")
     for name, tensor in (("weight", weight), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
-        check_floating("patch_embed", name, tensor)
+        check.floating("patch_embed", name, tensor)
     tensors = dict(images=images, bias=bias, cls_token=cls_token, pos_embed=pos_embed)
-    check_device("patch_embed", "weight", weight.device, **tensors)
+    check.device("patch_embed", "weight", weight.device, **tensors)
     raw = images.dtype == torch.uint8
-    mean = channel_values("patch_embed: mean", mean, chans, weight.device)
-    std = channel_values("patch_embed: std", std, chans, weight.device)
+    mean = channel_values("patch_embed: mean", mean, chans)
+    std = channel_values("patch_embed: std", std, chans)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.

@@ -1,7 +1,4 @@
-"""Checks every kernel against float64, forward and backward, in each dtype, and times it on a GPU.
-
-In Triton's interpreter, on any machine, it runs every launcher at the edges of its tiles too, and watches all memory.
-"""
+"""Checks every operation's kernels against float64, forward and backward, and times them on a GPU."""
 
 import contextlib
 import functools
@@ -13,24 +10,22 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..errors import InputError, both_ends
-from ..kernels import launch
-from ..kernels.configs import tiles
+from ..kernels import launch, tiles
 from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
 from ..kernels.libraries import cublaslt
+from ..kernels.matmul.configs import OPERATIONS as PRODUCTS
 from ..version import __version__
 from . import interpreter
 from .child import Children, Lost
-from .machine_code.cubin import ptxas_version
-from .verify import EPS, cases, edges, exact_fp32, run, worst
+from .verify import EPS, cases, exact_fp32, run, worst
 from .verify.draw import Draw, Input, Sizes
-from .verify.sanitizer import Sanitizer
 
 GPU_SIZES = Sizes.of_preset("B/16", batch=32)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
@@ -50,8 +45,6 @@ class Result:
     gigabytes_per_second: float | None = None
     failure: str = ""
     traceback: str = ""
-    runs: int = 0  # of a launcher, at different shapes, on different layouts, with different tiles
-    findings: list[str] = field(default_factory=list)  # wrong numbers and wrong accesses to memory
 
 
 def check_operation(
@@ -109,8 +102,7 @@ def most_processes() -> int:
     return cpus if INTERPRETED else max(1, min(cpus, torch.cuda.mem_get_info()[0] // PROCESS_BYTES))
 
 
-Task = tuple[str, str]  # an operation (or EDGES and a launcher) and a dtype, by their names
-EDGES = "edges of "
+Task = tuple[str, str]  # an operation and a dtype, by their names
 
 
 def device() -> torch.device:
@@ -128,77 +120,53 @@ def prepare() -> None:
             interpreter.mend_bfloat16()
 
 
-def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
+def dtypes(wanted: str = "") -> list[str]:
     """The names of the dtypes that run here, or of the one that is wanted.
 
-    interpreted: bfloat16 must run unless another dtype is wanted. Raises InputError where bfloat16 must but cannot run.
+    Raises InputError where that is bfloat16, which cannot run here.
     """
     known = ["bfloat16", "float16", "float32"]
     if INTERPRETED and not launch.bfloat16_mended:
-        if wanted == "bfloat16" or (interpreted and not wanted):
+        if wanted == "bfloat16":
             needed = "Triton's interpreter computes it with ml_dtypes: pip install ml_dtypes, or give --dtype float16"
             raise InputError(f"no bfloat16 here, only float16 and float32: {needed}")
         known.remove("bfloat16")
     return [wanted] if wanted else known
 
 
-def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
+def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
     """The checks to make, in every dtype that runs here or in one.
 
-    interpreted: launchers are also checked at the edges of their tiles, in bfloat16 and fp32 (fp16 takes bfloat16's
-    tiles) unless a dtype is given. only: a name that is an operation's selects it in all its forms ("attention" selects
-    "attention, N = 300" too, but not "attention_block"); any other selects each operation whose name contains it. Both
-    also select each launcher whose name contains them. Raises InputError for a name that selects nothing.
+    only: a name that is an operation's selects it in all its forms ("attention" selects "attention, N = 300" too, but
+    not "attention_block"); any other selects each operation whose name contains it. Raises InputError for a name that
+    selects nothing.
     """
     operations, chosen = list(cases(SMALL_SIZES, ops)), set()
-    at_edges = [EDGES + name for name in edges.names()] if interpreted else []
     for wanted in only:
         found = [name for name in operations if wanted in (name, name.partition(",")[0])]
         found = found or [name for name in operations if wanted in name]
-        found += [name for name in at_edges if wanted in name]
         if not found or not wanted:
-            known = "; ".join((*operations, *at_edges))
-            raise InputError(f"no operation has {wanted!r} in its name; there are {known}")
+            raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join(operations)}")
         chosen.update(found)
     here = dtypes(dtype)
-    every = [(name, d) for name in operations for d in here]
-    every += [(name, d) for name in at_edges for d in here if dtype or d != "float16"]
-    return [task for task in every if not only or task[0] in chosen]
+    return [(name, d) for name in operations if not only or name in chosen for d in here]
 
 
 def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
     """Has kernels of ours make the products that are cuBLAS's by the rules."""
     stack, like, shape = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device()), "768x768f"
-    for op in tiles.FAMILIES["matmul"].split():
-        if tiles.shipped(op, like, shape).provider in edges.LIBRARIES:
+    for op in PRODUCTS:
+        if tiles.shipped(op, like, shape).provider in ("cublas", "cublaslt"):
             stack.enter_context(tiles.using(op, tiles.shipped(op, like, shape, ("triton",))))
     return stack
 
 
-def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Does one task, at small shapes in the interpreter. watched: the sanitizer watches operations."""
+def perform(task: Task, timed: bool = False) -> Result:
+    """Does one task, at small shapes in the interpreter."""
     name, dtype = task[0], getattr(torch, task[1])
-    if name.startswith(EDGES):
-        return check_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
-    products = own_products(dtype) if INTERPRETED else contextlib.nullcontext()  # or PyTorch is compared with itself
-    with products, Sanitizer() if watched else contextlib.nullcontext() as watch:
-        result = check_operation(name, function, inputs, dtype, device(), timed)
-    if watched:  # memory left unwritten because of an exception is no finding
-        found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
-        result.passed, result.findings = result.passed and not found, [str(f) for f in found]
-    return result
-
-
-def check_at_edges(task: Task) -> Result:
-    """Checks a launcher at the edges of its tiles; gives the worst error of all runs, each fault once."""
-    report = edges.check(*edges.cases(task[0].removeprefix(EDGES), getattr(torch, task[1])))
-    places: dict[tuple, list[str]] = {}
-    for label, f in report.findings:
-        places.setdefault((f.kind, f.kernel, f.source, f.tensor), []).append(f"{label}: {f}")
-    found = [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
-    texts, numbers = report.wrong + found, (report.error, report.torch_error)
-    return Result(*task, *numbers, not texts, traceback=report.traceback, runs=report.runs, findings=texts)
+    with own_products(dtype) if INTERPRETED else contextlib.nullcontext():  # or PyTorch is compared with itself
+        return check_operation(name, function, inputs, dtype, device(), timed)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
@@ -225,6 +193,16 @@ def _alone(work: Callable[[Task], Result], task: Task) -> Result:
     return work(task)
 
 
+def ptxas_version(capability: int) -> str:
+    """The version of the ptxas that Triton runs for a compute capability, "12.9", or why there is none."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        return compiler.get_ptxas(capability).version
+    except RuntimeError as error:
+        return str(error)
+
+
 def machine() -> dict[str, str]:
     """Versions, the GPU, anything missing that launching kernels needs, and whether cublaslt is built."""
     import triton
@@ -232,7 +210,7 @@ def machine() -> dict[str, str]:
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
     here = dict(python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        gpu = "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        gpu = "not used: small shapes in Triton's interpreter, which shows wrong numbers, not speed"
         missing = "" if launch.bfloat16_mended else "; bfloat16 only with ml_dtypes installed"
         return facts | here | dict(gpu=gpu + missing)
     gpu = torch.cuda.get_device_properties(0)
@@ -248,73 +226,61 @@ def machine() -> dict[str, str]:
     return facts
 
 
-SHOWN = 5  # findings printed of a result
-
-
 def _as_json(result: Result) -> dict:
     """The result as JSON holds it: null stands for numbers that are not finite."""
     no_number = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
     return {key: None if no_number(value) else value for key, value in asdict(result).items()}
 
 
-def _lines(result: Result, width: int) -> list[str]:
-    """The result's line in the table, and lines for its findings."""
+def _line(result: Result, width: int) -> str:
+    """The result's line in the table."""
     us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
     rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
     judgement = f"{result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
-    runs = f"{result.runs} run{'s' if result.runs > 1 else ''}" if result.runs else ""
     times = f"{us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7}"
-    rest = len(result.findings) - SHOWN
-    found = [f"    {text}" for text in result.findings[:SHOWN]] + ([f"    and {rest} more"] if rest > 0 else [])
-    return [f"{result.op:<{width}} {result.dtype:<9} {judgement} {runs or times} {result.failure}".rstrip(), *found]
+    return f"{result.op:<{width}} {result.dtype:<9} {judgement} {times} {result.failure}".rstrip()
 
 
 def doctor(
     as_json: bool = False,
     only: Iterable[str] = (),
     dtype: str = "",
-    jobs: int | None = None,
+    jobs: int = 1,
     timed: bool = True,
     debug: bool = False,
-    interpreted: bool = False,
 ) -> int:
     """Checks this machine and prints a table; 0 when everything passed, 1 when not, 130 when interrupted.
 
     as_json: JSON goes to stdout, the table to stderr. only, dtype: see `tasks`. jobs: how many processes work,
     `most_processes` at most; with more than one nothing is timed. timed: operations are timed on a GPU. debug: the
-    whole traceback of the first failure follows the table. interpreted: kernels are interpreted, in bfloat16 too, all
-    they read and write is watched, and every launcher runs at the edges of its tiles with every provider. The process
-    then needs TRITON_INTERPRET=1, and by default there are as many processes as CPUs. Raises InputError for a name or a
-    dtype that does not exist here.
+    whole traceback of the first failure follows the table. Without a GPU the process needs TRITON_INTERPRET=1. Raises
+    InputError for a name or a dtype that does not exist here.
     """
-    if jobs is not None and jobs < 1:
+    if jobs < 1:
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
     device()
     prepare()
-    dtypes(dtype, interpreted)
-    todo = tasks(only, dtype, interpreted)
-    most = most_processes()
-    jobs = min(jobs or (most if interpreted else 1), len(todo), most)
-    work = functools.partial(perform, timed=timed and jobs == 1, watched=interpreted)
+    todo = tasks(only, dtype)
+    jobs = min(jobs, len(todo), most_processes())
+    work = functools.partial(perform, timed=timed and jobs == 1)
     facts, results, interrupted = machine(), [], False
     show = lambda *lines: print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout, flush=True)  # noqa: E731
     show(*(f"{key:<8} {value}" for key, value in facts.items()), "")
     width = max(20, *(len(name) for name, _ in todo))
     header = f"{'operation':<{width}} {'dtype':<9} {'error':>9} {'torch':>9}"
-    show(header if interpreted else f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    show(f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
     by_dtype = sorted(todo, key=lambda task: task[1]) if jobs > 1 else todo  # bfloat16, the most used, first
     try:
         for result in in_processes(work, by_dtype, jobs) if jobs > 1 else map(work, todo):
             results.append(result)
-            show(*_lines(result, width))
+            show(_line(result, width))
     except KeyboardInterrupt:
         interrupted = True
     results.sort(key=lambda r: todo.index((r.op, r.dtype)))
     bad, done = [r for r in results if not r.passed], {(r.op, r.dtype) for r in results}
     missed = len(todo) - len(results)
     if debug and bad:
-        whole = bad[0].traceback or "\n".join([bad[0].failure, *bad[0].findings]).strip()
-        show("", f"The first failure, {bad[0].op} in {bad[0].dtype}:", whole)
+        show("", f"The first failure, {bad[0].op} in {bad[0].dtype}:", bad[0].traceback or bad[0].failure)
     at_work = [f"{name} in {d}" for name, d in by_dtype[: len(results) + jobs] if (name, d) not in done]
     interruption = f", {missed} not examined: interrupted in {', '.join(at_work)}" if missed else ""
     show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")

@@ -3,15 +3,14 @@
 import json
 
 import pytest
+from cubin import Code, programs_per_multiprocessor
 from processes import uninterpreted
-
-from vitfast.tools.machine_code.cubin import Code, programs_per_multiprocessor
 
 TOYS = """
 import json
-import torch, triton
+import cubin, torch, triton
 import triton.language as tl
-from vitfast.tools.machine_code import compiler, cubin
+from vitfast.tools.machine_code import compiler
 from vitfast.kernels.launch import Launch
 
 @triton.jit

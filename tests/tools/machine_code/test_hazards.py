@@ -4,10 +4,9 @@ import json
 
 import pytest
 import triton
+from cubin import Code
+from hazards import hazards
 from processes import uninterpreted
-
-from vitfast.tools.machine_code.cubin import Code
-from vitfast.tools.machine_code.hazards import hazards
 
 GROUP = "HGMMA.64x8x16.F32.BF16 R24, R20, gdesc[UR8], R24, gsb0"  # operand R20 to R23, accumulator R24 to R27
 SHARED = "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4].tnspB, R24, gsb0"
@@ -54,11 +53,11 @@ def test_a_product_that_no_path_reaches_is_an_error():
 
 PRODUCT = """
 import dataclasses, json
-import torch, triton
+import cubin, torch, triton
 import triton.language as tl
+from hazards import hazards
 from vitfast.kernels.launch import Launch
-from vitfast.tools.machine_code import compiler, cubin
-from vitfast.tools.machine_code.hazards import hazards
+from vitfast.tools.machine_code import compiler
 
 @triton.jit
 def product(a_ptr, b_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import sanitized
 import torch
+from every_launcher import LIBRARIES
 
 from vitfast import ops
-from vitfast.kernels.configs import tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import launches_made
 from vitfast.kernels.matmul import linear, mlp, weight_grad
 from vitfast.tools.doctor import SMALL_SIZES, own_products
 from vitfast.tools.verify import cases as cases_of
-from vitfast.tools.verify.edges import LIBRARIES
 
 ROOT = Path(__file__).parents[3]
 

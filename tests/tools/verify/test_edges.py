@@ -1,6 +1,6 @@
 """Every launcher at the edges of its tiles under the sanitizer, the plan of those edges, and planted bugs.
 
-Of the plan of vitfast.tools.verify.edges `make test` runs a part, which reaches every kernel, provider and layout that
+Of the plan of edges.py `make test` runs a part, which reaches every kernel, provider and layout that
 the plan reaches, and a tenth of the planted bugs; `make long` the rest. Beside it, how errors are measured and drawn.
 """
 
@@ -9,21 +9,23 @@ import linecache
 import math
 import re
 
+import edges
 import pytest
 import torch
+from every_launcher import every_launcher, variants
+from known_configs import providers
+from layouts import LaidOut
 from mutant import NUMBERS, ROOT
 from mutants import MUTANTS
+from sanitizer import Sanitizer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitfast.kernels import launch
+from vitfast.kernels import launch, rows, tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import AttentionOptions
-from vitfast.kernels.configs import tiles
-from vitfast.tools.verify import Judge, Wrong, edges, errors
+from vitfast.tools.verify import Judge, Wrong, errors
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launcher import Launcher
-from vitfast.tools.verify.launchers import every_launcher
-from vitfast.tools.verify.sanitizer import Sanitizer
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
 
@@ -31,6 +33,7 @@ CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 # Tokens and head sizes: each layout, a head of one power of two, of two, padded; few and many blocks of keys.
 ATTENTIONS = {(5, 32), (50, 64), (197, 72), (257, 80), (215, 64)}
+VARIANTS = {*variants(edges.ROWS[0])}
 
 
 def in_short(case) -> bool:
@@ -45,7 +48,7 @@ def in_short(case) -> bool:
         return s.tokens == 577
     if name.startswith("weight gradient"):
         return s.width <= (384 if name.endswith("fc2") else 100)
-    described = s.width == 384 and (name == "dgelu, act kept" or not every_launcher(s)[name].variant)
+    described = s.width == 384 and (name == "dgelu, act kept" or name not in VARIANTS)
     return s.width == 100 or described
 
 
@@ -125,19 +128,15 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
         for case in plan(name):
             layouts.add((name, case.layout))
             launcher = every_launcher(case.sizes)[name]
-            inputs = launcher.make(Draw(case.dtype, CPU, torch.Generator(), case.layout))
+            inputs = launcher.make(LaidOut(case.dtype, CPU, torch.Generator(), case.layout))
             for _, used in edges.variants(case):
                 made = launch.record(lambda: launcher.call(*inputs))  # noqa: B023
                 ran.update((op, config.provider) for (op, _, _), config in used.items())
                 kernels.update(entry.kernel.fn.__name__ for entry in made)
                 if any(isinstance(value, TensorDescriptor) for entry in made for value in entry.arguments.values()):
                     described.update(op for op, _, _ in used)
-    tables = (rules for table in (tiles.RULES, tiles.CANDIDATES) for rules in table.items())
-    known = {(op, rule.config.provider) for op, rules in tables for rule in rules}
-    # cuBLASLt is built on a GPU, Gluon has no interpreter, and mlp_kept is no launch
-    here = {
-        (op, provider) for op, provider in known if provider not in ("cublaslt", "specialized") and op != "mlp_kept"
-    }
+    known = providers()
+    here = {(op, by) for op, by in known if by != "specialized" and op != "mlp_kept"}  # Gluon; and no launch
     assert here <= ran, here - ran
     assert {op for op, provider in known if provider == "tma"} <= described
     for name in edges.names():
@@ -197,6 +196,19 @@ def test_there_are_planted_bugs_of_every_kind():
     assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS) >= 65
 
 
+def test_an_error_an_overwritten_input_a_wrong_number_and_no_kernel_are_said(monkeypatch):
+    case, right = next(edges.cases("sum of rows")), rows.scale_rows
+    assert not edges.check(case).wrong
+    for said, wrong in (
+        ("ZeroDivisionError: division by zero at verify/test_edges.py:", lambda *_, **__: 1 / 0),
+        ("input 0 is overwritten", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0]),
+        ("error of a row 1.2e-02", lambda x, *rest, **options: (None, 1.012 * right(x, *rest, **options)[1])),
+        ("no kernel ran", lambda x, *_, **__: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]),
+    ):
+        monkeypatch.setattr(rows, "scale_rows", wrong)
+        assert said in edges.check(case).wrong[0]
+
+
 @pytest.mark.parametrize("offsets", [[0, 90, 30, 70], [5, 5, 5, 5], [-9, 40, 2**31 - 1, 12], [70, 0, 70, 0]])
 def test_offsets_that_lie_stay_within_the_tensors(offsets):
     """Samples may overlap and leave tokens out: the numbers are nonsense."""
@@ -243,13 +255,13 @@ def test_infinities_are_judged_too_and_nan_never_passes():
 
 def test_drawn_inputs_are_random_views_of_something_wider():
     for layout, odd in (("strided", False), ("shifted", True), ("odd", True)):
-        draw = Draw(FP32, CPU, torch.Generator().manual_seed(0), layout)
+        draw = LaidOut(FP32, CPU, torch.Generator().manual_seed(0), layout)
         x, image = draw.values(4, 6), draw.pixels(2, 3, 5, 7)
         assert x.shape == (4, 6) and image.shape == (2, 3, 5, 7) and x.stride(1) == image.stride(3) == 1
         assert x.stride(0) > 6 and (x.storage_offset() % 8 != 0) == odd and x.float().std() > 0.3
         assert (x.stride(0) % 8 == 6) == (layout != "odd") and draw.values(4, 6).stride() != x.stride()
         assert draw.workspace(3, 4).is_contiguous() and draw.values(0).numel() == 0
-    image = Draw(FP32, CPU, layout="channels-last").values(2, 3, 5, 7)
+    image = LaidOut(FP32, CPU, layout="channels-last").values(2, 3, 5, 7)
     assert image.is_contiguous(memory_format=torch.channels_last)
     draw = Draw(torch.float16, CPU, torch.Generator().manual_seed(0))
     assert draw.weight(10, 400).std() == pytest.approx(0.05, abs=0.01)

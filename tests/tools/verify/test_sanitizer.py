@@ -4,12 +4,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from sanitizer import Sanitizer
 from torch._dynamo import trace_rules
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch
 from vitfast.tools.verify import poisoned
-from vitfast.tools.verify.sanitizer import Sanitizer
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
 

@@ -13,7 +13,7 @@ import re
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,9 +87,10 @@ def _meant(source: str, path: Path) -> str:
     )
     if hub and re.fullmatch(_REPOSITORY, hub[1]):
         return f"; did you mean {HUB}{hub[1]}?"
-    near = difflib.get_close_matches(path.name, _names(path.parent), n=1, cutoff=0.7)
-    if near:
-        return f"; did you mean {path.with_name(near[0])}?"
+    with suppress(OSError):  # a folder that cannot be read
+        names = [entry.name for entry in itertools.islice(os.scandir(path.parent), 1000)]
+        if near := difflib.get_close_matches(path.name, names, n=1, cutoff=0.7):
+            return f"; did you mean {path.with_name(near[0])}?"
     if source in PRESETS:
         return f"; {source} is the name of a model, not weights: give a file, a folder or {HUB}owner/name"
     if re.fullmatch(r"(timm[:/])?(?=\w*(vit|patch))[a-z0-9]+(_[a-z0-9]+)+(\.[a-z0-9_]+)?", source):
@@ -98,14 +99,6 @@ def _meant(source: str, path: Path) -> str:
     if re.fullmatch(_REPOSITORY, source):
         return f"; for a repository of the Hugging Face hub write {HUB}{source}"
     return ""
-
-
-def _names(folder: Path) -> list[str]:
-    """The first thousand names in a folder; none where it cannot be read."""
-    try:
-        return [entry.name for entry in itertools.islice(os.scandir(folder), 1000)]
-    except OSError:
-        return []
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:

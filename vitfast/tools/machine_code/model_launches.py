@@ -69,11 +69,6 @@ def step(vit: ViT, batch: int, dtype: torch.dtype = torch.bfloat16) -> list[Laun
     return found
 
 
-def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -> list[Launch]:
-    """The launches of a training step, or of an inference, of a preset in bf16. amp: under autocast."""
-    return step(model(preset, image, train, amp), batch)
-
-
 def model_launches(preset: str, image: int) -> Iterable[Launch]:
     """All that training, inference and embedding with a preset launch in bf16, at any batch.
 

@@ -8,8 +8,7 @@ from concurrent.futures import as_completed
 from pathlib import Path
 
 from ...errors import InputError
-from ...kernels import archives
-from ...kernels.configs import tiles
+from ...kernels import archives, tiles
 from ...kernels.launch import Launch
 from ...model.presets import preset
 from ...run.files import write_tar

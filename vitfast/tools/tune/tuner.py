@@ -1,255 +1,171 @@
-"""Settles problems: tries their candidates and keeps what is faster in the user's own table."""
+"""Settles problems: tries the candidates for a tile and keeps what is faster in the user's own table."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDone
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
 
 from ...errors import both_ends
-from ...kernels.configs import tiles
-from ...kernels.configs.tiles import KernelConfig
+from ...kernels import tiles
 from ...kernels.launch import record
-from ..child import Lost
-from ..verify import Judge, Wrong, poisoned
+from ...kernels.tiles import KernelConfig
+from ..verify import Judge, poisoned
 from ..verify.draw import Draw, Sizes
 from ..verify.launcher import Launcher, outputs
 from ..verify.launchers import launchers
 from . import user_table
-from .search import GAIN, Search
 
-NO_ROOM = "its tensors do not fit in the GPU's memory; give a smaller --batch-size"
-AHEAD = 4  # problems whose candidates are compiled while others are timed
+# What these numbers change by in one step; all others double or halve. 40 registers of a thread are one program of 4
+# warps more or fewer on a multiprocessor (168 for three, 128 for four).
+STEPS = {"num_stages": 1, "STAGES": 1, "PER_SM": 1, "maxnreg": 40}
+LARGEST = {"BLOCK_K": 512, "PROGRAMS": 2112}  # the largest values that are tried; 256 for others
+GAIN = 0.98  # a tile must take less than this share of another's time to count as faster
+REACH = 1.5  # a tile that takes longer than this times the best is not climbed from
 # Operations that run inside of others. They are settled first, so that the others are timed with the best of these.
 INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_bwd_dq", "attention_bwd_dkdv")
+KEPT = "faster tiles are kept; tune the other operations with --only NAME"
+
+
+def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
+    """Tiles with one number changed; none for cuBLAS, which has no numbers."""
+    for name, value in config.meta.items() if config.blocks else ():
+        step = STEPS.get(name)
+        for near in (value - step, value + step) if step else (value // 2, value * 2):
+            if 0 < near <= LARGEST.get(name, 256):
+                yield tiles.config(provider=config.provider, **{**config.meta, name: near})
 
 
 @dataclass
 class Problem:
-    """One tile to choose, for an operation at a shape class; its search, and what came of it."""
+    """One tile to choose, for an operation at a shape class, and what came of its candidates."""
 
     op: str
     bits: str
     shape: str
-    name: str
     launcher: Launcher  # it is timed with this one
     start: KernelConfig
-    candidates: list[KernelConfig]  # of other providers, from which the search starts too
-    absent: dict[str, str]  # provider -> why it cannot run here
-    compiling: dict[KernelConfig, list[Future]] = field(default_factory=dict)
-    failures: dict[KernelConfig, str] = field(default_factory=dict)
-    note: str = ""  # why it has ended early: the time was up, or the memory too small
+    candidates: list[KernelConfig]  # of other kernels and of cuBLAS
+    times: dict[KernelConfig, float] = field(default_factory=dict)  # seconds, infinite for those in failures
+    failures: dict[KernelConfig, str] = field(default_factory=dict)  # why a candidate was refused
+    note: str = ""  # why it has ended early
 
     def __post_init__(self):
-        self.search = Search([self.start, *self.candidates])
-        self.best = self.start  # or the one put into the user's table since
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.op, self.bits, self.shape
-
-    @property
-    def finished(self) -> bool:
-        return not self.note
-
-    @property
-    def before(self) -> float:
-        """Seconds of the tile that was used at the start."""
-        return self.search.time(self.start)
-
-    @property
-    def after(self) -> float:
-        """Seconds of the best."""
-        return self.search.time(self.best)
-
-    def compiled(self, *candidates: KernelConfig) -> bool:
-        """Whether no compilation of these is under way."""
-        return all(future.done() for config in candidates for future in self.compiling.get(config, []))
+        self.best = self.start
 
     def __str__(self) -> str:
-        """The times before and after, and those of each provider."""
-        named = f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
-        times = self.search.times
-        if not times:
-            return f"{named:<34} not reached: {self.note}"
-        ms = lambda seconds: "does not run" if math.isinf(seconds) else f"{1e3 * seconds:.3f} ms"  # noqa: E731
-        first = f"{named:<34} {ms(self.before):>12} as it was"
-        if self.start in self.failures:
-            first += f" ({self.failures[self.start]})"
-        if self.best != self.start:
-            gain = "" if math.isinf(self.before) else f" ({self.before / self.after:.2f}x)"
-            first += f", {ms(self.after)} now{gain}: {self.best}"
-        said: dict[str, str] = {}
-        for provider in dict.fromkeys(config.provider for config in times):
-            own = [config for config in times if config.provider == provider]
-            said[provider] = ms(min(map(self.search.time, own)))
-            if said[provider] == ms(math.inf):  # the provider's first failure says why
-                said[provider] = next(
-                    (self.failures[config] for config in own if config in self.failures), said[provider]
-                )
-        said |= {name: reason for name, reason in self.absent.items() if name not in said}
-        counts = f"    {len(times)} candidates, {len(self.failures)} of them refused"
-        rest = [f"    {provider:<14} {text}" for provider, text in said.items()]
-        return "\n".join([first, *rest, counts + (f"; {self.note}" if self.note else "")])
+        return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
+
+
+def _ms(seconds: float) -> str:
+    return "does not run" if math.isinf(seconds) else f"{1e3 * seconds:.3f} ms"
 
 
 class Tuner:
-    """Settles one problem after another until the time is up.
+    """Settles one problem after another.
 
     device, clock and compiler are given, so that tests need no GPU: `clock.now()`, `clock.lost()`,
     `clock.seconds(problem, tile, run)`; `compiler.submit(launch)` -> a future of (bytes of shared memory, "" or what
-    went wrong). trying: called with a candidate's entry of the table before it runs, and with None after it.
+    went wrong).
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        gpu: str,
-        clock,
-        compiler,
-        seconds: float = math.inf,
-        trying: Callable[[dict | None], None] = lambda entry: None,
-    ):
-        self.dtype, self.device, self.gpu = dtype, device, gpu
-        self.clock, self.compiler, self.trying = clock, compiler, trying
-        self.deadline = clock.now() + seconds
-        self.refused = user_table.refused(gpu)
-        self.kept: set[tuple] = set()  # keys of the problems whose tile in the user's table was changed
-        self.checks = self.timings = self.unreached = 0
+    def __init__(self, dtype: torch.dtype, device: torch.device, gpu: str, clock, compiler):
+        self.dtype, self.device, self.gpu, self.clock, self.compiler = dtype, device, gpu, clock, compiler
+        self.until = math.inf  # when the time of a problem ends
 
-    @property
-    def left(self) -> float:
-        return self.deadline - self.clock.now()
-
-    def problems(self, sizes: Sizes, only: str = "") -> list[Problem]:
-        """The tiles that the launchers use at these sizes, each with the plainest launcher that does.
-
-        only: the operations whose name contains this are taken.
-        """
+    def problems(self, models: Iterable[Sizes]) -> list[Problem]:
+        """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
-        for name, launcher in launchers(sizes).items():
-            if launcher.variant:
-                continue
+        for launcher in (each for sizes in models for each in launchers(sizes).values()):
             with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
-                key = op, bits, shape
-                if only not in op or (key in found and found[key][0] <= len(used)):
+                if (op, bits, shape) in found and found[op, bits, shape][0] <= len(used):
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
                 start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                starts = dict.fromkeys([start, shipped, *tiles.candidates(op, like, shape)])
-                absent = tiles.absent(op, like, shape)
-                problem = Problem(op, bits, shape, name, launcher, start, list(starts)[1:], absent)
-                found[key] = len(used), problem
+                others = dict.fromkeys([start, shipped, *tiles.candidates(op, like, shape)])
+                found[op, bits, shape] = len(used), Problem(op, bits, shape, launcher, start, list(others)[1:])
         return sorted((problem for _, problem in found.values()), key=lambda p: p.op not in INNER)
 
     def _on_meta(self, launcher: Launcher):
         return launcher.call(*launcher.make(Draw(self.dtype, torch.device("meta"))))
 
-    def run(self, problems: list[Problem]) -> Iterator[Problem]:
-        """Yields each problem when it is settled; the user's table gets faster tiles as they are found."""
-        waiting, active = deque(problems), []
-        while active or (waiting and self.left > 0):
-            while waiting and len(active) < AHEAD and self.left > 0:
-                active.append(waiting.popleft())
-                self._compile(active[-1], active[-1].search.wave)
-            ready = next((p for p in active if p.compiled(*p.search.wave)), active[0])
-            self._wave(ready)
-            if not ready.note and self._compile(ready, ready.search.advance()):
-                continue
-            active.remove(ready)
-            yield ready
-        self.unreached = len(waiting)
+    def settle(self, p: Problem, seconds: float) -> None:
+        """Tries a problem's candidates for at most so long, and climbs from each."""
+        self.until = self.clock.now() + seconds
+        try:
+            self._wait([])
+            judge = Judge(p.launcher, self.dtype, self.device)
+            p.times[p.start] = self._seconds(p, p.start, judge)  # whatever the compiler says: it is what runs today
+            print(f"    {_ms(p.times[p.start])} as it was", flush=True)
+            self._try(p, p.candidates, judge)
+            for config in sorted(p.times, key=p.times.get):
+                self._climb(p, config, judge)
+        except torch.cuda.OutOfMemoryError:
+            p.note = "its tensors do not fit in the GPU's memory; give a smaller --batch-size"
+        except TimeoutError as error:
+            p.note = str(error)
 
-    def _compile(self, p: Problem, wave: list[KernelConfig]) -> list[KernelConfig]:
-        """Has the launches of a wave compiled in the background; cublaslt makes none. Returns the wave."""
-        for config in wave:
-            if reason := self.refused.get((*p.key, config)):
-                p.failures[config] = reason
-            elif config.provider != "cublaslt":
-                try:
-                    with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
-                        launches = record(lambda: self._on_meta(p.launcher))
-                    p.compiling[config] = [self.compiler.submit(launch) for launch in launches]
-                except Exception as error:
-                    if config != p.start:  # p.start is what runs today, and is tried whatever the compiler says
-                        p.failures[config] = both_ends(f"{type(error).__name__}: {error}")
-        return wave
-
-    def _wave(self, p: Problem) -> None:
-        """Checks and times a wave's candidates, compiled ones first; keeps a faster one at once."""
-        rest = list(p.search.wave)
-        p.note = self._time_is_up()
-        if not p.note:
-            try:
-                judge = Judge(p.launcher, self.dtype, self.device)
-            except torch.cuda.OutOfMemoryError:
-                p.note = NO_ROOM
-        while rest and not p.note:
-            config = next((config for config in rest if p.compiled(config)), rest[0])
-            rest.remove(config)
-            p.search.times[config] = self._measure(p, config, judge) if self._runs(p, config) else None
-            self._keep(p, judge)
-            p.note = p.note or self._time_is_up()
-
-    def _time_is_up(self) -> str:
-        return "" if self.left > 0 else "the time was up"
-
-    def _runs(self, p: Problem, config: KernelConfig) -> bool:
-        """Waits for a candidate's compilations; False, with an entry in failures, if it must not be tried."""
-        limit = tiles.SHARED_LIMIT.get(tiles.generation(self.device), math.inf)
-        for future in p.compiling.pop(config, []):
-            try:
-                shared, failure = future.result(timeout=max(0.0, self.left) if math.isfinite(self.left) else None)
-            except NotDone:
-                p.failures[config] = "the time was up before it was compiled"
+    def _climb(self, p: Problem, at: KernelConfig, judge: Judge) -> None:
+        """Goes from a tile to its fastest neighbour, for as long as that is faster and near the best."""
+        # The tile that is used today is climbed from even if it does not run: it may only be too large for this GPU.
+        while at == p.start or p.times[at] < REACH * p.times[p.best]:
+            near = list(neighbours(at))
+            self._try(p, [config for config in near if config not in p.times], judge)
+            fastest = min(near, key=p.times.get, default=at)
+            if not p.times[fastest] < GAIN * p.times[at]:
                 break
-            if shared > limit:
-                failure = f"needs {shared:,} bytes of shared memory, {limit:,} are there"
-            if failure and config != p.start:
+            at = fastest
+
+    def _try(self, p: Problem, configs: list[KernelConfig], judge: Judge) -> None:
+        """Times tiles while later ones compile; keeps one that is faster twice than the best so far."""
+        compiling = {config: self._compile(p, config) for config in configs}
+        for config, futures in compiling.items():
+            self._wait(futures)
+            if failure := next((failure for _, failure in map(Future.result, futures) if failure), ""):
                 p.failures[config] = failure
-                break
-        return config not in p.failures
+            p.times[config] = math.inf if config in p.failures else self._seconds(p, config, judge)
+            if p.times[config] < GAIN * p.times[p.best]:
+                for each in (p.best, config):
+                    p.times[each] = self._seconds(p, each, judge)
+                if p.times[config] < GAIN * p.times[p.best]:
+                    user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, config))
+                    print(f"    {_ms(p.times[config])} in place of {_ms(p.times[p.best])}: {config}", flush=True)
+                    p.best = config
 
-    def _measure(self, p: Problem, config: KernelConfig, judge: Judge) -> float | None:
-        """Checks and times a candidate; None, with an entry in failures, if it is wrong or does not run.
+    def _compile(self, p: Problem, config: KernelConfig) -> list[Future]:
+        """Has the launches of a tile compiled in the background."""
+        try:
+            with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
+                return [self.compiler.submit(launch) for launch in record(lambda: self._on_meta(p.launcher))]
+        except Exception:  # what refuses the tile here refuses it again when it runs
+            return []
 
-        Raises Lost where it has broken the GPU's context.
+    def _wait(self, futures: list[Future]) -> None:
+        """Waits for compilations. Raises TimeoutError where the problem's time ends first."""
+        left = self.until - self.clock.now()
+        if left <= 0 or wait(futures, left).not_done:
+            raise TimeoutError("the time was up")
+
+    def _seconds(self, p: Problem, config: KernelConfig, judge: Judge) -> float:
+        """The time of a tile whose results are right; infinite, with an entry in failures, for any other.
+
+        Raises OutOfMemoryError for p.start, without whose time no candidate can be called faster, and an OSError, which
+        the command line shows as one line, where the GPU's context is broken.
         """
         run = lambda: p.launcher.call(*judge.inputs)  # noqa: E731
-        self.trying(tiles.to_record(p.op, self.gpu, p.bits, p.shape, config))
-        seconds = None
         try:
             with tiles.using(p.op, config, p.shape):
-                self.checks += 1
                 with poisoned():
                     judge.judge(outputs(run()))
-                self.timings += 1
-                seconds = self.clock.seconds(p, config, run)
+                return self.clock.seconds(p, config, run)
         except Exception as error:
-            text = both_ends(str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}")
-            p.failures[config] = text
-            if not isinstance(error, Wrong) and self.clock.lost():
-                raise Lost(f"has broken the GPU's context ({text})") from error
+            text = both_ends(f"{type(error).__name__}: {error}")
+            if self.clock.lost():
+                raise OSError(f"{p}: {config} has broken the GPU's context ({text}); {KEPT}") from error
             if config == p.start and isinstance(error, torch.cuda.OutOfMemoryError):
-                p.note = NO_ROOM  # without its time, no candidate can be called faster
-        self.trying(None)
-        return seconds
-
-    def _keep(self, p: Problem, judge: Judge) -> None:
-        """Puts the best tile into the user's table, if it is still faster when both are tried once more."""
-        while (best := p.search.best) != p.best and p.search.time(best) < GAIN * p.after:
-            if p.start not in p.search.times or p.note or self.left <= 0:
-                return
-            for config in (p.best, best):
-                if p.search.times[config] is not None:
-                    p.search.times[config] = self._measure(p, config, judge)
-            if p.search.time(best) < GAIN * p.search.time(p.best) and not p.note:
-                user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, best))
-                p.best = best
-                self.kept.add(p.key)
+                raise
+            p.failures[config] = text
+            return math.inf

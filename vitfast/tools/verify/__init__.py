@@ -88,20 +88,17 @@ def poisoned() -> Iterator[None]:
 
 
 class Wrong(Exception):
-    """A candidate computes wrong results. error: the largest error of a row, if it is known."""
-
-    def __init__(self, text: str, error: float = math.inf):
-        super().__init__(text)
-        self.error = error
+    """A candidate computes wrong results."""
 
 
 class Judge:
-    """A launcher's inputs and true results in float64; judges results by PyTorch's error in that dtype."""
+    """A launcher's inputs and true results in float64; judges results by PyTorch's error in that dtype.
 
-    def __init__(
-        self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
-    ):
-        self.inputs = launcher.make(Draw(dtype, device, torch.Generator(device).manual_seed(seed), layout))
+    draw: what makes the inputs from dtype, device and generator.
+    """
+
+    def __init__(self, launcher: Launcher, dtype: torch.dtype, device: torch.device, draw: Callable[..., Draw] = Draw):
+        self.inputs = launcher.make(draw(dtype, device, torch.Generator(device).manual_seed(0)))
         doubles = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, self.inputs)
         with torch.no_grad(), exact_fp32():
             self.truth = outputs(launcher.formula(*doubles))
@@ -124,7 +121,7 @@ class Judge:
             of_result = errors(result, truth)
             for error, limit, of in zip(of_result, limits, ("a row", "a number")):
                 if not error <= limit:
-                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}", of_result[0])
+                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}")
             found.append((of_result[0] / limits[0], of_result[0], plain[0]))
         return max(found)[1:]
 

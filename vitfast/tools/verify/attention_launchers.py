@@ -1,4 +1,4 @@
-"""Launchers of attention (plain, rotary, biased, packed), and of the parts of its backward."""
+"""Launchers of attention (plain, rotary, packed), and of the parts of its backward."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def _rotary(t: Draw, s: Sizes, tokens: int, **more) -> AttentionOptions:
     return AttentionOptions(angles.cos(), angles.sin(), **more)
 
 
-def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, options=PLAIN) -> tuple[Tensor, ...]:
+def for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, options=PLAIN) -> tuple[Tensor, ...]:
     """The inputs of a backward: q, k, v, o, lse and do."""
     return q, k, v, *attention_formula(q, k, v, scale, options), t.values(*q.shape)
 
@@ -61,63 +61,43 @@ def attentions(s: Sizes) -> dict[str, Launcher]:
     for name, options in {
         "": lambda t: PLAIN,
         ", rotary": lambda t: _rotary(t, s, s.tokens - PREFIX, num_prefix=PREFIX),
-        ", bias": lambda t: AttentionOptions(bias=t.values(s.heads, s.tokens, s.tokens)),
-        ", key lengths": lambda t: AttentionOptions(key_lengths=t.lengths(s.batch, s.tokens)),
         ", packed": lambda t: AttentionOptions(**packed(t)),
         ", packed, rotary": lambda t: _rotary(t, s, s.rows, **packed(t)),
     }.items():
-        qkv = functools.partial(_qkv, s=s, packed="packed" in name)
-        both = _pair(qkv, scale, options, variant=name in (", bias", ", key lengths"))
+        both = pair(functools.partial(qkv, s=s, packed="packed" in name), scale, options)
         found[f"attention{name}"], found[f"attention backward{name}"] = both
-    found |= _parts(s)
-    # Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds.
-    peaked, _ = _pair(lambda t: _separate(t, s, size=64.0), 0.7 * scale, together=False, edge=True)
-    _, backward = _pair(lambda t: _separate(t, s), 0.7 * scale, together=False, edge=True)
-    names = "attention, peaked, separate tensors", "attention backward, separate tensors"
-    return found | dict(zip(names, (peaked, backward)))
+    return found | _parts(s)
 
 
-def _qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
+def qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
     """q, k and v as slices of one tensor, each (B, N, H, Dh), or (1, tokens, H, Dh) for packed samples."""
     lead = (1, s.rows) if packed else (s.batch, s.tokens)
     return t.values(*lead, 3, s.heads, s.head).unbind(2)
 
 
-def _separate(t: Draw, s: Sizes, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    q = t.values(s.batch, s.tokens, s.heads, s.head, scale=size)
-    k = t.values(s.batch, s.heads, s.tokens, s.head).transpose(1, 2)
-    return q, k, t.values(s.tokens, s.batch, s.heads, s.head).transpose(0, 1)
-
-
-def _pair(
-    qkv: Callable[[Draw], tuple],
-    scale: float,
-    options: Callable[[Draw], AttentionOptions] = lambda t: PLAIN,
-    together: bool = True,
-    **flags: bool,
+def pair(
+    qkv: Callable[[Draw], tuple], scale: float, options: Callable[[Draw], AttentionOptions]
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward. together: q, k, v are slices of one tensor, and the bias's gradient is made."""
+    """Forward and backward; q, k and v are slices of one tensor, and the bias's gradient is made."""
 
-    def for_backward(t: Draw) -> tuple:
+    def make_backward(t: Draw) -> tuple:
         drawn = options(t)
-        return *_for_backward(t, *qkv(t), scale, drawn), drawn
-
-    def backward(q, k, v, o, lse, do, drawn):
-        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, drawn, as_qkv=together)
-        return found if together else found[0]
+        return *for_backward(t, *qkv(t), scale, drawn), drawn
 
     def backward_formula(*t):
-        found = attention_gradients(*t[:-1], scale, t[-1])
-        dqkv = torch.stack(found, 2)
-        return (dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()) if together else found
+        dqkv = torch.stack(attention_gradients(*t[:-1], scale, t[-1]), 2)
+        return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
 
     forward = Launcher(
         lambda t: (*qkv(t), options(t)),
         lambda q, k, v, drawn: attention.attention_fwd(q, k, v, scale, drawn),
         lambda q, k, v, drawn: attention_formula(q, k, v, scale, drawn),
-        **flags,
     )
-    return forward, Launcher(for_backward, backward, backward_formula, **flags)
+    return forward, Launcher(
+        make_backward,
+        lambda *t: attention.attention_bwd(*t[:-1], scale, True, t[-1], as_qkv=True),
+        backward_formula,
+    )
 
 
 def _parts(s: Sizes) -> dict[str, Launcher]:
@@ -125,13 +105,13 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
     scale = s.head**-0.5
 
     def with_delta(t: Draw) -> tuple:
-        q, k, v, o, lse, do = _for_backward(t, *_qkv(t, s), scale)
+        q, k, v, o, lse, do = for_backward(t, *qkv(t, s), scale)
         delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
         return q, k, v, lse, delta, do
 
     def with_bias(t: Draw) -> tuple:
         options = AttentionOptions(bias=t.values(s.heads, s.tokens, s.tokens))
-        return *_for_backward(t, *_qkv(t, s), scale, options), options
+        return *for_backward(t, *qkv(t, s), scale, options), options
 
     def bias_formula(q, k, v, o, lse, do, options):
         return gradients(lambda bias: ref.attention(q, k, v, scale=scale, bias=bias), (options.bias,), do)[0]
@@ -147,7 +127,7 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
 
     return {
         "attention backward, dq": Launcher(
-            lambda t: _for_backward(t, *_qkv(t, s), scale),
+            lambda t: for_backward(t, *qkv(t, s), scale),
             lambda *t: attention.attention_bwd_dq(*t, scale),
             lambda *t: attention_gradients(*t, scale)[0],
         ),
@@ -160,7 +140,7 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
             with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, t[-1]), bias_formula
         ),
         "attention backward, of rotary tables": Launcher(
-            lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], _rotary(t, s, s.tokens - PREFIX, num_prefix=PREFIX)),
+            lambda t: (*qkv(t, s)[:2], *qkv(t, s)[:2], _rotary(t, s, s.tokens - PREFIX, num_prefix=PREFIX)),
             rope_bwd,
             rope_formula,
         ),

@@ -1,16 +1,12 @@
-"""Sizes and random inputs of launchers and operations, in every layout that callers may hand over."""
+"""Sizes and random inputs of launchers and operations."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...model.presets import preset
-
-# Tensors are drawn as views of wider ones: (how far from the wider row's start, how many elements wider its rows are).
-LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
 # A random input's kind and shape: "values", "fp32" (values of that dtype), "weight" (scaled by its fan-in), "factor"
 # (fp32, no gradient), "uint8".
@@ -48,55 +44,28 @@ class Sizes:
 
 @dataclass
 class Draw:
-    """Draws random inputs; on the meta device they have shapes alone.
-
-    layout: one of LAYOUTS. "strided" rows begin at multiples of 8 elements if their width allows it, "odd" ones
-    anywhere; "shifted" tensors are strided and begin at an odd element. Tensors drawn one after the other have
-    different strides. "channels-last" images have the channels of a pixel side by side.
-    """
+    """Draws random inputs; on the meta device they have shapes alone."""
 
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator | None = None
-    layout: str = "contiguous"
-    drawn: int = 0
-
-    def _draw(self, shape: tuple[int, ...], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """A tensor of this shape, cut from `fill(a wider shape)` as the layout says."""
-        start, gap = LAYOUTS[self.layout]
-        if not gap or 0 in shape:
-            x, last = fill(shape), self.layout == "channels-last" and len(shape) == 4
-            return x.contiguous(memory_format=torch.channels_last) if last else x
-        self.drawn += 1
-        gap += 8 * (self.drawn % 3)
-        return fill((*shape[:-1], shape[-1] + gap))[..., start : start + shape[-1]]
 
     def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal numbers, in the dtype of the products unless another is given."""
-        normal = lambda s: torch.randn(s, generator=self.generator, device=self.device)  # noqa: E731
-        return self._draw(shape, lambda s: (normal(s) * scale).to(dtype or self.dtype))
+        normal = torch.randn(shape, generator=self.generator, device=self.device)
+        return (normal * scale).to(dtype or self.dtype)
 
     def weight(self, *shape: int) -> Tensor:
         """A weight (F, ...), scaled so that its products have numbers of the same size as their input."""
         return self.values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
 
     def workspace(self, *shape: int) -> Tensor:
-        """Normal numbers in fp32 as one kernel leaves them to another: contiguous in every layout."""
-        return self.values(*shape, dtype=torch.float32).contiguous()
+        """Normal numbers in fp32 as one kernel leaves them to another."""
+        return self.values(*shape, dtype=torch.float32)
 
     def factors(self, *shape: int) -> Tensor:
         """Random factors between 0.5 and 1.5, in fp32."""
         return torch.rand(shape, generator=self.generator, device=self.device) + 0.5
-
-    def integers(self, end: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Whole numbers from 0 to below `end`."""
-        return torch.randint(0, end, shape, generator=self.generator, device=self.device, dtype=dtype)
-
-    def lengths(self, count: int, most: int) -> Tensor:
-        """Whole numbers from 0 to `most`, the first of them `most`, in int32."""
-        drawn = self.integers(most + 1, count)
-        drawn[:1] = most
-        return drawn
 
     def offsets(self, count: int, total: int) -> Tensor:
         """Offsets (count + 1,) in int32 from 0 to `total`: samples of many sizes, some perhaps empty."""
@@ -105,7 +74,7 @@ class Draw:
 
     def pixels(self, *shape: int) -> Tensor:
         """Raw images in uint8."""
-        return self._draw(shape, lambda s: self.integers(256, *s, dtype=torch.uint8))
+        return torch.randint(0, 256, shape, generator=self.generator, device=self.device, dtype=torch.uint8)
 
     def leaves(self, inputs: list[Input]) -> list[Tensor]:
         """Tensors of these kinds and shapes; values and weights require a gradient."""

@@ -1,6 +1,5 @@
 """The launchers of products, with their epilogues, for launchers.py."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,76 +25,42 @@ def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool 
     return *found, h, *(t.sum(0, dtype=wide(t)) for t in found)
 
 
-def gelu_and_slope(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(pre) and gelu'(pre) of pre = x W^T + b."""
-    pre = F.linear(x, weight, bias)
-    return F.gelu(pre), *gradients(F.gelu, (pre,), torch.ones_like(pre))
-
-
-def times_slope(dact: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """dact times the slope, and its column sums."""
-    dpre = dact * slope
-    return dpre, dpre.sum(0, dtype=wide(dpre))
-
-
 def added_up(found: tuple, count: int = 1) -> tuple:
     """The results of a backward, with the sums of the workspaces that are the last `count` of them."""
     return *found[:-count], *column_sums(found[-1], found[-count:])
+
+
+def layer(t: Draw, rows: int, out: int, inner: int) -> tuple[Tensor, ...]:
+    """The input, the weight and the bias of a linear layer."""
+    return t.values(rows, inner), t.weight(out, inner), t.values(out)
+
+
+def with_activation(s: Sizes, count: int, activation: str, save: str | bool) -> tuple[Launcher, Launcher]:
+    """Forward and backward of one layer and its activation, or of two layers, up and gate."""
+    m, d, f = s.rows, s.width, s.hidden
+    launcher, backward = ((mlp.linear_gelu, mlp.dgelu_matmul), (gated.gated_linear, gated.dgated_matmul))[count - 1]
+
+    def make(t: Draw) -> tuple:
+        return t.values(m, d), *(tensor for _ in range(count) for tensor in (t.weight(f, d), t.values(f)))
+
+    def formula(x, *parameters):
+        pre = tuple(F.linear(x, w, b) for w, b in zip(parameters[::2], parameters[1::2]))
+        return activated(activation, *pre), *(pre if save else ())
+
+    return Launcher(make, lambda *t: launcher(*t, activation, save), formula), Launcher(
+        lambda t: (t.values(m, d), t.weight(d, f), *(t.values(m, f) for _ in range(count))),
+        lambda *t: added_up(backward(*t, activation, True), count),
+        lambda g, w, *pre: activation_backward(g @ w, *pre, activation=activation, want_h=True),
+    )
 
 
 def products(s: Sizes) -> dict[str, Launcher]:
     """The linear layers of an encoder layer, forward and backward."""
     m, d, f = s.rows, s.width, s.hidden
     weights = {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}  # (outputs, inputs)
-
-    def layer(t: Draw, out: int, inner: int) -> tuple:
-        return t.values(m, inner), t.weight(out, inner), t.values(out)
-
-    def with_activation(count: int, activation: str, save: str | bool, variant: bool) -> tuple[Launcher, Launcher]:
-        """Forward and backward of one layer and its activation, or of two layers, up and gate."""
-        launcher, backward = ((mlp.linear_gelu, mlp.dgelu_matmul), (gated.gated_linear, gated.dgated_matmul))[count - 1]
-
-        def make(t: Draw) -> tuple:
-            return t.values(m, d), *(tensor for _ in range(count) for tensor in (t.weight(f, d), t.values(f)))
-
-        def formula(x, *parameters):
-            pre = tuple(F.linear(x, w, b) for w, b in zip(parameters[::2], parameters[1::2]))
-            return activated(activation, *pre), *(pre if save else ())
-
-        forward = Launcher(make, lambda *t: launcher(*t, activation, save), formula, variant)
-        return forward, Launcher(
-            lambda t: (t.values(m, d), t.weight(d, f), *(t.values(m, f) for _ in range(count))),
-            lambda *t: added_up(backward(*t, activation, True), count),
-            lambda g, w, *pre: activation_backward(g @ w, *pre, activation=activation, want_h=True),
-            variant,
-        )
-
     found = {}
-    for name, backward, count, activation, save in (
-        ("linear + gelu", "dgelu", 1, "gelu", "pre"),
-        ("linear + gelu, tanh, inference", "dgelu, tanh", 1, "gelu_tanh", ""),
-        ("linear + quick_gelu", "dgelu, quick_gelu", 1, "quick_gelu", "pre"),
-        ("linear + silu", "dgelu, silu", 1, "silu", "pre"),
-        ("gated linear", "dgated", 2, "silu", True),
-        ("gated linear, gelu, inference", "dgated, gelu", 2, "gelu", False),
-    ):
-        variant = backward not in ("dgelu", "dgated")
-        found[name], found[backward] = with_activation(count, activation, save, variant)
-    found["dgelu, act kept"] = Launcher(
-        lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-        lambda *t: added_up(mlp.dgelu_matmul(*t, "gelu", True, want_act=False)),
-        lambda g, w, pre: activation_backward(g @ w, pre, activation="gelu", want_h=False),
-        variant=True,
-    )
-    found["linear + gelu, slope kept"] = Launcher(
-        lambda t: layer(t, f, d), lambda *t: mlp.linear_gelu(*t, "gelu", "slope"), gelu_and_slope, variant=True
-    )
-    found["dgelu, from the slope"] = Launcher(
-        lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-        lambda *t: added_up(mlp.dgelu_matmul(*t, "slope", True, want_act=False)),
-        lambda g, w, slope: times_slope(g @ w, slope),
-        variant=True,
-    )
+    found["linear + gelu"], found["dgelu"] = with_activation(s, 1, "gelu", "pre")
+    found["gated linear"], found["dgated"] = with_activation(s, 2, "silu", True)
     for name, (out, inner) in weights.items():
         found[f"weight gradient, {name}"] = Launcher(
             lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
@@ -108,11 +73,11 @@ def products(s: Sizes) -> dict[str, Launcher]:
         )
     for name in ("fc2", "proj"):
         found[f"linear + residual, {name}"] = Launcher(
-            lambda t, size=weights[name]: (*layer(t, *size), t.values(m, size[0])),
+            lambda t, size=weights[name]: (*layer(t, m, *size), t.values(m, size[0])),
             lambda *t: linear.linear_residual(*t, None, None, s.tokens),
             ref.linear_residual,
         )
-    found["linear, qkv"] = Launcher(lambda t: layer(t, *weights["qkv"]), linear.linear, F.linear)
+    found["linear, qkv"] = Launcher(lambda t: layer(t, m, *weights["qkv"]), linear.linear, F.linear)
     for name, (out, inner) in weights.items():
         found[f"weight gradient, {name}, sum"] = Launcher(
             lambda t, out=out, inner=inner: (t.workspace(SPLITS, out, inner), t.values(0)),
@@ -130,34 +95,4 @@ def products(s: Sizes) -> dict[str, Launcher]:
             lambda *t, count=count, launcher=launcher, act=activation: added_up(launcher(*t, act, True), count),
             lambda *t, activation=activation: activation_backward(*t, activation=activation),
         )
-    return found | _with_factors(s)
-
-
-def _with_factors(s: Sizes) -> dict[str, Launcher]:
-    """Launchers with a layer scale and drop path."""
-    m, d, f = s.rows, s.width, s.hidden
-
-    def weight_gradient(g, x, w, ls):
-        product = g.t() @ x
-        product = product.to(wide(product))
-        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1)
-
-    def fp32_stream(t: Draw) -> tuple:
-        layer, res = (t.values(m, d), t.weight(d, d), t.values(d)), t.values(m, d, dtype=torch.float32)
-        return *layer, res, t.values(d), t.factors(s.batch)
-
-    def linear_residual(x, w, b, res, ls, drop):
-        x, res = (t.view(s.batch, s.tokens, d) for t in (x, res))
-        return ref.linear_residual(x, w, b, res, layer_scale=ls, drop_path=drop).view(m, d)
-
-    return {
-        "weight gradient, layer scale": Launcher(
-            lambda t: (t.values(m, d), t.values(m, f), t.weight(d, f), t.values(d)),
-            weight_grad.weight_grad_scaled,
-            weight_gradient,
-            variant=True,
-        ),
-        "linear + residual, factors, fp32 stream": Launcher(
-            fp32_stream, lambda *t: linear.linear_residual(*t, s.tokens), linear_residual, variant=True
-        ),
-    }
+    return found

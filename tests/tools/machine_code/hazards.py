@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .cubin import Code, name_of, opcode_of
+from cubin import Code, name_of, opcode_of
 
 OPERAND_REGISTERS = 4  # registers of the first operand in every thread, for 8, 16 and 32 bits alike
 OPEN = -1  # the age of a use whose group is not closed yet

@@ -7,6 +7,7 @@ judges its loads and stores.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import traceback
 from collections.abc import Iterator
@@ -15,18 +16,18 @@ from unittest import mock
 
 import torch
 import triton
+from every_launcher import LIBRARIES, Override, candidates, every_launcher
+from layouts import LaidOut
+from sanitizer import Finding, Sanitizer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels import rows
-from ...kernels.attention import launchers as attention
-from ...kernels.configs import tiles
-from ...kernels.configs.tiles import KernelConfig
-from . import Judge, Wrong
-from .draw import Sizes
-from .launcher import Launcher, Override, candidates, outputs
-from .launchers import every_launcher
-from .sanitizer import Finding, Sanitizer
+from vitfast.kernels import rows, tiles
+from vitfast.kernels.attention import launchers as attention
+from vitfast.kernels.tiles import KernelConfig
+from vitfast.tools.verify import Judge, Wrong
+from vitfast.tools.verify.draw import Sizes
+from vitfast.tools.verify.launcher import Launcher, outputs
 
 CPU = torch.device("cpu")
 # Sequences shorter than a block, longer than one, 5 and 1 longer than whole ones; heads of one or two chunks, padded.
@@ -41,7 +42,6 @@ ROWS = (
     Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
 )
 MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # more than a tile has rows
-LIBRARIES = ("cublas", "cublaslt")  # these providers launch no kernel of ours
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,11 @@ class Case:
 
 @dataclass
 class Report:
-    """The worst error of some cases, PyTorch's own there, and the faults, each with its case and tiles."""
+    """How often some cases ran, and the faults, each with its case and tiles."""
 
     runs: int = 0
-    error: float = 0.0
-    torch_error: float = 0.0
     wrong: list[str] = field(default_factory=list)
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    traceback: str = ""  # of the first exception
 
 
 def names() -> list[str]:
@@ -181,23 +178,21 @@ def check(*cases: Case) -> Report:
     report = Report()
     for case in cases:
         launcher = every_launcher(case.sizes)[case.name]
-        judge = Judge(launcher, case.dtype, CPU, case.layout)
+        judge = Judge(launcher, case.dtype, CPU, functools.partial(LaidOut, layout=case.layout))
         for label, used in variants(case):
             watch = Sanitizer()
             try:
-                _check_once(report, launcher, judge, watch, used)
+                _check_once(launcher, judge, watch, used)
             except Wrong as wrong:
-                report.error = max(report.error, wrong.error)
                 report.wrong.append(f"{label}: {wrong}")
             except Exception as problem:  # a kernel that does not run is a failed case, not the end of the plan
-                report.error, report.traceback = float("inf"), report.traceback or traceback.format_exc()
                 report.wrong.append(f"{label}: {_where(problem)}")
             report.runs += 1
             report.findings += [(label, finding) for finding in watch.findings]
     return report
 
 
-def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitizer, used: dict) -> None:
+def _check_once(launcher: Launcher, judge: Judge, watch: Sanitizer, used: dict) -> None:
     """Runs a case once.
 
     Raises Wrong where numbers are wrong, where no kernel ran, and where an input was overwritten, which it restores.
@@ -205,9 +200,7 @@ def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitiz
     before = tree_map_only(Tensor, Tensor.clone, judge.inputs)
     with watch:
         results = outputs(launcher.call(*judge.inputs))
-    error, torch_error = judge.judge(results)
-    if error > report.error:
-        report.error, report.torch_error = error, torch_error
+    judge.judge(results)
     if any(config.provider not in LIBRARIES for config in used.values()) and not watch.counts["reads"]:
         raise Wrong("no kernel ran")
     inputs = [pair for pair in zip(*map(tree_leaves, (judge.inputs, before))) if isinstance(pair[0], Tensor)]

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
+import shadow
 import torch
 import triton
 import triton.language as tl
@@ -44,7 +45,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import settle_lookups, shadow
+from vitfast.tools.verify import settle_lookups
 
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -202,13 +202,3 @@ def assembler_notes(ptx: str, capability: int) -> list[str]:
         options += ["-lineinfo", "-v", f"--gpu-name={arch}"]
         notes = _run(assembler, *options, str(source), "-o", str(result)).stderr
     return sorted(set(re.findall(r"\bC75\d\d\b", notes)))
-
-
-def ptxas_version(capability: int) -> str:
-    """The version of the ptxas that Triton runs for a compute capability, "12.9", or why there is none."""
-    from triton.backends.nvidia import compiler
-
-    try:
-        return compiler.get_ptxas(capability).version
-    except RuntimeError as error:
-        return str(error)

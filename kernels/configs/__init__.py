@@ -1,1 +1,0 @@
-"""Launch configurations as data, looked up by operation, GPU generation, dtype and shape."""
