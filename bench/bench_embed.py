@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import machine
 import pytest
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitfast import ViT
-from vitfast.eval.embedder import Embedder, Stages
+from vitfast.eval.embedder import Embedder
 
 MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
 ROUNDS, IMAGES = (5, 4096) if machine.GPU else (3, 48)
@@ -77,7 +78,8 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
     torch.manual_seed(0)
     vit = ViT.from_preset(s.model, img_size=s.image, num_classes=0).to(machine.DEVICE, DTYPE).eval()
     tokens = s.batch * s.tokens
-    embedder, script, stages = Embedder(vit, workers=WORKERS, tokens=tokens), Script(vit, s), Stages()
+    embedder, script = Embedder(vit, workers=WORKERS, tokens=tokens), Script(vit, s)
+    stages = SimpleNamespace(waiting=0.0)
     paths = sorted((folder / "train").rglob("*.jpg"))[:IMAGES]
     images = paths if stage == "files" else [Image.open(path).convert("RGB") for path in paths]
     if stage == "forward":

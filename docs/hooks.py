@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # this checkout's vitfast
 
 from vitfast.cli import main  # noqa: E402
 from vitfast.model.config import ViTConfig, check_of  # noqa: E402
-from vitfast.run.config import FIELDS, GROUPS, RUN_ONLY, Config, values  # noqa: E402
+from vitfast.run.config import FIELDS, RUN_ONLY, Config, values  # noqa: E402
 from vitfast.version import __version__  # noqa: E402
 
 
@@ -84,6 +84,20 @@ def shown(default) -> str:
     if isinstance(default, tuple):
         return ",".join(f"{number:.4g}" for number in default)
     return default if isinstance(default, str) else str(default).lower()
+
+
+# The headings of the settings' page, each above the field that begins its group.
+GROUPS = {
+    "name": "Model and length",
+    "optimizer": "Optimiser",
+    "objective": "Loss",
+    "sizes": "Images of many sizes",
+    "train_crop_mode": "Augmentation",
+    "crop_mode": "How evaluations cut images",
+    "dropout": "The model's parts",
+    "task": "Data",
+    "output": "Files, device and speed",
+}
 
 
 def settings_as_markdown() -> str:

@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from adapter_models import dtypes, hf_vit, tensor, timm_vit, tv_vit
+from adapter_models import dtypes, hf_vit, tensor, timm_vit
 from checks import gradients, randomize
-from vision_families import hugging_face_model
+from vision_families import hugging_face_model, torchvision_model
 
 import vitfast
 from vitfast import ops
@@ -24,7 +24,7 @@ MODELS = {
     "timm layer scale": lambda: timm_vit(**TIMM, init_values=0.5),
     "HF ViT": lambda: hf_vit(**HF, intermediate_size=1536),
     "HF DINOv2": hugging_face_model("Dinov2Model", **HF, mlp_ratio=2),
-    "torchvision": lambda: tv_vit(image_size=64, patch_size=16, hidden_dim=384, num_heads=6, mlp_dim=1536),
+    "torchvision": torchvision_model(image_size=64, patch_size=16, hidden_dim=384, num_heads=6, mlp_dim=1536),
 }
 
 

@@ -6,13 +6,17 @@ from examples import load
 STEPS = 8
 
 
-@pytest.mark.parametrize("name", ["hugging_face_trainer", "timm_model", "torchvision_model"])
+@pytest.mark.parametrize("library", ["transformers", "timm", "torchvision"])
 @pytest.mark.slow
-def test_each_example_trains(name, tmp_path, capsys):
-    if "trainer" in name:
+def test_each_example_trains(library, tmp_path, capsys):
+    arguments = ["--steps", str(STEPS)]
+    if library == "transformers":
         pytest.importorskip("accelerate", reason="Trainer needs Hugging Face's accelerate")
-    module = load(name)
-    arguments = ["--steps", str(STEPS)] + (["--output", str(tmp_path)] if "trainer" in name else [])
+        module = load("hugging_face_trainer")
+        arguments += ["--output", str(tmp_path)]
+    else:
+        module = load("library_model")
+        arguments += ["--library", library]
     losses, accuracy = module.main(arguments)
     said = capsys.readouterr().out  # before the first call
     assert "9 parts on vitfast, 1 left" in said and said.count("decided at the first call") == 1

@@ -4,37 +4,32 @@ import copy
 
 import pytest
 import torch
-from adapter_models import IMAGES, MAKERS, NAFLEX, NAMED, assert_same, dtypes, hf_vit, images_for, pair, run, timm_vit
-from adapter_models import outputs as outputs_of
-from checks import assert_close
+from adapter_models import IMAGES, NAFLEX, NAMED, dtypes, pair, timm_vit
+from checks import assert_close, outputs, results, slow_but
 
 import vitfast
 from vitfast import ops
 
 WITHOUT = dict(pos_embed="none", class_token=False, global_pool="avg")
-DTYPE_MODELS = {
-    "timm": timm_vit,
-    "timm without positions": lambda: timm_vit(**WITHOUT),  # the stream starts in autocast's dtype
-    "timm layer scale without positions": lambda: timm_vit(**WITHOUT, init_values=0.5),
-    "Hugging Face ViT": hf_vit,
-    "torchvision": MAKERS["torchvision"],
-    **{name: NAMED[name].make for name in ("timm EVA-02", "timm q and k norm", "transformers AIMv2", NAFLEX)},
-}
+LIBRARIES = ["timm ViT", "transformers ViT", "torchvision ViT"]
+OTHERS = ["timm EVA-02", "timm q and k norm", "transformers AIMv2", NAFLEX]
+STARTS_IN_16_BITS = "timm without positions"  # its stream has autocast's dtype
 
 
-@pytest.mark.parametrize("name", DTYPE_MODELS)
+@pytest.mark.parametrize("name", slow_but(["timm ViT"], [*LIBRARIES, *OTHERS, STARTS_IN_16_BITS]))
 def test_autocast_gives_the_originals_dtypes_and_accuracy(name):
-    model, original = pair(DTYPE_MODELS[name]())
-    batch = images_for(name)
+    model, original = pair(NAMED[name].make() if name in NAMED else timm_vit(**WITHOUT, init_values=0.5))
+    batch = NAMED[name].batch() if name in OTHERS else {"pixel_values" if "transformers" in name else "x": IMAGES}
+    double = copy.deepcopy(original).double()
     in_double = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    truth, wanted = run(copy.deepcopy(original).double(), in_double)
-    if name not in NAMED:
+    truth, wanted = results(double, double, in_double)
+    if name not in OTHERS:
         with torch.autocast("cpu", torch.bfloat16):
             assert dtypes(model, IMAGES) == dtypes(original, IMAGES)
     errors = []
     for each in (model, original):
         with torch.autocast("cpu", torch.bfloat16):
-            outs, grads = run(each, batch)
+            outs, grads = results(each, each, batch)
         assert all(grads[key] is None or grads[key].dtype == torch.float32 for key in wanted)
         missed = sum((grads[key] - g).norm() for key, g in wanted.items() if g is not None)
         out = (outs[0].double() - truth[0]).norm() / truth[0].norm()
@@ -45,6 +40,7 @@ def test_autocast_gives_the_originals_dtypes_and_accuracy(name):
     assert my_gradients < 2 * their_gradients + 1e-3
 
 
+@pytest.mark.slow
 def test_residual_dtype_can_be_chosen_under_autocast():
     bf16, fp32 = torch.bfloat16, torch.float32
 
@@ -57,27 +53,24 @@ def test_residual_dtype_can_be_chosen_under_autocast():
             model(IMAGES)
         return seen
 
-    assert stream(vitfast.accelerate(timm_vit())) == [fp32, fp32]
     assert stream(vitfast.accelerate(timm_vit(), residual_in_fp32=False)) == [bf16, bf16]
     assert stream(vitfast.accelerate(timm_vit(**WITHOUT, fc_norm=False), residual_in_fp32=True)) == [fp32, fp32]
-    assert stream(vitfast.accelerate(timm_vit(**WITHOUT, fc_norm=False))) == [bf16, bf16]
     model = vitfast.accelerate(vitfast.accelerate(timm_vit(), residual_in_fp32=False))
     assert stream(model)[0] == fp32, "the last call decides"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 def test_what_backward_would_compute_again_can_be_kept():
-    """Of each layer two norms' outputs and the input of the MLP's last layer; results are the same."""
-    model, original = pair(timm_vit())
+    """Of each layer two norms' outputs and the input of the MLP's last layer."""
+    model = timm_vit(depth=1)
 
     def numbers(**options) -> int:
         kept = {}
         remember = lambda t: kept.update({t.data_ptr(): t.numel()}) or t  # noqa: E731
         with ops.use_kernels("on"):
-            run(vitfast.accelerate(model, **options), dict(x=IMAGES))  # compiled before numbers are counted
+            outputs(vitfast.accelerate(model, **options), [IMAGES])  # compiled before numbers are counted
             with torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
-                run(model, dict(x=IMAGES))
-            assert_same(model, original, dict(x=IMAGES))
+                outputs(model, [IMAGES])
         return sum(kept.values())
 
     tokens, (block, *_) = 2 * 5, model.blocks
@@ -87,12 +80,10 @@ def test_what_backward_would_compute_again_can_be_kept():
         vitfast.accelerate(model, keep="auto")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("library", MAKERS)
-def test_a_model_in_one_dtype(library, dtype):
-    model, original = (each.to(dtype) for each in pair(MAKERS[library]()))
-    images = IMAGES.to(dtype)
-    assert dtypes(model, images) == dtypes(original, images) == [dtype] * 3
-    batch = {"pixel_values" if library == "Hugging Face" else "x": images}
-    atol = 0.05 if dtype == torch.bfloat16 else 1e-12
-    assert_close(outputs_of(model, batch)[0], outputs_of(original, batch)[0], atol=atol)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_model_in_16_bits(name):
+    model, original = (each.to(torch.bfloat16) for each in pair(NAMED[name].make()))
+    images = IMAGES.to(torch.bfloat16)
+    assert dtypes(model, images) == dtypes(original, images) == [torch.bfloat16] * 3
+    assert_close(*(outputs(each, [images])[0] for each in (model, original)), atol=0.05)

@@ -7,12 +7,10 @@ import pytest
 import timm
 import torch
 from adapter_models import IMAGES, assert_same, counted, hf_vit, left, pair, report, timm_vit
-from checks import assert_close
+from checks import assert_close, slow_but
 
 import vitfast
 from vitfast.backend import eager
-
-DEEP = dict(depth=12)
 
 
 @pytest.fixture
@@ -29,29 +27,24 @@ def compiled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "make, most",
-    [
-        (lambda: timm_vit(**DEEP), 1),
-        (lambda: timm_vit(**DEEP, drop_path_rate=0.1), 3),
-        (lambda: hf_vit(num_hidden_layers=12), 3),
-    ],
-    ids=["timm", "drop path", "transformers"],
-)
-def test_equal_layers_are_compiled_together(make, most, compiled):
-    model, original = pair(make().train())
-    name = "x" if "timm" in type(model).__module__ else "pixel_values"
-    assert_same(model, original, {name: IMAGES}, atol=1e-4, rtol=1e-3)
-    assert 1 <= len(compiled) <= most
-    assert Counter(entry.part for entry in report(model).replaced)["attention block"] == 12
-    assert_same(model, original, {name: IMAGES.flip(0)}, atol=1e-4, rtol=1e-3)
-    assert len(compiled) <= most
+MAKERS = {
+    "timm": lambda: timm_vit(depth=6),
+    "drop path": lambda: timm_vit(depth=6, drop_path_rate=0.1),
+    "transformers": lambda: hf_vit(num_hidden_layers=6),
+}
 
 
-MODES = ["train", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eval", "no gradients", "autocast"))]
+@pytest.mark.parametrize("name", slow_but(["drop path"], MAKERS))
+def test_equal_layers_are_compiled_together(name, compiled):
+    model, original = pair(MAKERS[name]().train())
+    batch = {"pixel_values" if name == "transformers" else "x": IMAGES}
+    for _ in range(2):
+        assert_same(model, original, batch, tolerance=1e-3)
+        assert 1 <= len(compiled) <= (1 if name == "timm" else 3)
+    assert Counter(entry.part for entry in report(model).replaced)["attention block"] == 6
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["train"], ["train", "eval", "no gradients", "autocast"]))
 def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
     """A batch of one once more: Dynamo takes lengths of one for constants."""
     model, original = (each.train(mode == "train") for each in pair(timm_vit(dynamic_img_size=True)))
@@ -73,6 +66,7 @@ def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
     assert len(compiled) <= 3 and not left(model)
 
 
+@pytest.mark.slow
 def test_windows_of_another_batch_keep_their_sides_as_numbers(monkeypatch):
     """Dynamo takes half a minute for Swin's layers where all lengths are symbols."""
     lengths, rewrite = [], eager.replace_blocks
@@ -94,15 +88,9 @@ def test_windows_of_another_batch_keep_their_sides_as_numbers(monkeypatch):
     assert lengths.count([False, True, True, True]) == 2, "once for each of two kinds of layers"
 
 
-def few(monkeypatch) -> None:
-    """A limit of one graph for the layers of a list."""
-    monkeypatch.setattr(eager, "FUNCTIONS", 1)
-    monkeypatch.setattr(eager, "_LIMIT", dict(recompile_limit=1) if eager._TOLD else {})
-
-
 @pytest.mark.skipif(not eager._TOLD, reason="torch 2.11 has no limit of our own")
 def test_the_limit_is_not_met_in_silence(monkeypatch):
-    few(monkeypatch)
+    monkeypatch.setattr(eager, "_LIMIT", dict(recompile_limit=1))
     model, original = pair(timm_vit())
     assert_same(model, original, dict(x=IMAGES))
     assert not left(model)
@@ -112,6 +100,7 @@ def test_the_limit_is_not_met_in_silence(monkeypatch):
     assert not counted(model, dict(x=IMAGES))["attention_block"]
 
 
+@pytest.mark.slow
 def test_dynamo_that_is_switched_off_is_said():
     model, original = pair(timm_vit())
     with torch.compiler.set_stance("force_eager"):
@@ -122,6 +111,7 @@ def test_dynamo_that_is_switched_off_is_said():
     assert not left(model)
 
 
+@pytest.mark.slow
 def test_the_tenth_model_of_a_process_is_accelerated():
     """Dynamo allows eight graphs for one code, which transformers' layers share."""
     model = hf_vit()

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from adapter_models import ALL_PARTS, IMAGES, assert_same, hf_vit, left, pair, report, timm_vit
+from adapter_models import ALL_PARTS, IMAGES, assert_same, left, pair, report, timm_vit
 from checks import assert_close
 from torch import nn
 from torch.autograd import forward_ad
@@ -23,12 +23,10 @@ def doubled(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("called", [False, True])
-def test_a_replica_of_data_parallel_runs_its_own_weights(called):
+def test_a_replica_of_data_parallel_runs_its_own_weights():
     """It has the attributes of the original, also the call in place of its code."""
     model, original = pair(timm_vit().eval())
-    if called:
-        model(IMAGES)
+    model(IMAGES)
     replicas = []
     for each in (model, original):
         replica = each.blocks[0]._replicate_for_data_parallel()
@@ -48,6 +46,7 @@ class Snapshots:
         Snapshots.taken += [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
 
 
+@pytest.mark.slow
 def test_copies_that_a_hook_makes_are_their_own():
     """While its hooks run, a layer has a forward on its instance."""
     (model, original), tokens = pair(timm_vit().eval()), torch.randn(2, 5, 32)
@@ -60,6 +59,7 @@ def test_copies_that_a_hook_makes_are_their_own():
     assert len(Snapshots.taken) == 2 and "forward" not in vars(model.blocks[0])
 
 
+@pytest.mark.slow
 def test_a_forward_that_a_hook_sets_stays():
     models = pair(timm_vit().eval())
 
@@ -96,14 +96,14 @@ def raises(*_):
     raise ValueError("the user's")
 
 
-def failing(model: nn.Module) -> None:
-    """Calls that fail in the library's code, and one that Dynamo cannot capture whole."""
+def test_a_call_that_fails_loses_no_operation_of_later_ones():
+    """Calls that fail in the library's code, and some that Dynamo cannot capture whole."""
+    model, original = pair(timm_vit())
     hook = model.blocks[1].mlp.register_forward_pre_hook(raises)
     for call in (
         lambda: model(IMAGES),
         lambda: model(torch.randn(2, 3, 16, 24)),
         lambda: model(IMAGES.double()),
-        lambda: model(IMAGES[0]),
         lambda: model.norm(torch.randn(2, 5, 32), out=None),
     ):
         with pytest.raises((ValueError, RuntimeError, AssertionError, TypeError)):
@@ -112,23 +112,14 @@ def failing(model: nn.Module) -> None:
     hook = model.blocks[1].mlp.register_full_backward_hook(lambda *_: None)
     model(IMAGES)
     hook.remove()
-    for block in model.blocks:
+    for block in (*model.blocks, *original.blocks):
         block.attn.fused_attn = False  # which has no tangents
     with forward_ad.dual_level():
         model(forward_ad.make_dual(IMAGES, IMAGES))
-
-
-def test_a_call_that_fails_loses_no_operation_of_later_ones():
-    model, original = pair(timm_vit())
-    for each in (model, original):
-        failing(each)
     assert_same(model, original, dict(x=IMAGES))
     assert len(report(model).replaced) == ALL_PARTS and not left(model)
 
 
 def test_the_report_on_a_model_leaves_that_on_graphs_as_it_is():
-    compiled = torch.compile(timm_vit().eval(), backend="vitfast", options={"inner": "eager"})
-    compiled(IMAGES)
-    before = str(backend.report())
-    report(vitfast.accelerate(hf_vit()))
-    assert str(backend.report()) == before
+    before = list(backend._reports)
+    assert report(vitfast.accelerate(timm_vit())).replaced and list(backend._reports) == before

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import slow_but
 from compiled import compare
 from torch import nn
 
@@ -42,30 +43,18 @@ def rearranged(s, x, B):
     return s.linear(x.reshape(B, 3, 4, P, 4, P).permute(0, 2, 4, 3, 5, 1).reshape(B, 16, -1)) + s.patch_pos
 
 
-def wide(s, x, B):
-    """Patches of 4 x 16, which have as many pixels as those of 8 x 8."""
-    return s.linear(
-        x.unflatten(3, (2, 16)).unflatten(2, (8, 4)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).flatten(2)
-    )
-
-
 def numbers(values):
     return torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
 
 
 FLOATS = {
-    "patches alone": lambda s, x, B: s.patches(x),
-    "positions": lambda s, x, B: s.patches(x) + s.patch_pos.expand(B, -1, -1),
     "class token": lambda s, x, B: s.tokens(x, s.cls) + s.pos,
-    "class vector": lambda s, x, B: torch.cat([s.vector.expand(B, 1, -1), s.patches(x)], dim=1) + s.pos[0],
     "positions first": lambda s, x, B: torch.cat([s.cls.repeat(B, 1, 1), s.patches(x) + s.patch_pos], 1),
     "registers after": lambda s, x, B: torch.cat([s.reg.expand(B, -1, -1), s.tokens(x, s.cls) + s.pos], 1),
     "registers before": lambda s, x, B: s.tokens(x, s.cls, s.reg) + torch.cat([s.pos, s.reg], 1),
     "rearranged": rearranged,
     "unfolded": unfolded,
     "F.unfold": lambda s, x, B: s.linear(F.unfold(x, P, stride=P).transpose(1, 2)),
-    "patches of 4 x 16": wide,
-    "F.unfold by 16 x 4": lambda s, x, B: s.linear(F.unfold(x, (16, 4), stride=(16, 4)).transpose(1, 2)) + s.patch_pos,
     "one channel": lambda s, x, B: F.linear(
         x[:, :1].clone().reshape(B, 1, 2, 16, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(B, 16, -1),
         s.linear.weight[:, :64],
@@ -87,7 +76,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*FLOATS, *PIXELS, *OTHERS])
+QUICK = ("registers after", "rearranged", "one factor", "overlapping", "pixels squared")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, [*FLOATS, *PIXELS, *OTHERS]))
 def test_a_patch_embedding_is_replaced_and_equal_or_left(name):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(3, 3, 32, 32, dtype=torch.float64, generator=generator)
@@ -99,14 +91,14 @@ def test_a_patch_embedding_is_replaced_and_equal_or_left(name):
     assert all("grid" not in name or "not the same numbers" in entry.why for entry in backend.report().left)
 
 
-@pytest.mark.parametrize("pixels", [False, True])
+@pytest.mark.parametrize("pixels", slow_but([True], [False, True]))
 def test_pixels_that_fill_no_patch_are_left_out(pixels):
     images = torch.randint(256, (3, 3, 37, 35), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     model = Embedding(PIXELS["one factor"] if pixels else FLOATS["class token"])
     assert compare(model, images if pixels else images.double()) == {"patch embedding": 1}
 
 
-@pytest.mark.parametrize("after", ["returned", "seen by a view", "pooled"])
+@pytest.mark.parametrize("after", slow_but(["seen by a view"], ["returned", "seen by a view", "pooled"]))
 def test_a_projection_alone_is_replaced_and_keeps_its_layout(after):
     ways = {
         "returned": lambda y: y,

@@ -3,27 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import block, compare
-from torch import nn
+from checks import slow_but
+from compiled import Spelled, compare
 
 from vitfast.backend.arguments import shown_keys
 
 INF = float("inf")
-
-
-class Model(nn.Module):
-    def __init__(self, attend):
-        super().__init__()
-        self.m, self.attend = block("", "")[0], attend
-        self.module = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.double()
-
-    def forward(self, x, lengths):
-        h = self.m.norm1(x)
-        if self.attend is module:
-            return x + module(self, h, lengths)
-        q, k, v = self.m.qkv(h).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return x + self.m.proj(self.attend(self, q, k, v, lengths).transpose(1, 2).flatten(2))
 
 
 def shown(lengths, tokens=7):
@@ -31,33 +16,21 @@ def shown(lengths, tokens=7):
 
 
 def sdpa(mask):
-    return lambda s, q, k, v, n: F.scaled_dot_product_attention(q, k, v, mask(s, n))
+    return lambda s, x, n: s.add(x, F.scaled_dot_product_attention(*s.heads(x), mask(s, n)))
 
 
 def softmax(fill):
-    return lambda s, q, k, v, n: fill(s, q @ k.transpose(-2, -1) * 8**-0.5, n).softmax(-1) @ v
+    def forward(s, x, n):
+        q, k, v = s.heads(x)
+        return s.add(x, fill(s, q @ k.transpose(-2, -1) * 8**-0.5, n).softmax(-1) @ v)
 
-
-def module(s, h, lengths):
-    return s.module(h, h, h, key_padding_mask=lengths[:, None] <= torch.arange(7), need_weights=False)[0]
+    return forward
 
 
 def changed(s, lengths):
     mask = shown(lengths)
     mask[:, 5] = True
     return mask[:, None, None]
-
-
-def changed_by_a_view(s, lengths):
-    mask = shown(lengths)
-    mask[:, None, None][..., 5] = True
-    return mask[:, None, None]
-
-
-def zeros_changed(s, lengths):
-    zeros = torch.zeros(3, 7).double()
-    zeros[:, 0] = 2.0
-    return zeros.masked_fill(~shown(lengths), -INF)[:, None, None]
 
 
 def truths_changed(s, lengths):
@@ -74,14 +47,11 @@ def counted_twice(s, lengths):
 
 LENGTHS = {
     "sdpa": sdpa(lambda s, n: shown(n)[:, None, None]),
-    "sdpa, expanded": sdpa(lambda s, n: shown(n).view(3, 1, 1, 7).expand(3, 4, 7, 7)),
     "sdpa, negated": sdpa(lambda s, n: ~(torch.arange(0, 7) >= n.view(3, 1, 1, 1))),
-    "sdpa, another order": sdpa(lambda s, n: (n.unsqueeze(-1) > torch.arange(7)[None]).unsqueeze(1).unsqueeze(1)),
     "masked_fill": softmax(lambda s, l, n: l.masked_fill(~shown(n)[:, None, None], -INF)),
     "where": softmax(lambda s, l, n: torch.where(shown(n)[:, None, None], l, -INF)),
-    "where, the other way": softmax(lambda s, l, n: torch.where(shown(n)[:, None, None].logical_not(), -INF, l)),
     "method where": softmax(lambda s, l, n: l.where(shown(n)[:, None, None], -INF)),
-    "module": module,
+    "module": lambda s, x, n: s.attend(x, key_padding_mask=n[:, None] <= torch.arange(7)),
     "numbers": sdpa(lambda s, n: torch.zeros(3, 7).double().masked_fill(~shown(n), -INF)[:, None, None]),
     "numbers, where": softmax(lambda s, l, n: l + torch.where(shown(n), 0.0, -INF).double()[:, None, None]),
     "with a bias": softmax(lambda s, l, n: (l + s.m.table).masked_fill(~shown(n)[:, None, None], -INF)),
@@ -93,10 +63,7 @@ BIAS = {
     "hides the first ones": sdpa(lambda s, n: torch.arange(7) >= n[:, None, None, None] - 1),
     "fills what is shown": softmax(lambda s, l, n: l.masked_fill(torch.arange(7) < n[:, None, None, None] - 1, -INF)),
     "another order of keys": sdpa(lambda s, n: shown(n)[:, [3, 1, 0, 2, 4, 6, 5]][:, None, None]),
-    "flipped": sdpa(lambda s, n: shown(n).flip(-1)[:, None, None]),
     "changed in place": sdpa(changed),
-    "changed by a view of it": sdpa(changed_by_a_view),
-    "zeros changed in place": sdpa(zeros_changed),
     "truth values changed in place": sdpa(truths_changed),
     "places changed in place": sdpa(counted_twice),
     "each second key": sdpa(lambda s, n: (torch.arange(0, 14, 2) % 5 < n[:, None])[:, None, None]),
@@ -104,13 +71,12 @@ BIAS = {
     "numbers, shown ones are 1": sdpa(
         lambda s, n: torch.ones(3, 7).double().masked_fill(~shown(n), -INF)[:, None, None]
     ),
-    "no lengths": sdpa(lambda s, n: torch.ones(7, 7, dtype=torch.bool).tril()),
-    "another mask": softmax(lambda s, l, n: l.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -INF)),
 }
 LEFT = {
     "fills by a tensor": softmax(lambda s, l, n: torch.where(shown(n)[:, None, None], l, torch.tensor(-INF).double())),
     "fills by a small number": softmax(lambda s, l, n: l.masked_fill(~shown(n)[:, None, None], -2.0)),
 }
+QUICK = ("masked_fill", "module", "hides the first ones", "places changed in place", "fills by a small number")
 
 
 def test_lengths_of_samples_prove_nothing_for_lengths_of_queries():
@@ -119,11 +85,11 @@ def test_lengths_of_samples_prove_nothing_for_lengths_of_queries():
     samples = torch.tensor([4, 7, 2])[:, None, None, None]
     for lengths, expand in ((samples, True), (queries, False), (samples, True)):
         mask = sdpa(lambda s, n, e=expand: (torch.arange(7) < n).expand(3, 4, 7, 7) if e else torch.arange(7) < n)
-        done = compare(Model(mask), x, lengths, inner="eager", tolerance=1e-9)
+        done = compare(Spelled(mask), x, lengths, inner="eager", tolerance=1e-9)
         assert done["attention block"] == 1
 
 
-@pytest.mark.parametrize("name", [*LENGTHS, *BIAS, *LEFT])
+@pytest.mark.parametrize("name", slow_but(QUICK, [*LENGTHS, *BIAS, *LEFT]))
 def test_a_mask_is_lengths_where_it_is_computed_as_such(name):
     used = []
 
@@ -134,6 +100,6 @@ def test_a_mask_is_lengths_where_it_is_computed_as_such(name):
     torch.manual_seed(0)
     attend = (LENGTHS | BIAS | LEFT)[name]
     x = torch.randn(3, 7, 32, dtype=torch.float64)
-    done = compare(Model(attend), x, torch.tensor([4, 7, 2]), inner=inner, tolerance=1e-9)
+    done = compare(Spelled(attend), x, torch.tensor([4, 7, 2]), inner=inner, tolerance=1e-9)
     assert done["attention block"] == (name not in LEFT)
     assert sum(used) == (name in LENGTHS)

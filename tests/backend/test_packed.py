@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_close
-from compiled import run
+from checks import assert_equal, results, slow_but
 from torch import nn
 
 from vitfast import backend, ops
@@ -54,10 +53,6 @@ def heads_first(q, k, v, lengths):
     return torch.cat(o, dim=2).transpose(1, 2)
 
 
-def reversed_order(q, k, v, lengths):
-    return torch.cat([attend(*three) for three in split((q, k, v), lengths)][::-1], 1)
-
-
 def other_keys(q, k, v, lengths):
     pieces = list(split((q, k, v), lengths))
     return torch.cat([attend(q, k, v) for (q, _, _), (_, k, v) in zip(pieces, pieces[::-1])], 1)
@@ -68,14 +63,6 @@ def other_lengths(q, k, v, lengths):
     return torch.cat([attend(*q, *kv) for q, kv in zip(split((q,), lengths), keys)], 1)
 
 
-def some_causal(q, k, v, lengths):
-    return torch.cat([attend(*three, is_causal=not i) for i, three in enumerate(split((q, k, v), lengths))], 1)
-
-
-def some_scaled(q, k, v, lengths):
-    return torch.cat([attend(*three, scale=0.2 + i) for i, three in enumerate(split((q, k, v), lengths))], 1)
-
-
 def masked(q, k, v, lengths):
     mask = torch.tensor([1.0, 0.0]).double().view(2, 1, 1)
     return torch.cat([attend(*three, attn_mask=mask) for three in split((q, k, v), lengths)], 1)
@@ -83,12 +70,6 @@ def masked(q, k, v, lengths):
 
 def dropped(q, k, v, lengths):
     return torch.cat([attend(*three, dropout_p=1.0) for three in split((q, k, v), lengths)], 1)
-
-
-def lengths_changed(q, k, v, lengths):
-    o = torch.cat([attend(*three) for three in split((q, k, v), lengths)], 1)
-    lengths.fill_(3)
-    return o
 
 
 def lengths_changed_before(q, k, v, lengths):
@@ -104,8 +85,7 @@ def other_order(q, k, v, lengths):
     return torch.cat([attend(*t) for t in zip(*(torch.split(t, sizes, dim=2) for t in (q, k, v)))], 1)
 
 
-LEFT = [reversed_order, other_keys, other_lengths, some_causal, some_scaled, masked, dropped, lengths_changed]
-LEFT += [lengths_changed_before, other_order]
+LEFT = [other_keys, other_lengths, masked, dropped, lengths_changed_before, other_order]
 
 
 def compared(model, *offsets, **options) -> tuple[Counter, list]:
@@ -120,13 +100,9 @@ def compared(model, *offsets, **options) -> tuple[Counter, list]:
     compiled = backend.compile(model, options={"inner": inner}, fullgraph=True, **options)
     for each in offsets:
         inputs = torch.randn(each[-1], 32).double(), torch.randn(each[-1], 16).double(), torch.tensor(each).int()
-        expected, wanted = run(model, model, inputs)
+        expected = results(model, model, inputs)
         with lengths_as_symbols(), mock.patch.object(torch, "split", split_pieces):
-            found, given = run(compiled, model, inputs)
-        assert_close(found, expected, atol=1e-9)
-        assert given.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            assert_close(given[name], gradient, atol=1e-9, rtol=1e-9, name=name)
+            assert_equal(results(compiled, model, inputs), expected, 1e-9)
     return Counter(entry.kind for entry in backend.report().replaced), graphs
 
 
@@ -145,8 +121,8 @@ def model_of(pieces, layers=1, norm=None) -> nn.Module:
     return Model().double()
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("pieces", [plain, heads_first])
+@pytest.mark.parametrize("dynamic", slow_but([True], [None, True]))
+@pytest.mark.parametrize("pieces", slow_but([heads_first], [plain, heads_first]))
 def test_layers_are_replaced_for_all_lengths(pieces, dynamic):
     packings = [[0, 5, 14], [0, 11, 14], [0, 2, 14]]
     done, graphs = compared(model_of(pieces, layers=2), *packings, dynamic=dynamic)
@@ -158,11 +134,7 @@ def test_layers_are_replaced_for_all_lengths(pieces, dynamic):
     assert sum(node.target == "item" for node in graph.nodes) == 2  # the host waits for each
 
 
-def test_windows_are_replaced():
-    done, graphs = compared(model_of(plain), [0, 4, 8, 10, 14, 18, 20, 22], [0, 2, 8, 10, 14, 17, 20, 22])
-    assert done == {"attention block": 1, "MLP block": 1} and len(graphs) == 1
-
-
+@pytest.mark.slow
 def test_one_axis_of_samples_is_kept():
     model = model_of(plain)
     model.forward = lambda x, angles, offsets, layers=model.layers: layers[0](x[None], angles, offsets)[0]
@@ -175,7 +147,7 @@ def test_attention_is_replaced_alone_where_its_block_is_none():
     assert done["attention"] == 1 and done["MLP block"] == 1 and not done["attention block"]
 
 
-@pytest.mark.parametrize("pieces", LEFT)
+@pytest.mark.parametrize("pieces", slow_but([masked, other_order], LEFT))
 def test_what_is_no_attention_of_packed_samples_is_left(pieces):
     offsets = [0, 5, 14], [0, 7, 14]
     done, graphs = compared(model_of(pieces), *offsets)

@@ -49,11 +49,11 @@ BAD = [
     (None, f"{DIGITS} --img-size 30", "image size 30 x 30 is no multiple of the patch size 8 x 8"),
     (None, f"{DIGITS} --img-size 4", "image size 4 x 4"),
     (config_file, "pretrain --config ROOT/c.yaml", "c.yaml cannot be read as YAML"),
-    (None, f"{DIGITS} --steps 3 --epochs 2", "epochs 2.0 and steps 3 are two lengths of one run; give one of them"),
+    (None, f"{DIGITS} --steps 3 --epochs 2", "epochs 2 and steps 3 are two lengths of one run; give one of them"),
     (None, f"{DIGITS} --steps 3 --set epochs=2", "epochs 2 and steps 3 are two lengths of one run"),
     (two_lengths, f"{DIGITS} --config ROOT/both.yaml", "epochs 4 and steps 5 are two lengths of one run"),
     (None, f"{DIGITS} --set num_classes=7", "num_classes=7, and data set 'digits' has 10 classes: leave"),
-    (None, f"{DIGITS} --lr 1e300", "lr must be positive, and at most 1e9, got 1e+300"),
+    (None, f"{DIGITS} --lr 1e300", "lr must be positive, and at most 1e9, got '1e300'"),
     (None, f"{DIGITS} --set crop_pct=0.0001", "crop_pct must lie in [0.1, 1], got '0.0001'"),
     (None, "pretrain --recipe digits --data hfds/", "--data hfds/ names no data set; write its name or folder"),
     (None, "pretrain --recipe digits --data wds/", "--data wds/ names no data set; write its name or folder after it"),
@@ -114,7 +114,7 @@ def test_debug_raises_what_is_else_one_line():
         cli.main(["pretrain", "--recipe", "nope", "--data", "digits", "--output", "r", "--debug"])
 
 
-@pytest.mark.parametrize("args", [["pretrain", "--steps", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)
+@pytest.mark.parametrize("args", [["tune", "--seconds", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)
 def test_wrong_usage_exits_2(capsys, args):
     code, _, err = run_cli(capsys, *args)
     assert code == 2 and "usage: vitfast" in err

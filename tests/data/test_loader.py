@@ -12,7 +12,6 @@ from vitfast import InputError
 from vitfast.data.loader import open_data
 from vitfast.data.samples import Samples, stream_keys
 from vitfast.data.shards import Shards, ShardSamples
-from vitfast.data.sources import labels_of
 
 CPU = torch.device("cpu")
 
@@ -63,12 +62,12 @@ def test_digits_split_is_fixed_and_disjoint():
 def test_subsets_of_a_data_set():
     whole = open_data(digits(), (32, 32), (8, 8), CPU)
     few = open_data(digits(shots=5), (32, 32), (8, 8), CPU)
-    assert np.bincount(labels_of(few.train)).tolist() == [5] * 10 and len(few.val) == len(whole.val)
+    assert np.bincount(few.train.labels).tolist() == [5] * 10 and len(few.val) == len(whole.val)
     assert few.train.indices == open_data(digits(shots=5), (32, 32), (8, 8), CPU).train.indices
     assert few.train.indices != open_data(digits(shots=5, seed=1), (32, 32), (8, 8), CPU).train.indices
     held = open_data(digits(hold_out=0.2), (32, 32), (8, 8), CPU)
     assert not set(held.train.indices) & set(held.val.indices) and len(held.train) + len(held.val) == len(whole.train)
-    assert min(np.bincount(labels_of(held.val))) >= 27  # a fifth of each class
+    assert min(np.bincount(held.val.labels)) >= 27  # a fifth of each class
     assert len(open_data(digits(train_images=700), (32, 32), (8, 8), CPU).train) == 700
 
 

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from coverage_of import Coverage, accelerated, compiled, page, row, shares
+from checks import slow_but
+from coverage_of import accelerated, compiled, page, row, shares
 from torch import nn
-from vision_encoders import ENCODERS, Encoder
+from vision_encoders import ENCODERS
 from vision_families import FAMILIES, Family
 
 PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
-NAMES = {f"{encoder.library} {encoder.family.name}": encoder for encoder in ENCODERS}
+NAMES = {f"{encoder.library} {encoder.name}": encoder for encoder in ENCODERS}
 HANDWRITTEN = [name for name in NAMES if name.startswith("torch as ")]
-FEW = ("timm ViT", "timm cait_xxs24_224", "transformers BlipVisionModel", "torchvision ViT", "open_clip CLIP")
-FEW += ("timm SAM", *HANDWRITTEN)
-ROWS = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+FEW = ("torchvision ViT", *HANDWRITTEN[3:6])
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -27,7 +26,7 @@ def rows_of(text: str) -> list[list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", slow_but(FEW, NAMES))
 def test_an_encoder_has_the_row_of_the_page(name):
     encoder = NAMES[name]
     pytest.importorskip(encoder.library)
@@ -37,7 +36,7 @@ def test_an_encoder_has_the_row_of_the_page(name):
 def test_the_page_has_every_encoder_and_the_share_of_blocks():
     rows = rows_of(PAGE.read_text())
     libraries = list(dict.fromkeys(encoder.library for encoder in ENCODERS))
-    named = sorted(((e.library, e.family.name) for e in ENCODERS), key=lambda e: libraries.index(e[0]))
+    named = sorted(((e.library, e.name) for e in ENCODERS), key=lambda e: libraries.index(e[0]))
     assert [tuple(cells[:2]) for cells in rows] == named and len(NAMES) == len(ENCODERS) >= len(FAMILIES) + 140
     last = PAGE.read_text().splitlines()[-1]
     assert last == shares([cells[1:] for cells in rows])
@@ -61,18 +60,9 @@ class Doubled(nn.Module):
         return x * (2.0 if torch.compiler.is_compiling() else self.factor)
 
 
-def test_other_numbers_are_wrong_and_two_doors_are_two_texts(monkeypatch):
+def test_other_numbers_are_wrong():
     make = lambda: nn.Sequential(nn.Linear(32, 4), Doubled())  # noqa: E731
-    encoder = Encoder(Family("torch", "doubling", make, lambda: dict(input=torch.randn(2, 5, 32))))
-    for door in (accelerated, compiled):
-        found = door(encoder)
-        assert not found.right and found.error > 0.1 and not found.failure
-        broken = door(Encoder(Family("torch", "broken", lambda: 1 / 0, dict)))
-        assert broken.failure.startswith("ZeroDivisionError") and not broken.right
+    encoder = Family("torch", "doubling", make, lambda: dict(input=torch.randn(2, 5, 32)))
+    assert all(door(encoder).error > 0.1 for door in (accelerated, compiled))
     with pytest.raises(AssertionError, match="doubling"):
         row(encoder)
-    left = dict(left={"a reason": 2})
-    monkeypatch.setattr("coverage_of.accelerated", lambda _: Coverage(**left, mlp=(1, 2)))
-    monkeypatch.setattr("coverage_of.compiled", lambda _: Coverage(**left, mlp=(2, 2)))
-    cells = row(encoder)
-    assert cells[2] == "1 of 2; compiled: 2 of 2" and cells[5] == "2 x a reason"

@@ -15,7 +15,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from vitfast import InputError, ViT
 from vitfast.data.loader import open_data
 from vitfast.data.sources import Subset
-from vitfast.eval import fewshot, probe
+from vitfast.eval import fewshot
 
 CPU = torch.device("cpu")
 
@@ -68,14 +68,14 @@ def test_draws_are_of_every_class_and_nested():
 
 
 def test_knn_is_scikit_learns_with_the_same_weights(monkeypatch):
-    monkeypatch.setattr(probe, "CHUNK", 33)
+    monkeypatch.setattr(fewshot, "CHUNK", 33)
     (x, y), (queries, _) = cloud(200, 12), cloud(100, 12, seed=1)
     for k, temperature in ((20, 0.07), (5, 1.0)):
         weights = lambda distance, t=temperature: np.exp((1 - distance) / t)  # noqa: E731
         theirs = KNeighborsClassifier(k, metric="cosine", weights=weights).fit(x.double().numpy(), y.numpy())
-        found = probe.knn(x, y, queries, 4, k, temperature).numpy()
+        found = fewshot.knn(x, y, queries, 4, k, temperature).numpy()
         assert np.array_equal(found, theirs.predict(queries.double().numpy()))
-    assert probe.knn(x[:3], y[:3], queries, 4).max() <= 2  # fewer images than neighbours
+    assert fewshot.knn(x[:3], y[:3], queries, 4).max() <= 2  # fewer images than neighbours
 
 
 def test_the_linear_probe_is_logistic_regression():
@@ -98,10 +98,10 @@ def test_the_linear_probe_is_logistic_regression():
         logits = (whiten(queries) @ w.T + b).detach()
         first, second = logits.topk(2).values.unbind(1)
         clear = first - second > 1e-2
-        found = probe.linear(x, y, queries, 4, l2)
+        found = fewshot.linear(x, y, queries, 4, l2)
         assert clear.sum() > 280 and torch.equal(found[clear], logits.argmax(1)[clear])
     with pytest.raises(InputError, match="two classes at least"):
-        probe.linear(x[y == 0], y[y == 0], queries, 4)
+        fewshot.linear(x[y == 0], y[y == 0], queries, 4)
 
 
 def own_features(weights, source, transform) -> torch.Tensor:
@@ -173,7 +173,8 @@ WRONG = [
     ("--output OUT/a.json", "a.json: is there already; add --force"),
     ("--output OUT/a.txt", "a.txt: the result is written as .json or .csv"),
     ("--output OUT/folder.json", "folder.json: a folder is in the way"),
-    *((flags, "positive numbers of shots and seeds") for flags in ("--shots 0", "--seeds 0", "--l2 -1", "--l2 inf")),
+    *((flags, "positive numbers of shots and seeds") for flags in ("--shots 0", "--seeds 0")),
+    *((flags, "l2 must be positive") for flags in ("--l2 -1", "--l2 inf")),
     ("--method knn --l2 1", "knn has no l2; it is for ridge and linear"),
 ]
 

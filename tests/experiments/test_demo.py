@@ -29,7 +29,7 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, ep
     assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] > 0
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/") == 3 + page.count("<figcaption") and "http" not in page
+    assert page.count("data:image/") == 1 and "http" not in page
     assert all(f'<a href="{task}/report.html">' in page for task in ("pretrain", "finetune"))
     assert f"{summary['finetune_accuracy']:.4f} ± " in page
     before, after = (round(360 * summary[f"{task}_accuracy"]) for task in ("pretrain", "finetune"))

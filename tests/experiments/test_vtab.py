@@ -17,9 +17,8 @@ from shards import write
 from vitfast import ViT
 from vitfast.data.datasets import take
 from vitfast.data.loader import open_data
-from vitfast.data.sources import labels_of
 from vitfast.data.transforms import transforms
-from vitfast.eval import fewshot, probe
+from vitfast.eval import fewshot
 from vitfast.experiments import vtab
 from vitfast.train.recipes import resolve
 
@@ -79,8 +78,8 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     # the number itself: 200 images drawn once, the regularisation that four fifths of them show to be best on the rest
     data = open_data(evaluation(digits_weights), (16, 16), (8, 8), CPU)
     model = ViT.from_pretrained(digits_weights)
-    x, y, *_ = probe.features(model, data, take(data.train, 200), CPU, None)
-    queries, truth, *_ = probe.features(model, data, data.val, CPU, None)
+    x, y, *_ = fewshot.features(model, data, take(data.train, 200), CPU, None)
+    queries, truth, *_ = fewshot.features(model, data, data.val, CPU, None)
     found = {l2: fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) for l2 in vtab.L2["ridge"]}
     held = {l2: int((classes == y[160:]).sum()) for l2, classes in found.items()}
     assert held[digits["l2"]] == max(held.values()) > min(held.values())
@@ -123,7 +122,7 @@ def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path
     assert [(t.name, t.group, t.settings["data"]) for t in found] == specs
     data = open_data(evaluation(digits_weights, f"wds/{root}"), (16, 16), (8, 8), CPU)
     taken = take(data.train, 8)
-    assert len(taken) == 8 and set(labels_of(taken)) == {0, 1} and taken[0][0].size == (16, 16)
+    assert len(taken) == 8 and set(taken.labels) == {0, 1} and taken[0][0].size == (16, 16)
     result = vtab.evaluate_frozen(evaluation(digits_weights, f"wds/{root}"), "knn", 8)
     assert result["train_images"] == 8 and result["test_images"] == 6
 
@@ -151,8 +150,8 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
     path.write_text("- digits")
     for flags, message in (
         (["--examples", 0], "positive number of examples"),
-        (["--method", "ridge", "--l2", 0], "a positive l2"),
-        (["--method", "ridge", "--l2", "inf"], "a positive l2"),
+        (["--method", "ridge", "--l2", 0], "l2 must be positive"),
+        (["--method", "ridge", "--l2", "inf"], "l2 must be positive"),
     ):
         code, _, err = run_cli(capsys, *base, "--tasks", path, *flags)
         assert code == 2 and message in err

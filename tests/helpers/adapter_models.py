@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from checks import assert_close, randomize
+from checks import assert_equal, outputs, randomize, results
+from same_bits import floats
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from vision_families import FAMILIES, Family, hugging_face_model, timm_model, torchvision_model
+from vision_families import FAMILIES, Family, hugging_face_model, timm_model
 
 import vitfast
 from vitfast.ops.dispatch import counting
 
 NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
-PIXTRAL, QWEN = "transformers Pixtral", "transformers Qwen2.5-VL"
+PIXTRAL = "transformers Pixtral"
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
 TOKENS = torch.randn(2, 5, 32, generator=torch.manual_seed(1))
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
@@ -35,7 +35,6 @@ OPERATION = {
     "attention": "attention",
     "MLP": "mlp",
 }
-BLOCKS = ("attention_block", "mlp_block", "gated_mlp_block")
 
 
 def timm_vit(**options) -> nn.Module:
@@ -44,18 +43,6 @@ def timm_vit(**options) -> nn.Module:
 
 def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
     return hugging_face_model(model, **{"num_labels": 5, **options})()
-
-
-def tv_vit(**options) -> nn.Module:
-    return torchvision_model(**options)()
-
-
-MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
-
-
-def images_for(name: str) -> dict:
-    """The arguments of a model of MAKERS, or of a family."""
-    return NAMED[name].batch() if name in NAMED else {"pixel_values" if "Hugging" in name else "x": IMAGES}
 
 
 def lora(*targets: str, **options) -> Callable[[nn.Module], nn.Module]:
@@ -97,36 +84,12 @@ def said(caplog) -> list[str]:
 
 def tensor(output) -> Tensor:
     """The first tensor of what a model returns."""
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return floats(output)[0]
 
 
-def outputs(model: nn.Module, batch: dict, valid: str = "") -> list[Tensor]:
-    """All floating tensors that a forward gives, of tokens (B, N, D) those that count."""
-    torch.manual_seed(1)  # of drop path and dropout
-    found = [leaf for leaf in tree_leaves(model(**batch)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf[batch[valid].bool()] if valid and leaf.dim() == 3 else leaf for leaf in found]
-
-
-def run(model: nn.Module, batch: dict, valid: str = "") -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Outputs, and gradients of every parameter and floating input by random upstream ones."""
-    inputs = {name: x.detach().clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    found = outputs(model, batch | {name: x.requires_grad_() for name, x in inputs.items()}, valid)
-    found = [out for out in found if out.requires_grad]
-    upstream = [torch.randn(out.shape, generator=torch.manual_seed(2)).to(out.dtype) for out in found]
-    wanted = {name: p for name, p in (*model.named_parameters(), *inputs.items()) if p.requires_grad}
-    grads = torch.autograd.grad(found, list(wanted.values()), upstream, allow_unused=True)
-    return found, dict(zip(wanted, grads))
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", atol=2e-5, rtol=1e-4) -> None:
+def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", tolerance: float = 5e-5) -> None:
     """Two models give the same outputs and the same gradients, of the same parameters."""
-    (outs, grads), (expected, wanted) = run(ours, batch, valid), run(theirs, batch, valid)
-    for i, (out, truth) in enumerate(zip(outs, expected, strict=True)):
-        assert_close(out, truth, atol=atol, rtol=rtol, name=f"output {i}")
-    assert [g is None for g in grads.values()] == [g is None for g in wanted.values()]
-    for (name, grad), truth in zip(grads.items(), wanted.values(), strict=True):
-        if truth is not None:
-            assert_close(grad, truth, atol=atol, rtol=rtol, name=name)
+    assert_equal(results(ours, ours, batch, valid), results(theirs, theirs, batch, valid), tolerance)
 
 
 def snapshot(model: nn.Module) -> tuple:

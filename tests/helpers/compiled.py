@@ -3,9 +3,9 @@
 from collections import Counter
 
 import torch
-import torch.nn.functional as F  # noqa: F401, for SOURCE
+import torch.nn.functional as F
 import torch.utils.checkpoint
-from checks import assert_close
+from checks import assert_equal, results
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize  # noqa: F401, for SOURCE
 
@@ -102,38 +102,53 @@ def block(*texts: str, source: str = SOURCE) -> nn.Module:
     return model
 
 
+class Spelled(nn.Module):
+    """A model whose forward is forward(self, *inputs), with layers and functions to spell it with."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.m, self.call = block("", "")[0], forward
+        self.weight, self.bias = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.gate = nn.Parameter(torch.randn(1))
+        self.module, self.separate = nn.MultiheadAttention(32, 4), nn.MultiheadAttention(32, 4, kdim=32, vdim=32)
+        self.module.batch_first = self.separate.batch_first = True
+        self.double()
+
+    def forward(self, *inputs):
+        return self.call(self, *inputs)
+
+    def heads(self, x):
+        """q, k and v (B, H, N, Dh)."""
+        return self.m.qkv(self.m.norm1(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def add(self, x, o):
+        """The output layer for o (B, H, N, Dh), and the residual."""
+        return x + self.m.proj(o.transpose(1, 2).flatten(2))
+
+    def mlp(self, x):
+        return self.m.fc2(F.gelu(self.m.fc1(x)))
+
+    def mlp_half(self, x):
+        return x + self.mlp(self.m.norm2(x))
+
+    def attend(self, x, **masks):
+        h = self.m.norm1(x)
+        return x + self.module(h, h, h, need_weights=False, **masks)[0]
+
+
 AROUND = {"patch embedding": 1, "LayerNorm": 1}  # what is replaced around the blocks of most models
-
-
-def tensor_of(output) -> torch.Tensor:
-    """The first tensor of a model's output."""
-    if isinstance(output, torch.Tensor):
-        return output
-    return output[0] if isinstance(output, tuple) else output.last_hidden_state
-
-
-def run(call, model, inputs, upstream=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(output, gradients of parameters and inputs) with random numbers of one seed, and a random upstream gradient."""
-    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    model.zero_grad()
-    torch.manual_seed(1)
-    output = tensor_of(call(*inputs))
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # 16 bits may draw others
-    output.backward(upstream.to(output.dtype))
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return output.detach(), gradients | {f"input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
 
 
 def compare(model, *inputs, inner="eager", tolerance=1e-5, compiled=None, **options) -> Counter:
     """Compares a model with itself accelerated and compiled; returns how many blocks of each kind were replaced."""
     torch._dynamo.reset()
-    expected, eager = run(model, model, inputs), 0
+    expected, eager = results(model, model, inputs), 0
     ours = any(hasattr(module, "report_entries") for module in model.modules())
     if inner == "eager" and compiled is None and not ours:
         eager = accelerated_blocks(model, inputs, expected, tolerance)
         torch._dynamo.reset()
     compiled = backend.compile(model, options={"inner": inner}, **options) if compiled is None else compiled
-    assert_equal(run(compiled, model, inputs), expected, tolerance)
+    assert_equal(results(compiled, model, inputs), expected, tolerance)
     done = Counter(entry.kind for entry in backend.report().replaced)
     assert eager <= sum(done[kind] for kind in BLOCKS), "in place more is replaced than in the graph of the whole"
     return done
@@ -146,26 +161,12 @@ def accelerated_blocks(model, inputs, expected, tolerance) -> int:
     """Compares a model with itself accelerated in place; returns how many blocks were replaced."""
     vitfast.accelerate(model)
     try:
-        assert_equal(run(model, model, inputs), expected, tolerance)
+        assert_equal(results(model, model, inputs), expected, tolerance)
         report = vitfast.acceleration_report(model)
         in_pieces = "pieces are compiled" in str(report)  # between which blocks are found that a whole graph hides
         return 0 if in_pieces else sum(entry.part in BLOCKS for entry in report.replaced)
     finally:
         vitfast.restore(model)
-
-
-def assert_equal(ours: tuple, theirs: tuple, tolerance: float) -> None:
-    """Two results of `run` are close, gradients relative to their largest number."""
-    (found, given), (expected, wanted) = ours, theirs
-    assert found.dtype == expected.dtype
-    assert_close(found, expected, atol=tolerance, rtol=tolerance, name="output")
-    assert given.keys() == wanted.keys(), given.keys() ^ wanted.keys()
-    wanted = {name: g for name, g in wanted.items() if g.numel()}
-    most = max(g.abs().max().item() for g in wanted.values())
-    for name, gradient in wanted.items():
-        assert gradient.dtype == given[name].dtype
-        scale = max(gradient.abs().max().item(), 1e-3 * most)  # k's bias has a gradient of zero but for rounding
-        assert_close(given[name] / scale, gradient / scale, atol=tolerance, name=f"gradient of {name}")
 
 
 def halves(done: Counter) -> str:

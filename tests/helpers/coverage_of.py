@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from vision_encoders import ENCODERS, Encoder
+from checks import results
+from torch import nn
+from vision_encoders import ENCODERS
 from vision_families import Family
 
 from vitfast import accelerate, acceleration_report, backend
@@ -52,7 +52,7 @@ class Coverage:
 
     attention, mlp: (halves replaced whole, halves that have the operations' mathematics). besides: what else is
     replaced, by kind. left: how many parts stay the library's, by reason. error: the largest one of outputs and
-    gradients, relative to the library's largest number. failure: why there are no results.
+    gradients, relative to the library's largest number.
     """
 
     attention: tuple[int, int] = (0, 0)
@@ -60,15 +60,9 @@ class Coverage:
     besides: dict[str, int] = dataclasses.field(default_factory=dict)
     left: dict[str, int] = dataclasses.field(default_factory=dict)
     error: float = 0.0
-    failure: str = ""
-
-    @property
-    def right(self) -> bool:
-        """Whether it ran, and gave the library's numbers."""
-        return not self.failure and self.error <= SAME
 
 
-def accelerated(encoder: Encoder) -> Coverage:
+def accelerated(encoder: Family) -> Coverage:
     """An encoder of which a copy is accelerated in place."""
 
     def replace(model: nn.Module) -> tuple[nn.Module, Callable[[], list]]:
@@ -78,7 +72,7 @@ def accelerated(encoder: Encoder) -> Coverage:
     return _covered(encoder, replace)
 
 
-def compiled(encoder: Encoder) -> Coverage:
+def compiled(encoder: Family) -> Coverage:
     """The same encoder, compiled by the backend."""
     entries = []
 
@@ -98,17 +92,14 @@ def compiled(encoder: Encoder) -> Coverage:
     return _covered(encoder, replace)
 
 
-def _covered(encoder: Encoder, replace: Callable) -> Coverage:
+def _covered(encoder: Family, replace: Callable) -> Coverage:
     quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)
-    try:
-        torch._dynamo.reset()
-        with torch.random.fork_rng(), quiet, exact_fp32(torch.backends.cuda.matmul):
-            torch.manual_seed(0)
-            original, batch = randomised(encoder.family.make()), encoder.family.batch()
-            theirs, (model, entries) = run(encoder.family, original, batch), replace(original)
-            error = max(error_of(a, b) for a, b in zip(run(encoder.family, model, batch), theirs))
-    except Exception as error:  # a library of another version: a row says so, and the others follow
-        return Coverage(failure=f"{type(error).__name__}: {error}".split("\n")[0])
+    torch._dynamo.reset()
+    with torch.random.fork_rng(), quiet, exact_fp32(torch.backends.cuda.matmul):
+        torch.manual_seed(0)
+        original, batch = randomised(encoder.make()).train(), (encoder.batch(), encoder.valid)
+        theirs, (model, entries) = results(original, original, *batch), replace(original)
+        error = error_of(results(model, model, *batch), theirs)
     done = Counter(SAME_KIND.get(kind, kind) for kind, why in entries() if why is None)
     halves = {name: (sum(done.pop(k, 0) for k in kinds), getattr(encoder, name)) for name, kinds in HALVES.items()}
     left = Counter(
@@ -118,18 +109,18 @@ def _covered(encoder: Encoder, replace: Callable) -> Coverage:
     return Coverage(**halves, besides=dict(sorted(done.items())), left=why | left, error=error)
 
 
-def row(encoder: Encoder) -> list[str]:
+def row(encoder: Family) -> list[str]:
     """The cells of an encoder; raises AssertionError if it has other numbers than the library's."""
     doors = accelerated(encoder), compiled(encoder)
-    assert all(door.right for door in doors), (encoder.family.name, doors)
+    assert all(door.error <= SAME for door in doors), (encoder.name, doors)  # no NaN either
     counts = lambda found: ", ".join(f"{n} x {name}" if n > 1 else name for name, n in found.items())  # noqa: E731
     halves = lambda half: f"{half[0]} of {half[1]}" if half[1] else ""  # noqa: E731
     texts = ([halves(d.attention), halves(d.mlp), counts(d.besides), "below 0.00001", counts(d.left)] for d in doors)
     same = (a if a == b else f"{a or 'nothing'}; compiled: {b or 'nothing'}" for a, b in zip(*texts))
-    return [encoder.family.name, *same]
+    return [encoder.name, *same]
 
 
-def page(encoders: Iterable[Encoder] = ENCODERS) -> str:
+def page(encoders: Iterable[Family] = ENCODERS) -> str:
     """The page, with the rows of these encoders."""
     columns = "encoder | attention blocks | MLP blocks | also replaced | error | the library's own code, and why"
     found: dict[str, list[list[str]]] = {}
@@ -166,27 +157,22 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-def run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """(a training model's floating outputs, the parameters' gradients for random upstream gradients)."""
-    torch.manual_seed(1)
-    leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
-    if family.valid:  # in tokens (B, N, D), padding is left out
-        leaves = [t[batch[family.valid].bool()] if t.dim() == 3 else t for t in leaves]
-    leaves = [t for t in leaves if t.requires_grad]
-    upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).to(t) for t in leaves]
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(leaves, wanted, upstream, allow_unused=True)
-    return [t.detach() for t in leaves], [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, gradients)]
+def error_of(ours: tuple, theirs: tuple) -> float:
+    """The largest difference of two `results`, relative to the library's largest output or gradient.
 
-
-def error_of(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
-    """The largest difference relative to the library's largest number; infinite for NaN or other shapes."""
-    pairs = list(zip(ours, theirs, strict=True))
-    if any(a.shape != b.shape for a, b in pairs):
-        return float("inf")
-    size = max(b.abs().max().item() for _, b in pairs if b.numel())
-    error = max((a - b).abs().max().item() for a, b in pairs if b.numel()) / size
-    return error if error == error else float("inf")
+    Infinite for NaN or other shapes; a gradient that is not there is zero.
+    """
+    errors = []
+    for found, truth in zip(ours, (theirs[0], list(theirs[1].values()))):
+        found = list(found.values()) if isinstance(found, dict) else found
+        pairs = [(a, b) for a, b in zip(found, truth, strict=True) if a is not None or b is not None]
+        pairs = [(torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b) for a, b in pairs]
+        if any(a.shape != b.shape for a, b in pairs):
+            return float("inf")
+        pairs = [(a, b) for a, b in pairs if b.numel()]
+        size = max(b.abs().max().item() for _, b in pairs)
+        errors.append(max((a - b).abs().max().item() for a, b in pairs) / size)
+    return max(errors) if all(e == e for e in errors) else float("inf")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Small modules of other libraries' classes: layers for checks, and models of each family."""
+"""Small models of other libraries' classes."""
 
 import importlib
 import inspect
 import sys
-
-from torch import nn
 
 WIDTH = 32
 # By the names that constructors and configurations have for them: each takes its own.
@@ -18,10 +16,6 @@ _NAMES = {
     "sdpa": "attn_implementation",
 }
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
-# A layer has everything optional, and no dropout.
-_OF_LAYERS = dict(drop_path=0.5, drop_path_rate=0.5, init_values=0.5, layer_scale_init_value=0.5, ls_init_value=0.5)
-_OF_LAYERS |= dict(qkv_bias=True, use_qk_norm=True, use_relative_position_bias=True, mlp_ratio=1, image_size=[16, 16])
-_OF_LAYERS |= dict(dropout=0.0, attention_dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 _WINDOW = dict(window_size=(2, 2))  # of constructors; configurations have one number
 
 
@@ -33,7 +27,7 @@ def imported(value):
     return getattr(importlib.import_module(module), name)
 
 
-def small(cls: type | str, sizes: dict = _SIZES, **options):
+def small(cls: type | str, **options):
     """A small module, with options of its constructor or of the configuration that this takes.
 
     A class and options that are given as "module:name" are imported. A configuration is the one of images that the file
@@ -41,16 +35,11 @@ def small(cls: type | str, sizes: dict = _SIZES, **options):
     """
     cls = imported(cls)
     takes = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
-    own = {name: value for name, value in (sizes | _WINDOW).items() if name in takes}
+    own = {name: value for name, value in (_SIZES | _WINDOW).items() if name in takes}
     options = {name: imported(value) for name, value in options.items()}
     if "config" not in takes:
         return cls(**own | options)
     file = vars(sys.modules[cls.__module__])
     configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
     config = file[min(configs, key=lambda name: "Vision" not in name)]
-    return cls(config(**sizes | options), **own)
-
-
-def small_layer(cls: type, **options) -> nn.Module:
-    """A small layer with everything optional, such as layer scale and drop path."""
-    return small(cls, _SIZES | _OF_LAYERS, **options)
+    return cls(config(**_SIZES | options), **own)

@@ -5,32 +5,14 @@ Nothing is imported until a model is made. A library of another version may lack
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from handwritten import STYLES, HandwrittenViT
 from small_models import imported
 from torch import nn
-from vision_families import FAMILIES, Family
+from vision_families import FAMILIES, QK, QUERY, RELATIVE, Family
 
 Batch = Callable[[], dict]
-
-
-class Encoder(NamedTuple):
-    """A family with the number of halves that have the operations' mathematics.
-
-    A half is a norm, a branch and the residual. attention, mlp: how many of the small model an operation could compute;
-    why: the reason where it has others.
-    """
-
-    family: Family
-    attention: int = 2
-    mlp: int = 2
-    why: str = ""
-
-    @property
-    def library(self) -> str:
-        return self.family.library
 
 
 # Sizes of a small model by the names that configurations have for them.
@@ -57,7 +39,7 @@ def small_config(config: type, options: dict):
     return config(**sizes | options)
 
 
-def _hf(path: str, batch: Batch | None = None, halves=(2, 2), why: str = "", **options) -> Encoder:
+def _hf(path: str, batch: Batch | None = None, halves=(2, 2), why: str = "", **options) -> Family:
     """A model of transformers, "file:class" of transformers.models."""
     folder, _, name = path.partition(":")
     folder, _, file = folder.partition("/")
@@ -67,20 +49,20 @@ def _hf(path: str, batch: Batch | None = None, halves=(2, 2), why: str = "", **o
         attention = "sdpa" if cls._supports_sdpa else "eager"
         return cls._from_config(small_config(cls.config_class, options), attn_implementation=attention)
 
-    return Encoder(Family("transformers", name, make, batch or _pixels()), *halves, why)
+    return Family("transformers", name, make, batch or _pixels(), "", *halves, why)
 
 
-def _timm(name: str, halves=(2, 2), why: str = "", size: int = 32, **options) -> Encoder:
+def _timm(name: str, halves=(2, 2), why: str = "", size: int = 32, **options) -> Family:
     """A model of timm for images of a size; an option of None is not given."""
 
     def make() -> nn.Module:
         sizes = dict(img_size=size, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5) | options
         return imported("timm:create_model")(name, **{key: value for key, value in sizes.items() if value is not None})
 
-    return Encoder(Family("timm", name, make, lambda: dict(x=torch.randn(2, 3, size, size))), *halves, why)
+    return Family("timm", name, make, lambda: dict(x=torch.randn(2, 3, size, size)), "", *halves, why)
 
 
-def _stages(name: str, halves: tuple, why: str = "", size: int = 32, **options) -> Encoder:
+def _stages(name: str, halves: tuple, why: str = "", size: int = 32, **options) -> Family:
     """A model of timm with stages, which has its own names for their sizes."""
     own = dict.fromkeys(("patch_size", "embed_dim", "depth", "num_heads"))
     return _timm(name, halves, why, size, **own | options)
@@ -96,9 +78,9 @@ def _grids(*columns: int, name: str = "hidden_states") -> Batch:
     return _pixels(56, *columns, name=name, grid_thw=lambda: torch.tensor([[1, 6, 4], [1, 4, 8]]))
 
 
-_QK, _POST, _INNER = "q and k norm", "a norm behind the branch", "a norm between attention and projection"
-_WINDOWS, _REDUCED, _QUERY = "windows", "keys and values reduced by a convolution", "attention of one query"
-_RELATIVE, _MIXED = "relative positions computed from q", "heads are mixed by a layer"
+_POST, _INNER = "a norm behind the branch", "a norm between attention and projection"
+_WINDOWS, _REDUCED = "windows", "keys and values reduced by a convolution"
+_MIXED = "heads are mixed by a layer"
 _GRID = lambda: torch.tensor([[1, 6, 4], [1, 4, 8]])  # noqa: E731
 _PACKED = {
     _grids(384): """
@@ -160,50 +142,28 @@ _TRANSFORMERS = (
     _hf("molmo2:Molmo2VisionModel", _pixels(2, 16, 192), image_size=[32, 32]),
     _hf("kosmos2_5:Kosmos2_5VisionModel", _FLAT, patch_embed_hidden_size=192),
     _hf("pix2struct:Pix2StructVisionModel", _FLAT, patch_embed_hidden_size=192, d_ff=64, d_kv=16),
-    _hf("sapiens2:Sapiens2Backbone", None, (0, 2), _QK),
+    _hf("sapiens2:Sapiens2Backbone", None, (0, 2), QK),
     _hf("groupvit:GroupViTVisionModel", None, (3, 7), "tokens are assigned to groups", depths=[1, 1, 1]),
     _hf("timesformer:TimesformerModel", _FRAMES, (0, 2), "time and space are attended in turn", num_frames=4),
     _hf("gemma4:Gemma4VisionModel", _PLACES, (0, 0), _POST),
-    _hf(
-        "videoprism:VideoPrismVisionModel",
-        _VIDEO,
-        (0, 4),
-        "logits capped by tanh",
-        num_frames=4,
-        **_TUBES,
-    ),
-    _hf("sam_hq:SamHQVisionModel", None, (0, 2), _RELATIVE),
-    _hf("got_ocr2:GotOcr2VisionEncoder", None, (0, 2), _RELATIVE),
-    _hf("slanext:SLANeXtVisionEncoder", None, (0, 2), _RELATIVE),
-    _hf("seggpt:SegGptModel", _pixels(**_PROMPTS), (0, 2), _RELATIVE, image_size=[64, 32]),
+    _hf("videoprism:VideoPrismVisionModel", _VIDEO, (0, 4), "logits capped by tanh", num_frames=4, **_TUBES),
+    _hf("sam_hq:SamHQVisionModel", None, (0, 2), RELATIVE),
+    _hf("got_ocr2:GotOcr2VisionEncoder", None, (0, 2), RELATIVE),
+    _hf("slanext:SLANeXtVisionEncoder", None, (0, 2), RELATIVE),
+    _hf("seggpt:SegGptModel", _pixels(**_PROMPTS), (0, 2), RELATIVE, image_size=[64, 32]),
     _hf("swin:SwinModel", None, (0, 4), _WINDOWS, **_SWIN),
     _hf("swinv2:Swinv2Model", None, (0, 0), f"{_WINDOWS}, {_POST}", **_SWIN),
     _hf("hiera:HieraModel", None, (1, 4), _WINDOWS, depths=[1, 1, 1, 1]),
     _hf("pvt:PvtModel", None, (2, 8), _REDUCED, num_attention_heads=[1, 2, 2, 2], **_HIDDEN),
     _hf("segformer:SegformerModel", None, (2, 0), _REDUCED, **_HIDDEN),
     *(_hf(path, batch) for batch, paths in _PACKED.items() for path in paths.split()),
-    _hf("glm_ocr:GlmOcrVisionModel", _grids(384), (0, 2), _QK),
+    _hf("glm_ocr:GlmOcrVisionModel", _grids(384), (0, 2), QK),
     _hf("qwen3_omni_moe:Qwen3OmniMoeVisionEncoder", _grids(384), **_STACK),
     _hf("qwen3_vl_moe:Qwen3VLMoeVisionModel", _grids(384), **_STACK),
-    _hf("dots3_note:Dots3NoteVisionModel", _grids(192, name="pixel_values"), (0, 2), _QK, **_DENSE),
-    _hf("glm5_next:Glm5NextVisionModel", _grids(384), (0, 0), f"{_QK}, clamped MLPs"),
+    _hf("dots3_note:Dots3NoteVisionModel", _grids(192, name="pixel_values"), (0, 2), QK, **_DENSE),
+    _hf("glm5_next:Glm5NextVisionModel", _grids(384), (0, 0), f"{QK}, clamped MLPs"),
 )
 
-_KNOWN = {
-    "timm": {
-        "SigLIP": (2, 3, _QUERY),
-        "Perception Encoder": (2, 3, _QUERY),
-        "q and k norm": (0, 2, _QK),
-        "SAM": (0, 2, _RELATIVE),
-    },
-    "transformers": {
-        "SigLIP": (2, 3, _QUERY),
-        "SigLIP 2, padded": (2, 3, _QUERY),
-        "InternVL": (0, 2, _QK),
-        "SAM": (0, 2, _RELATIVE),
-        "ViTDet": (0, 2, _RELATIVE),
-    },
-}
 _TWO, _FOUR = dict(depths=(1, 1), num_heads=(1, 2)), dict(depths=(1,) * 4, num_heads=(1, 2, 2, 2))
 _SAME = """
 vit_base_patch16_clip_224 vit_base_patch32_clip_quickgelu_224 vit_small_patch16_rope_224
@@ -217,26 +177,26 @@ vit_little_patch16_reg1_gap_256 deepseek_vit_412m qwen3_vit_88m
 """
 _TIMM = (
     *map(_timm, _SAME.split()),
-    _timm("vit_base_patch16_siglip_224", (2, 3), _QUERY),
-    _timm("vit_pe_core_tiny_patch16_384", (2, 3), _QUERY),
+    _timm("vit_base_patch16_siglip_224", (2, 3), QUERY),
+    _timm("vit_pe_core_tiny_patch16_384", (2, 3), QUERY),
     _timm("naflexvit_base_patch16_par_gap", img_size=None),
-    _timm("naflexvit_base_patch16_siglip", (2, 3), _QUERY, img_size=None),
+    _timm("naflexvit_base_patch16_siglip", (2, 3), QUERY, img_size=None),
     _timm("vit_tiny_r_s16_p8_224", patch_size=None),
     _timm("vit_base_patch16_rpn_224", (0, 0), _POST),
     _timm("vit_relpos_small_patch16_rpn_224", (0, 0), _POST),
     _timm("eva02_enormous_patch14_clip_224", (0, 0), _POST),
     _timm("beit3_base_patch16_224", (0, 0), f"{_INNER}, and in the MLP"),
     _timm("vit_small_patch16_18x2_224", (0, 0), "branches side by side"),
-    _timm("vit_base_patch16_xp_224", (0, 0), f"{_QK}, one norm for attention and MLP"),
-    _timm("vit_pwee_patch16_reg1_gap_256", (0, 0), f"{_QK}, one norm for attention and MLP"),
+    _timm("vit_base_patch16_xp_224", (0, 0), f"{QK}, one norm for attention and MLP"),
+    _timm("vit_pwee_patch16_reg1_gap_256", (0, 0), f"{QK}, one norm for attention and MLP"),
     _timm("vit_dlittle_patch16_reg1_gap_256", (0, 2), "the difference of two attentions"),
     _timm("gemma4_vit_167m", (0, 0), f"{_POST}, clamped layers"),
-    _timm("samvit_base_patch16", (0, 2), _RELATIVE),
-    _timm("cait_xxs24_224", (0, 3), f"{_MIXED}, {_QUERY}", depth_token_only=1),
-    _timm("xcit_nano_12_p16_224", (0, 2), f"attention of channels, {_QUERY}"),
+    _timm("samvit_base_patch16", (0, 2), RELATIVE),
+    _timm("cait_xxs24_224", (0, 3), f"{_MIXED}, {QUERY}", depth_token_only=1),
+    _timm("xcit_nano_12_p16_224", (0, 2), f"attention of channels, {QUERY}"),
     _timm("convit_tiny", (0, 2), "attention by positions is mixed in"),
-    _stages("crossvit_9_240", (6, 6), _QUERY, 240, embed_dim=(32, 32), depth=((1, 1, 0),) * 3),
-    _stages("volo_d1_224", (14, 20), f"outlook attention, {_QUERY}", 64, mlp_ratio=2.0),
+    _stages("crossvit_9_240", (6, 6), QUERY, 240, embed_dim=(32, 32), depth=((1, 1, 0),) * 3),
+    _stages("volo_d1_224", (14, 20), f"outlook attention, {QUERY}", 64, mlp_ratio=2.0),
     _stages("vitamin_small_224", (14, 0), "two norms in front of the MLP"),
     _stages("swin_tiny_patch4_window7_224", (0, 2), _WINDOWS, embed_dim=16, depths=(1, 1), num_heads=(1, 2)),
     _stages("davit_tiny", (0, 4), f"{_WINDOWS}, attention of channels", img_size=None, embed_dims=(16, 32), **_TWO),
@@ -246,23 +206,14 @@ _TIMM = (
     _stages("pvt_v2_b0", (1, 0), f"{_REDUCED}, and in the MLP", img_size=None, embed_dims=(32,) * 4, **_FOUR),
     _stages("mobilevit_xxs", (9, 9), img_size=None),
     _stages("pit_ti_224", (3, 3), size=64, base_dims=(16,) * 3, depth=(1,) * 3, heads=(1,) * 3),
-    _stages("mvitv2_tiny", (0, 10), f"{_REDUCED}, {_RELATIVE}", 64),
+    _stages("mvitv2_tiny", (0, 10), f"{_REDUCED}, {RELATIVE}", 64),
     _timm("tnt_s_legacy_patch16_224", (4, 4), num_heads=None, num_heads_inner=2, num_heads_outer=2, inner_dim=16),
 )
 
 
-def _known(family: Family) -> Encoder:
-    """A family that `accelerate` knows."""
-    return Encoder(family, *_KNOWN.get(family.library, {}).get(family.name, ()))
-
-
-def _handwritten(name: str, style: type[nn.Module]) -> Encoder:
-    return Encoder(Family("torch", name, partial(HandwrittenViT, style), _pixels(name="x")))
-
-
 ENCODERS = (
-    *map(_known, FAMILIES),
+    *FAMILIES,
     *_TIMM,
     *_TRANSFORMERS,
-    *(_handwritten(name, style) for name, style in STYLES.items()),
+    *(Family("torch", name, partial(HandwrittenViT, style), _pixels(name="x")) for name, style in STYLES.items()),
 )

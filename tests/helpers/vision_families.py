@@ -15,16 +15,19 @@ from torch import nn
 class Family(NamedTuple):
     """A family of models.
 
-    make() returns a small model with random weights; batch() returns its arguments for two images. left: for each part
-    that stays the library's, words of the reason. valid: the argument that says which tokens of the output count.
+    make() returns a small model with random weights; batch() returns its arguments for two images. valid: the argument
+    that says which tokens of the output count. attention, mlp: how many halves of the small model (a norm, a branch and
+    the residual) an operation could compute; why: the reason where others are no operation's.
     """
 
     library: str
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], dict]
-    left: tuple[str, ...] = ()
     valid: str = ""
+    attention: int = 2
+    mlp: int = 2
+    why: str = ""
 
 
 def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
@@ -92,7 +95,6 @@ def _siglip2() -> dict:
     )
 
 
-_QUERY, _3D, _WINDOWS, _CUT = "one learned query", "three dimensions", "windows with decomposed", "a linear layer of"
 _ROPE = dict(use_rot_pos_emb=True, dynamic_img_size=False)
 _MAP = dict(global_pool="map")
 _AIM = dict(norm_layer="timm.layers:RmsNorm", mlp_layer="timm.layers:SwiGLU", qkv_bias=False, proj_bias=False)
@@ -102,26 +104,26 @@ _DINOV3 = dict(rope_type="dinov3", rope_rotate_half=True, init_values=0.5, num_r
 _PE = dict(attn_type="rope", use_pre_transformer_norm=True)
 _POOLED = dict(class_token=False, global_pool="avg")
 _TIMM_SAM = timm_model("vision_transformer_sam:VisionTransformerSAM", use_rel_pos=True, window_size=1)
-# Rows: the name, the maker, the batch if it is not one of images, `left` and `valid`.
+# Rows: the name, the maker, the batch if it is not one of images, `valid`.
 _TIMM = (
     ("ViT", timm_model(init_values=0.5)),
     ("DeiT", timm_model("deit:VisionTransformerDistilled")),
     ("DINOv2 with registers", timm_model(reg_tokens=2, init_values=0.5)),
     ("DINOv2 giant", timm_model(**_GIANT)),
     ("CLIP", timm_model(pre_norm=True, act_layer="quick_gelu")),
-    ("SigLIP", timm_model(**_MAP, class_token=False), None, (_QUERY,)),
+    ("SigLIP", timm_model(**_MAP, class_token=False)),
     ("q and k norm", timm_model(qk_norm=True)),
     ("AIMv2", timm_model(**_AIM, **_POOLED)),
     ("EVA", timm_model("eva:Eva")),
     ("EVA-02", timm_model("eva:Eva", **_ROPE, **_EVA02)),
     ("DINOv3", timm_model("eva:Eva", **_ROPE, **_DINOV3)),
-    ("Perception Encoder", timm_model("eva:Eva", **_ROPE, **_PE, **_MAP), None, (_QUERY,)),
+    ("Perception Encoder", timm_model("eva:Eva", **_ROPE, **_PE, **_MAP)),
     ("vit_rope_mixed", timm_model("eva:Eva", **_ROPE, rope_type="mixed")),
-    ("NaFlexViT, padded", naflexvit(), _padded, (_CUT,)),
+    ("NaFlexViT, padded", naflexvit(), _padded),
     ("BEiT", timm_model("beit:Beit", use_rel_pos_bias=True, init_values=0.5)),
     ("BEiT, shared positions", timm_model("beit:Beit", use_shared_rel_pos_bias=True)),
     ("vit_relpos", timm_model("vision_transformer_relpos:VisionTransformerRelPos", rel_pos_type="bias")),
-    ("SAM", _TIMM_SAM, None, (_WINDOWS,) * 2),
+    ("SAM", _TIMM_SAM),
 )
 _YOLOS = dict(image_size=[16, 16], num_detection_tokens=2, use_mid_position_embeddings=False)
 _AST = dict(max_length=16, num_mel_bins=16, frequency_stride=8, time_stride=8)
@@ -144,12 +146,12 @@ _TRANSFORMERS = (
     ("MSN", hugging_face_model("ViTMSNModel")),
     ("I-JEPA", hugging_face_model("IJepaModel")),
     ("AST", hugging_face_model("ASTModel", **_AST), _images("input_values", (16, 16))),
-    ("Vivit", hugging_face_model("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _FRAMES, (_3D,)),
-    ("VideoMAE", hugging_face_model("VideoMAEModel", num_frames=4, use_mean_pooling=False), _FRAMES, (_3D,)),
+    ("Vivit", hugging_face_model("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _FRAMES),
+    ("VideoMAE", hugging_face_model("VideoMAEModel", num_frames=4, use_mean_pooling=False), _FRAMES),
     ("DPT", hugging_face_model("DPTModel", is_hybrid=False)),
     ("YOLOS", hugging_face_model("YolosModel", **_YOLOS)),
-    ("SigLIP", hugging_face_model("SiglipVisionModel"), None, (_QUERY,)),
-    ("SigLIP 2, padded", _SIGLIP2, _siglip2, (_CUT, _QUERY), "pixel_attention_mask"),
+    ("SigLIP", hugging_face_model("SiglipVisionModel")),
+    ("SigLIP 2, padded", _SIGLIP2, _siglip2, "pixel_attention_mask"),
     ("CLIP", hugging_face_model("CLIPVisionModel")),
     ("OWL-ViT", hugging_face_model("OwlViTVisionModel")),
     ("DINOv2", hugging_face_model("Dinov2Model", mlp_ratio=2)),
@@ -162,16 +164,26 @@ _TRANSFORMERS = (
     ("Data2Vec", hugging_face_model("Data2VecVisionModel", **_DATA2VEC)),
     ("InternVL", hugging_face_model("InternVLVisionModel", **_INTERNVL)),
     ("Pixtral", hugging_face_model("PixtralVisionModel"), _sizes),
-    ("SAM", hugging_face_model("SamVisionModel", **_SAM), None, (_WINDOWS,) * 2),
-    ("ViTDet", hugging_face_model("VitDetModel", **_VITDET), None, (_WINDOWS,) * 2),
-    ("Qwen2-VL", _QWEN2, _grids, (_3D,)),
-    ("Qwen2.5-VL", _QWEN2_5, _grids, (_3D,)),
-    ("Qwen3-VL", _qwen("qwen3_vl", "Qwen3VLVisionModel", **_DEEPSTACK), _grids, (_3D,)),
+    ("SAM", hugging_face_model("SamVisionModel", **_SAM)),
+    ("ViTDet", hugging_face_model("VitDetModel", **_VITDET)),
+    ("Qwen2-VL", _QWEN2, _grids),
+    ("Qwen2.5-VL", _QWEN2_5, _grids),
+    ("Qwen3-VL", _qwen("qwen3_vl", "Qwen3VLVisionModel", **_DEEPSTACK), _grids),
 )
 
 
-def _family(library: str, images: Callable[[], dict], name: str, make, batch=None, left=(), valid="") -> Family:
-    return Family(library, name, make, batch or images, left, valid)
+QUERY, QK, RELATIVE = "attention of one query", "q and k norm", "relative positions computed from q"
+# Halves of families that have others than two of each.
+_HALVES = {
+    "timm": {"SigLIP": (2, 3, QUERY), "Perception Encoder": (2, 3, QUERY), "q and k norm": (0, 2, QK)},
+    "transformers": {"SigLIP": (2, 3, QUERY), "SigLIP 2, padded": (2, 3, QUERY), "InternVL": (0, 2, QK)},
+}
+_HALVES["timm"]["SAM"] = _HALVES["transformers"]["SAM"] = (0, 2, RELATIVE)
+_HALVES["transformers"]["ViTDet"] = (0, 2, RELATIVE)
+
+
+def _family(library: str, images: Callable[[], dict], name: str, make, batch=None, valid="") -> Family:
+    return Family(library, name, make, batch or images, valid, *_HALVES[library].get(name, ()))
 
 
 FAMILIES = (

@@ -15,8 +15,7 @@ from timm.models import save_for_hf
 from vitfast import InputError, ViT
 from vitfast.data.datasets import Subset
 from vitfast.data.loader import open_data
-from vitfast.eval.fewshot import few_shot
-from vitfast.eval.probe import features
+from vitfast.eval.fewshot import features, few_shot
 from vitfast.model import baselines
 from vitfast.train.setup import set_up
 from vitfast.train.trainer import train

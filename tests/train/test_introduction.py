@@ -31,8 +31,8 @@ def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
     for part in (
         f"pre-trains Nano/8 (4 layers of width 64, patches of 8x8, {parameters:,} parameters) on images of 16x16",
         "digits has 1,437 images for training and 360 for validation, in 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)",
-        "takes 6 steps of 1,437 images, which is 6 epochs, by recipe digits. It computes on the CPU in float32",
-        f"loader processes, and writes to {tmp_path / 'run'}.",
+        "takes 6 steps of 1,437 images, which is 6 epochs, by recipe digits. It computes on the CPU in float32, and",
+        f"and writes to {tmp_path / 'run'}.",
     ):
         assert part in said
     assert said.index("This run") < said.index("validation accuracy") and "WARNING" not in said

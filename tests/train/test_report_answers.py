@@ -18,7 +18,7 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score
 from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.data.shards import Shards
-from vitfast.eval.answers import Collector, evenly, look
+from vitfast.eval.accuracy import Collector
 from vitfast.run.config import Config
 from vitfast.run.distributed import leave
 from vitfast.train.report import answers as module
@@ -78,10 +78,12 @@ def test_matrix_classes_and_pairs_are_those_of_scikit_learn(said):
     wanted = confusion_matrix(truth, found, labels=range(10))
     assert wanted.trace() > 100 and matrix(text) == wanted.tolist()
     trained = np.bincount(open_data(Config(data="digits"), (16, 16), (8, 8), CPU).train.labels)
-    recalls = recall_score(truth, found, labels=range(10), average=None)
-    rows = [[str(k), str(trained[k]), str(truth.count(k)), f"{recalls[k]:.1%}"] for k in range(10)]
+    options = dict(labels=range(10), average=None, zero_division=np.nan)
+    scores = [score(truth, found, **options) for score in (recall_score, precision_score)]
+    shares = [["" if np.isnan(share) else f"{share:.1%}" for share in both] for both in zip(*scores)]
+    rows = [[str(k), str(trained[k]), str(truth.count(k)), *shares[k]] for k in range(10)]
     assert cells(text, "Classes") == rows
-    pairs = [(int(a), int(b), int(n)) for a, b, n, _ in cells(text, "Most confused pairs")]
+    pairs = [(int(a), int(b), int(n)) for a, b, n in cells(text, "Most confused pairs")]
     np.fill_diagonal(wanted, 0)
     assert [n for *_, n in pairs] == sorted(wanted.flatten(), reverse=True)[: len(pairs)] and len(pairs) == 10
     assert all(wanted[a, b] == n for a, b, n in pairs) and len(set(pairs)) == 10
@@ -137,54 +139,30 @@ def test_at_most_200_wrong_images_are_shown(count, monkeypatch):
     answers[order[:count]] = (labels[order[:count]] + 1) % 1000
     scores = torch.linspace(3, 9, 300)[order.argsort()]  # the first of `order` are the least confident
     collector.add(torch.nn.functional.one_hot(answers, 1000) * scores[:, None], labels)
-    sections = answer_sections(collector.gather(data), torch.nn.Identity(), data, CPU, None, "softmax")
+    sections = answer_sections(collector.gather(data), data)
     note, text = sections["Wrong answers"]
     shown = [int(caption.split()[-1]) for caption in captions(text)]
     assert shown == order[:count].flip(0)[:200].tolist() and "Confusion matrix" not in sections
     assert ("; these are 200 of them" in note) == (count == 201) and ("all right" in note) == (count == 0)
     assert ("validation images, 1 is classified wrongly." in note) == (count == 1)
-    note, text = sections["Classes"]
-    assert "the 1,000 classes has 0 to 1 of 300 validation images and 8 to 9 of 8,192 training images." in note
-    assert len(cells(f"<h2>Classes</h2>{text}", "Classes")) == 30 and "All 1,000 classes" in text
+    text = sections["Classes"][1]
+    worst = cells(f"<h2>Classes</h2>{text}", "Classes")
+    assert len(worst) == 30 and "970 more" in text and (worst[0][3] == "0.0%") == (count > 0)
     assert len(str(sections)) < 1e6
 
 
-def test_a_large_validation_set_is_looked_at_in_part(monkeypatch):
-    data, seen = open_data(Config(data="digits", eval_batch_size=64), (16, 16), (8, 8), CPU), []
-
-    class Model(torch.nn.Module):
-        def forward(self, images):
-            seen.append(len(images))
-            return torch.eye(10)[:1].expand(len(images), 10)
-
-    answers, _ = look(Model(), data, CPU, None, "softmax", 100)
-    assert seen == [64, 36] and answers.index.tolist() == evenly(360, 100) and answers.index[-1] == 359
-    assert answers.labels.tolist() == [data.val.labels[i] for i in answers.index]
-    note = answer_sections(answers, Model(), data, CPU, None, "softmax")["Wrong answers"][0]
-    assert note.startswith("Of 100 of the 360 validation images, ")
-
-
-def test_what_is_read_in_order_shows_wrong_images_of_its_beginning(monkeypatch):
-    monkeypatch.setattr(module, "STREAMED", 4)
+def test_what_is_read_in_order_shows_no_wrong_images():
     data = open_data(Config(data="digits"), (16, 16), (8, 8), CPU)
-    images = [(Image.new("RGB", (16, 16), (value, 0, 0)), value % 10) for value in range(12)]
 
     class Stream(Shards):
         def __len__(self):
-            return len(self.dataset)
+            return 12
 
-    class Model(torch.nn.Module):
-        def forward(self, images):
-            return torch.eye(10)[images[:, 0, 0, 0].long() % 10 // 2 * 2] * 5  # the even ones are right
-
-    data.val = Stream("hfids/x", images, data.classes)
+    data.val = Stream("hfids/x", None, data.classes)
     collector = Collector("softmax")
-    for batch, labels, _ in data.eval_batches():
-        collector.add(Model()(batch), labels)
-    sections = answer_sections(collector.gather(data), Model(), data, CPU, None, "softmax")
-    note, text = sections["Wrong answers"]
-    assert note.startswith("Of 12 validation images, 6 are") and "the pictures are of the first 4 images" in note
-    assert [caption.split("%")[1] for caption in captions(text)] == [", is 1", ", is 3"]
+    collector.add(torch.eye(10)[torch.arange(12) % 10 // 2 * 2], torch.arange(12) % 10)  # the even ones are right
+    note, text = answer_sections(collector.gather(data), data)["Wrong answers"]
+    assert note.startswith("Of 12 validation images, 6 are classified wrongly. They are not shown") and not text
 
 
 def test_images_of_several_classes_have_their_own_numbers(tmp_path, capsys):
@@ -221,5 +199,6 @@ def test_unreadable_images_have_no_answer(tmp_path, capsys):
     (data / "val" / "cat" / "1.png").write_bytes(b"no image")
     train(digits(tmp_path / "run", data=str(data), steps=1, img_size=16, batch_size=4, workers=0))
     text = (tmp_path / "run" / "report.html").read_text()
-    assert "Each of the 3 classes has 2 to 3 of 8 of the 9 validation images and 3 of 9 training images" in text
+    assert "Of 8 of the 9 validation images, " in text or "The answers to 8 of the 9 validation images" in text
+    assert [row[1:3] for row in cells(text, "Classes")].count(["3", "2"]) == 1
     assert sum(map(sum, matrix(text))) == 8 and "cat/1.png" not in text

@@ -19,26 +19,26 @@ from runs import content, cut_at, digits, finetuning
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
+from vitfast.eval.accuracy import Collector, evaluate
 from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
 from vitfast.train import report
-from vitfast.train.report import progress
 from vitfast.train.trainer import train
 
 pytestmark = pytest.mark.reports
 CPU = torch.device("cpu")
 LIMIT = 3e6  # bytes
-PROGRESS, ENDS = ["Curves", "Evaluations"], ["Next commands", "Settings", "Origin"]
+PROGRESS, ENDS = ["Curves"], ["Next commands", "Settings", "Origin"]
 INSIDE = ["Position embeddings", "Attention rollout"]
 ANSWERS = ["Classes", "Confusion matrix", "Most confused pairs", "Wrong answers"]
 
 
-def parts(run: Path) -> tuple[str, list[str], list[tuple[str, bool]]]:
-    """The text of a report, its headings, and of its small pictures the captions and whether they are marked."""
+def parts(run: Path) -> tuple[str, list[str], list[str]]:
+    """The text of a report, its headings, and the captions of its small pictures."""
     text = (run / "report.html").read_text()
-    captions = re.findall(r"<figcaption( class=marked)?>(.*?)</figcaption>", text, re.S)
-    return text, re.findall("<h2>(.*?)</h2>", text), [(html.unescape(c), bool(m)) for m, c in captions]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", text, re.S)
+    return text, re.findall("<h2>(.*?)</h2>", text), list(map(html.unescape, captions))
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
         assert text.count("data:image/") == 3 + len(captions) and not re.search("https?:|<script|<link|@import", text)
         p, n = summary["accuracy"], 360
         assert f"{p:.4f} ± {np.sqrt(p * (1 - p) / n):.4f}" in text
-        settings = f"<tr><td>batch size</td><td>{config.batch_size}</td><td>batch_size</td></tr>"
+        settings = f"<tr><td>batch_size</td><td>{config.batch_size}</td><td>images of an optimiser step,"
         assert f"torch {torch.__version__}" in text and settings in text and len(text) < LIMIT
         assert len(captions) == min(200, n - round(p * n)) and "prefers-color-scheme:dark" in text
 
@@ -82,7 +82,7 @@ def test_names_are_no_markup(tmp_path, capsys):
     assert code == 0, err
     text, _, captions = parts(tmp_path / "run")
     assert not re.search('<script|<i>|<b>|alt="validation image, "|title=""', text)
-    wrong = [re.fullmatch(r"(.*) \d+%, is (.*)\nval/(.*)/<b>\d.png", caption).groups() for caption, _ in captions]
+    wrong = [re.fullmatch(r"(.*) \d+%, is (.*)\nval/(.*)/<b>\d.png", caption).groups() for caption in captions]
     assert wrong and all(answer != truth == folder and {answer, truth} <= set(names) for answer, truth, folder in wrong)
 
 
@@ -111,12 +111,8 @@ def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(t
     text, headings, _ = parts(tmp_path)
     assert "Attention rollout" in headings and "<td>steps</td><td class=n>2</td>" in text
     now = content(tmp_path)
-    assert now.keys() == before.keys() - {"vitfast.lock"} | {"report.html"}
+    assert now.keys() == before.keys() | {"report.html"}
     assert all(now[name] == before[name] for name in now.keys() - {"report.html"})
-    written = (tmp_path / "report.html").stat().st_mtime_ns
-    (tmp_path / "vitfast.lock").write_bytes(before["vitfast.lock"])  # a kill after the report
-    train(config)
-    assert (tmp_path / "report.html").stat().st_mtime_ns == written and not (tmp_path / "vitfast.lock").exists()
 
 
 def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, monkeypatch, caplog):
@@ -163,7 +159,10 @@ def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
         "step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\n"
         + "".join(f"{10 * i},{i / 100},train,{x},{y},0.1,1,0\n" for i, (x, y) in enumerate(rng.random((100_000, 2))))
     )
-    sections = progress.curves({"run": tmp_path}) | report.model_sections(model, data, CPU, None)
+    collector = Collector("softmax")
+    evaluate(model, data, CPU, None, collector.add)
+    sections = report.curves({"run": tmp_path}) | report.answer_sections(collector.gather(data), data)
+    sections |= report._inside(model, report.first_images(data, report.ATTENDED))
     size = len(page("t", {}, sections))
     pictures = re.findall(r'alt="([^"]*)" src="data:image/[a-z]+;base64,([^"]+)', str(sections))
     sizes = {name: len(base64.b64decode(content)) for name, content in pictures if not name.startswith("validation")}

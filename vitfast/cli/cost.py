@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.cost.training import estimate, estimate_baseline
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
-    name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
+    name, model, epochs, images, training = _asked(args)
     if (epochs is None) != (images is None):
         raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
     for flag, value in (("--epochs", epochs), ("--images", images)):
@@ -58,43 +58,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_flags(args: argparse.Namespace) -> tuple:
-    """Name, a ViT's arguments or a baseline, epochs, images in an epoch, and what else `estimate` takes."""
+def _asked(args: argparse.Namespace) -> tuple:
+    """Name, a ViT's arguments or a baseline, epochs, images in an epoch, and what else `estimate` takes.
+
+    Flags win over the recipe.
+    """
     from ..model.config import ViTConfig
-    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline, preset
-
-    given = vars(args)
-    if "model" not in given:
-        raise InputError("no model given: add --model NAME or --recipe NAME")
-    name, size = args.model, given.get("img_size", 224)
-    if "/" in name:
-        model = ViTConfig(**{**preset(name), "img_size": size})
-    elif is_baseline(name):
-        import torch
-
-        from ..model.baselines import baseline
-
-        with torch.device("meta"):
-            model = baseline(name, 1000, (size, size))
-    else:
-        raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
-    return name, model, given.get("epochs"), given.get("images"), dict(batch_size=given.get("batch_size", 256))
-
-
-def _from_recipe(args: argparse.Namespace) -> tuple:
-    """The same from a recipe, over which flags win."""
-    from ..model.config import ViTConfig
-    from ..model.presets import is_baseline
+    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline
     from ..tools.cost.training import DATASETS
-    from ..train.arguments import vit_arguments
-    from ..train.recipes import resolve
+    from ..train.recipes import resolve, vit_arguments
 
-    flags = ("model", "img_size", "batch_size", "epochs", "recipe")
-    config = resolve("pretrain", {k: v for k, v in vars(args).items() if k in flags})
-    per_epoch, classes = DATASETS.get(config.name.rpartition("/")[2].partition("-")[0], (None, 1000))
-    epochs, images = config.epochs, getattr(args, "images", None) or per_epoch
-    if config.steps:
-        epochs, images = 1, config.steps * config.batch_size
+    given = {k: v for k, v in vars(args).items() if k in ("model", "img_size", "batch_size", "epochs", "recipe")}
+    images, classes = getattr(args, "images", None), 1000
+    if "recipe" in given:
+        config = resolve("pretrain", given)
+        per_epoch, classes = DATASETS.get(config.name.rpartition("/")[2].partition("-")[0], (None, classes))
+        epochs, images = config.epochs, images or per_epoch
+        if config.steps:
+            epochs, images = 1, config.steps * config.batch_size
+    elif "model" in given:
+        if "/" not in args.model and not is_baseline(args.model):
+            raise unknown("model", args.model, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
+        epochs = given.pop("epochs", None)
+        config = resolve("eval", dict(batch_size=256), given)
+    else:
+        raise InputError("no model given: add --model NAME or --recipe NAME")
     training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
     if is_baseline(config.model):
         import torch

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress_bar(rank) as show:
         options = dict(shard_size=args.shard_size, rank=rank, world=world, resume=args.resume == "auto")
         done = embed_to(embedder, found, args.output, **options, on_progress=show)
-    share = done.stages.waiting / max(1e-9, done.seconds)
+    share = done.waiting / max(1e-9, done.seconds)
     result = dict(images=done.images, unreadable=done.unreadable, kept=done.kept, seconds=round(done.seconds, 3))
     result |= dict(images_per_second=round(done.images / max(1e-9, done.seconds), 1), waiting=round(share, 3))
     if args.json:
@@ -119,7 +119,7 @@ def _progress_bar(rank: int):
         def show(progress, error: str | None) -> None:
             if error is not None:
                 logger.warning("left out: %s", error)
-            bar.set_postfix_str(f"{progress.stages.waiting / progress.seconds:.0%} waiting", refresh=False)
+            bar.set_postfix_str(f"{progress.waiting / progress.seconds:.0%} waiting", refresh=False)
             bar.update()
 
         yield show

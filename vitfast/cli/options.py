@@ -1,14 +1,15 @@
 """Options of several commands, and the settings and arguments that are made of them."""
 
 import argparse
-import dataclasses
-import math
 from pathlib import Path
 
 from ..errors import InputError
-from ..run.config import FIELDS
+from ..run.config import FIELDS, Config, described
 
 INTERPOLATED = "positions are interpolated if it changes"
+# Settings that have a flag of their own, whose values `Config` checks.
+RUN_OPTIONS = dict(model="NAME", data="SPEC", output="DIR", img_size="N", batch_size="N", epochs="N", steps="N")
+RUN_OPTIONS |= dict(lr="X", seed="N", save_every="N")
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda if there is a GPU"),
@@ -32,26 +33,9 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
     recipes = "recipe that the settings start from; `vitfast recipes` lists all recipes"
     add("--recipe", metavar="NAME", help=f"{recipes} (default: {recipe})" if recipe else recipes)
-    add(
-        "--model",
-        metavar="NAME",
-        help="a preset, such as Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16; DINOv3-S/16 S+ B L H+ 7B; "
-        "SigLIP2-B/16 L So400m/14; CLIP-B/32; EVA02-Ti/14 S B L; a ResNet such as R50x1; or timm:NAME",
-    )
-    add(
-        "--data",
-        metavar="SPEC",
-        help="folder with train/<class>/* and val/<class>/*, or with train/labels.csv and val/labels.csv; or 'digits', "
-        "'synthetic', torch/..., hfds/..., wds/...",
-    )
-    add("--output", metavar="DIR", help="run folder for settings, metrics, checkpoints, report.html")
-    add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")
-    add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
-    add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
-    add("--steps", metavar="N", type=int, help="length of the run in optimiser steps")
-    add("--lr", metavar="X", type=float, help="learning rate after the warm-up")
-    add("--seed", metavar="N", type=int, help="seed of initialisation, order and augmentation (default 0)")
-    add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
+    for name, metavar in RUN_OPTIONS.items():
+        meaning = Config.__dataclass_fields__[name].metadata["meaning"]
+        add(f"--{name.replace('_', '-')}", metavar=metavar, help=meaning)
     add_shared(parser, "--device")
     add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on cuda)")
     add_set(parser, "any other setting; pretrain --print-config shows all of them")
@@ -71,16 +55,9 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
 
 def commented(config) -> str:
     """The settings of a Config as YAML, which --config takes, with the meaning of each beside it."""
-    import yaml
-
-    from ..run.config import as_plain, values
-
-    lines, plain = [], as_plain(config)
-    for each in dataclasses.fields(config):
-        # A list of one value in the flow style is the value in one line, between brackets.
-        line = yaml.safe_dump([plain[each.name]], default_flow_style=True, width=math.inf).strip()[1:-1]
-        line = f"{each.name}: {line}"
-        meaning = each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
+    lines = []
+    for name, value, meaning in described(config):
+        line = f"{name}: {value}"
         lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
     return "\n".join(lines)
 

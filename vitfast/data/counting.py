@@ -27,21 +27,13 @@ def count_images(config: Config, most: int) -> int:
     if library == "torch" and name.lower() in TORCHVISION:
         count = TORCHVISION[name.lower()]
     elif library in ("hfds", "hfids", "tfds") and name:
-        count = _of_library(config.data, config.data_dir)
+        dataset = open_named(config.data, config.data_dir, "train", is_training=True, batch_size=1)
+        count = getattr(getattr(dataset, "reader", None), "num_samples", None) or len(dataset)
     else:
         root, count = Path(config.data_dir or name or library if library in ("torch", "wds") else config.data), 0
         with suppress(InputError, OSError):
             count = sum(1 for _ in islice(_in_shards(root) if library == "wds" else _in_folder(root), most + 1))
     return min(count, config.train_images or count)
-
-
-def _of_library(spec: str, data_dir: str) -> int:
-    """The training images of a library's data set; of the hub's without a download where a card says it."""
-    with suppress(InputError):
-        if spec.startswith("hfds/"):
-            return _of_library(f"hfids/{spec[5:]}", data_dir)
-    dataset = open_named(spec, data_dir, "train", is_training=True, batch_size=1)
-    return getattr(getattr(dataset, "reader", None), "num_samples", None) or len(dataset)
 
 
 def _in_shards(root: Path) -> Iterable:

@@ -158,9 +158,7 @@ def opened(source, name: str, reading: Reading = DEFAULT) -> Iterator[Image.Imag
         image = source if isinstance(source, Image.Image) else Image.open(source, formats=formats())
     with pillows_limit(reading.max_pixels), unreadable(f"{name} is a broken image"):
         with nullcontext() if image is source else image:
-            square = reading.min_size[0] == reading.min_size[1]  # as most are, without a look at the orientation
-            height, width = (image.height, image.width) if square else sides(image, reading)
-            reading.check(height, width, name)
+            reading.check(*sides(image, reading), name)
             if image is source:
                 image.load()  # whole, since a draft would change what is not ours
             yield image

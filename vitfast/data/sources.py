@@ -85,18 +85,16 @@ class Subset(Source):
         return self.source.content(self.indices[index])
 
 
-def labels_of(source: Source) -> list[int]:
-    """The class of each image of a source; reads the images only where there is no other way."""
-    return [source[i][1] for i in range(len(source))] if source.labels is None else source.labels
-
-
 def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[Subset, Subset]:
     """(chosen, rest): count(n) of the n images of each class are chosen, at random but always the same.
 
     Where an image has any number of classes, count(n) of all n images are chosen.
     """
     by_class: dict[int, list[int]] = {}
-    for index, label in enumerate([0] * len(source) if source.multi_label else labels_of(source)):
+    labels = [0] * len(source) if source.multi_label else source.labels
+    if labels is None:
+        labels = [source[i][1] for i in range(len(source))]  # reads the images, as there is no other way
+    for index, label in enumerate(labels):
         by_class.setdefault(label, []).append(index)
     chosen = []
     for indices in by_class.values():
@@ -104,3 +102,8 @@ def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[S
         chosen += [indices[i] for i in order[: count(len(indices))]]
     rest = set(range(len(source))).difference(chosen)
     return Subset(source, sorted(chosen)), Subset(source, sorted(rest))
+
+
+def evenly(length: int, most: int) -> list[int]:
+    """At most `most` of the indices of a sequence, evenly spread, its first and its last among them."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int)).tolist()

@@ -1,4 +1,4 @@
-"""Accuracy on a validation set."""
+"""Accuracy on a validation set, the answers to its images, and the classes that a model confuses."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -118,6 +119,78 @@ def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
     return ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()
 
 
+@dataclass
+class Answers:
+    """The most probable class of each of n validation images, those that could be read; all on the CPU.
+
+    index (n,): the places of the images in the set, where that is not Shards. labels: class numbers (n,), or (n, K)
+    bool where images have any number of classes; named is (n, K) bool then, a probability above one half.
+    """
+
+    index: Tensor
+    found: Tensor  # (n,)
+    probability: Tensor  # (n,) of the class that was found
+    labels: Tensor
+    named: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @property
+    def right(self) -> Tensor:
+        """Whether the most probable class of each image is (one of) its own, (n,) bool."""
+        if self.named is None:
+            return self.found == self.labels
+        return self.labels.gather(1, self.found[:, None])[:, 0]
+
+    @property
+    def wrong(self) -> Tensor:
+        """Places among the n of the images that are classified wrongly, the most confident answer first."""
+        places = (~self.right).nonzero()[:, 0]
+        return places[self.probability[places].argsort(descending=True, stable=True)]
+
+    def confusion(self, classes: int) -> np.ndarray:
+        """How many images of each class (row) got each answer (column)."""
+        return (self.labels * classes + self.found).bincount(minlength=classes**2).reshape(classes, classes).numpy()
+
+    def confused(self, count: int) -> list[tuple[int, int, int]]:
+        """The `count` most confused pairs: (class, answer, images), most images first."""
+        pairs = torch.stack([self.labels, self.found], 1)[~self.right]
+        pairs, images = pairs.unique(dim=0, return_counts=True)
+        most = images.argsort(descending=True, stable=True)[:count]
+        return [(*pairs[i].tolist(), int(images[i])) for i in most]
+
+
+class Collector:
+    """Collects the answers of an evaluation.
+
+    `add` is an `on_logits` of `evaluate`, and `gather` comes after it. objective: with "sigmoid" each class has a
+    probability by itself, with "softmax" they share 1.
+    """
+
+    def __init__(self, objective: str):
+        self.sigmoid, self.batches = objective == "sigmoid", []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Notes a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING where none counts."""
+        found = logits.argmax(-1, keepdim=True)  # not of the probabilities, which saturate
+        probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        columns = [found, probabilities.gather(-1, found), labels if labels.dim() == 2 else labels[:, None]]
+        columns += [logits > 0] if labels.dim() == 2 else []
+        self.batches.append(torch.cat([column.float() for column in columns], 1))  # exact for up to 2^24 classes
+
+    def gather(self, data: Data) -> Answers:
+        """The answers of all ranks, each of which calls this."""
+        several = data.multi_label
+        width = 2 + (2 * len(data.classes) if several else 1)
+        mine = torch.cat([torch.empty(0, width, device=data.device), *self.batches])
+        rows = of_all_ranks(mine, data.ranks)
+        index = (rows[:, 2] != PADDING).nonzero()[:, 0]
+        found, probability, labels = rows[index].split([1, 1, width - 2], 1)
+        labels, named = labels.bool().chunk(2, 1) if several else (labels[:, 0].long(), None)
+        return Answers(index, found[:, 0].long(), probability[:, 0], labels, named)
+
+
 def logits_of(
     model: nn.Module, images: Tensor | list[PackedImages], device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
@@ -127,19 +200,15 @@ def logits_of(
         return torch.cat([model(part.to(device, non_blocking=True)).float() for part in parts])
 
 
-def check_channels(model: nn.Module, weights: str) -> None:
-    """Raises InputError unless the model takes three channels, as image files are read."""
-    if (chans := getattr(model, "in_chans", 3)) != 3:
-        what = f"images of {chans} channel{'s' * (chans != 1)}"
-        raise InputError(f"{weights or 'the model'} takes {what}, and data is read as RGB: give weights of 3 channels")
-
-
 def check_sizes(model: nn.Module, config: Config) -> None:
     """Raises InputError where the model takes no RGB, or the config asks for sizes that it does not take."""
-    check_channels(model, config.weights)
-    if config.sizes and not isinstance(model, ViT):
-        raise InputError(f"{config.weights or 'the model'} takes images of one size: sizes=native is for ViTs")
-    if config.sizes:
+    name, many = config.weights or "the model", config.sizes or config.drop_tokens
+    if (chans := getattr(model, "in_chans", 3)) != 3:
+        what = f"images of {chans} channel{'s' * (chans != 1)}"
+        raise InputError(f"{name} takes {what}, and data is read as RGB: give weights of 3 channels")
+    if many and not isinstance(model, ViT):
+        raise InputError(f"{name} takes images of one size: sizes and drop_tokens are for ViTs")
+    if many:
         model.check_many_sizes()
 
 
@@ -309,12 +378,9 @@ def evaluate_weights(
     check_classes(model, data)
     if real is None:
         return evaluate(model, data, device, dtype)
-    truth, guesses = real_labels(data, real), []
-    number = torch.tensor(imagenet_numbers(data.classes), device=device)
-
-    def guess(logits: Tensor, labels: Tensor) -> None:
-        guesses.extend(torch.where(counts(labels), number[logits.argmax(1)], PADDING).tolist())
-
-    result = evaluate(model, data, device, dtype, guess)
-    right = [first in classes for first, classes in zip(guesses, truth) if classes and first != PADDING]
+    truth, number, collector = real_labels(data, real), imagenet_numbers(data.classes), Collector("softmax")
+    result = evaluate(model, data, device, dtype, collector.add)
+    answers = collector.gather(data)
+    found = zip(answers.found.tolist(), answers.index.tolist())
+    right = [number[k] in truth[index] for k, index in found if truth[index]]
     return result | dict(real_accuracy=sum(right) / max(1, len(right)), real_images=len(right))

@@ -174,7 +174,9 @@ def _naflexvit(model: nn.Module, pool: str | None) -> Backbone:
 
     def embed(images: list[Tensor]) -> Tensor:
         patches, grids, valid = _padded([ref.normalize(x[None], mean, std, _dtype(model))[0] for x in images], patch)
-        found = model.forward_features(patches, patch_coord=_coordinates(grids, valid), patch_valid=valid)["patches"]
+        rows_columns = [torch.cartesian_prod(torch.arange(h), torch.arange(w)).view(-1, 2) for h, w in grids]
+        coordinates = nn.utils.rnn.pad_sequence(rows_columns, batch_first=True).to(valid.device)
+        found = model.forward_features(patches, patch_coord=coordinates, patch_valid=valid)["patches"]
         if pool is not None:
             return model.fc_norm(model._pool(found, pool, patch_valid=valid))
         return model.forward_head(found, pre_logits=True, patch_valid=valid)
@@ -189,12 +191,6 @@ def _padded(images: list[Tensor], patch: tuple[int, int]) -> tuple[Tensor, list[
     patches = nn.utils.rnn.pad_sequence([x.flatten(2).flatten(0, 1) for x in cut], batch_first=True)
     counts = torch.tensor([h * w for h, w in grids], device=patches.device)
     return patches, grids, torch.arange(patches.shape[1], device=patches.device) < counts[:, None]
-
-
-def _coordinates(grids: list[tuple[int, int]], valid: Tensor) -> Tensor:
-    """(B, N, 2) row and column of each patch in its image."""
-    places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)).view(-1, 2) for h, w in grids]
-    return nn.utils.rnn.pad_sequence(places, batch_first=True).to(valid.device)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -32,13 +32,13 @@ from torch import nn
 
 from ..data.classes import first_of
 from ..data.records import Record
-from ..errors import InputError
+from ..errors import InputError, both_ends
 from ..kernels.launch import batch_invariant
 from ..run.files import SCRATCH, staged
 from ..run.lock import locked
 from ..version import __version__
 from .embed_shards import FILE, JOB, ShardImage, Written, is_same, other_job, paths_of, shards_in, write_shard
-from .embedder import Embedder, Stages
+from .embedder import Embedder
 
 MANIFEST = "manifest.json"
 LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
@@ -54,7 +54,7 @@ class Progress:
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
     kept: int = 0  # in shards that were there already
-    stages: Stages = field(default_factory=Stages)
+    waiting: float = 0.0  # seconds without an image that is read
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -87,85 +87,73 @@ def embed_to(
     if os.path.lexists(folder) and not folder.is_dir():
         raise InputError(f"--output {folder} is a file; give a folder")
     with locked(folder, f"rank-{rank}.lock"):
-        return _embed_to(embedder, records, folder, shard_size, rank, world, resume, on_progress)
+        progress = Progress()
+        manifest = dict(describe(embedder), shard_size=shard_size)
+        job = _job(manifest)
+        _remove(folder, LEFT, rank, world)
+        before = {}
+        if resume:
+            before = _check_manifest(folder, manifest, rank)
+        else:
+            _manifest_of(folder)
+            _remove(folder, FILE, rank, world)
+            _write_manifest(folder, manifest, rank)
+        written = Written(folder, job, resume)
+        absent = (shard for shard in itertools.count() if shard not in written.counts)
+        waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
+        counts, images = dict(written.counts), 0  # of images, by shard
 
+        def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
+            counts[shard] = len(part)
+            if shard % world == rank:
+                waiting[shard] = [ShardImage(record) for record in part]
+                yield from ((shard, image, image.id) for image in list(waiting[shard]))
 
-def _embed_to(
-    embedder: Embedder,
-    records: Iterable[Record],
-    folder: Path,
-    shard_size: int,
-    rank: int,
-    world: int,
-    resume: bool,
-    on_progress: Callable[[Progress, str | None], None],
-) -> Progress:
-    """`embed_to`, once this process holds the folder."""
-    progress = Progress()
-    manifest = dict(describe(embedder), shard_size=shard_size)
-    job = _job(manifest)
-    _remove(folder, LEFT, rank, world)
-    before = {}
-    if resume:
-        before = _check_manifest(folder, manifest, rank)
-    else:
-        _manifest_of(folder)
-        _remove(folder, FILE, rank, world)
-        _write_manifest(folder, manifest, rank)
-    written = Written(folder, job, resume)
-    absent = (shard for shard in itertools.count() if shard not in written.counts)
-    waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-    counts, images = dict(written.counts), 0  # of images, by shard
+        def wanted() -> Iterator[tuple[int, object, str]]:
+            nonlocal images
+            new: list[Record] = []
+            for record in records:
+                images += 1
+                shard, whole = written.place(record)
+                if shard is None:
+                    new.append(record)
+                elif whole and shard % world == rank:
+                    if is_same(folder, shard, whole):
+                        progress.kept += len(whole)
+                    else:
+                        yield from begin(shard, whole)
+                while written.missing == 0 and len(new) >= shard_size:  # before, this may be another source
+                    yield from begin(next(absent), new[:shard_size])
+                    del new[:shard_size]
+            if gone := written.gone() if images else []:
+                advice = "bring them back, give another --output, or --resume never to embed all again"
+                said = f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)})"
+                raise InputError(f"{said}; nothing new was embedded; {advice}")
+            for first in range(0, len(new), shard_size):
+                yield from begin(next(absent), new[first : first + shard_size])
 
-    def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
-        counts[shard] = len(part)
-        if shard % world == rank:
-            waiting[shard] = [ShardImage(record) for record in part]
-            yield from ((shard, image, image.id) for image in list(waiting[shard]))
-
-    def wanted() -> Iterator[tuple[int, object, str]]:
-        nonlocal images
-        new: list[Record] = []
-        for record in records:
-            images += 1
-            shard, whole = written.place(record)
-            if shard is None:
-                new.append(record)
-            elif whole and shard % world == rank:
-                if is_same(folder, shard, whole):
-                    progress.kept += len(whole)
-                else:
-                    yield from begin(shard, whole)
-            while written.missing == 0 and len(new) >= shard_size:  # before, this may be another source
-                yield from begin(next(absent), new[:shard_size])
-                del new[:shard_size]
-        if gone := written.gone() if images else []:
-            advice = "bring them back, give another --output, or --resume never to embed all again"
-            said = f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)})"
-            raise InputError(f"{said}; nothing new was embedded; {advice}")
-        for first in range(0, len(new), shard_size):
-            yield from begin(next(absent), new[first : first + shard_size])
-
-    results = embedder.stream_groups(wanted(), progress.stages)
-    for shard, group in itertools.groupby(results, key=itemgetter(0)):
-        computed = []
-        for _, found in group:
-            progress.images += 1
-            progress.unreadable += found.error is not None
-            on_progress(progress, found.error)
-            computed.append(found)
-        write_shard(folder, shard, waiting.pop(shard), job, computed, embedder)
-    if not images:
-        raise InputError("there is no image to embed")
-    for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
-        if shard % world == rank:
-            write_shard(folder, shard, [], job, [], embedder)
-    ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
-    ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
-    parts = [dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)]
-    totals = dict(images=images, shards=ends[-1], parts=parts)
-    _write_manifest(folder, manifest | totals, rank)
-    return progress
+        results = embedder.stream_groups(wanted(), progress)
+        for shard, group in itertools.groupby(results, key=itemgetter(0)):
+            computed = []
+            for _, found in group:
+                progress.images += 1
+                progress.unreadable += found.error is not None
+                on_progress(progress, found.error)
+                computed.append(found)
+            write_shard(folder, shard, waiting.pop(shard), job, computed, embedder)
+        if not images:
+            raise InputError("there is no image to embed")
+        for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
+            if shard % world == rank:
+                write_shard(folder, shard, [], job, [], embedder)
+        ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
+        ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
+        parts = [
+            dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)
+        ]
+        totals = dict(images=images, shards=ends[-1], parts=parts)
+        _write_manifest(folder, manifest | totals, rank)
+        return progress
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
@@ -266,20 +254,15 @@ def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
         return now
     for name, value in now.items():
         if name not in MAY_DIFFER and before.get(name) != value:
-            what = f"with {name} {_short(before.get(name))}, not {_short(value)}"
+            what = f"with {name} {both_ends(json.dumps(before.get(name)))}, not {both_ends(json.dumps(value))}"
             what = "of other weights" if name == "weights_sha256" else what
             advice = "give another --output, or --resume never to start again"
             raise InputError(f"{folder} holds embeddings {what}; {advice}")
     for name in MAY_DIFFER:
         if before.get(name) != now[name]:
-            said = f"{_short(before.get(name))} before, {_short(now[name])} now"
+            said = f"{json.dumps(before.get(name))} before, {json.dumps(now[name])} now"
             logger.warning("%s: %s; vectors may differ from shard to shard by rounding", name, said)
     return before
-
-
-def _short(value) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 200 else f"{text[:197]}..."
 
 
 def _write_manifest(folder: Path, content: dict, rank: int) -> None:

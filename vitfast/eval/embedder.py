@@ -36,13 +36,6 @@ AHEAD = 4  # images that each worker reads ahead
 CHUNK = 1 << 28  # bytes of images that are resized together on the device
 
 
-@dataclass
-class Stages:
-    """Where the time of a stream of images goes."""
-
-    waiting: float = 0.0  # seconds without an image that is read
-
-
 class Embedded(NamedTuple):
     """One image's result: its vector (D,) fp32 and size in pixels, or why there is none."""
 
@@ -177,18 +170,19 @@ class Embedder:
         return (found for _, found in self.stream_groups(named))
 
     def stream_groups(
-        self, items: Iterable[tuple[object, ImageLike, str]], stages: Stages | None = None
+        self, items: Iterable[tuple[object, ImageLike, str]], progress=None
     ) -> Iterator[tuple[object, Embedded]]:
         """(group, result) of each item (group, image, name) in order; no batch has images of two groups.
 
-        So what is computed together does not depend on the groups before. `stages` adds up where the time goes.
+        So what is computed together does not depend on the groups before. The seconds without an image that is read are
+        added to `progress.waiting`.
         """
-        stages = stages or Stages()
         batches = self._batches(self._prepared(self._read_ahead(iter(items))))
         while True:
             begun = time.perf_counter()
             batch = next(batches, [])
-            stages.waiting += time.perf_counter() - begun
+            if progress is not None:
+                progress.waiting += time.perf_counter() - begun
             if not batch:
                 return
             yield from zip([one.group for one in batch], self._computed(batch))

@@ -1,30 +1,107 @@
-"""Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe."""
+"""Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe.
+
+x (n, D) features, y (n,) class numbers 0 .. K-1. Every classifier takes the training pairs and the features of the
+images to classify, and returns their classes (m,).
+"""
 
 import logging
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.loader import Data
+from ..data.samples import counts
 from ..data.sources import Subset
 from ..errors import InputError
+from ..model.baselines import normalized
 from ..run.config import Config
-from .accuracy import open_weights
-from .probe import Features, features, knn, linear, whitening
+from ..run.device import autocast
+from .accuracy import evaluating, open_weights
 
 logger = logging.getLogger("vitfast")
 SHOTS = (1, 5, 10, 25)
+CHUNK = 1024  # images compared with all training images at a time
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
+
+
+class Features(NamedTuple):
+    """Features of the images of a source that could be read."""
+
+    x: Tensor  # (n, D) fp32, on the CPU
+    y: Tensor  # (n,) class numbers
+    index: Tensor  # (n,) which images of the source they are
+    unreadable: int  # how many are left out
+
+
+@torch.inference_mode()
+def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
+    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
+
+    model: a ViT or a baseline. Images that cannot be read are left out, with a warning. Raises InputError if no image
+    can be read or more than `max_unreadable` cannot, and if images have several classes.
+    """
+    if data.multi_label:
+        raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
+    xs, ys, unreadable = [], [], 0
+    with evaluating(model):
+        for images, labels, messages in data.in_order(source):
+            with autocast(device, dtype):
+                x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+                x = model.forward_head(x, pre_logits=True)
+            xs.append(x.float().cpu())
+            ys.append(labels)
+            unreadable += data.left_out(messages)
+    y = torch.cat(ys) if ys else torch.empty(0)
+    index = counts(y).nonzero()[:, 0]
+    data.check_left_out(unreadable, len(index))
+    return Features(torch.cat(xs)[index], y[index], index, unreadable)
+
+
+def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of features (m, D), in float64, that gives the columns of x mean 0 and deviation 1.
+
+    1e-5 is added to the deviation.
+    """
+    mean, scale = x.double().mean(0), x.double().std(0, correction=0) + 1e-5
+    return lambda features: (features.double() - mean) / scale
+
+
+def knn(x: Tensor, y: Tensor, queries: Tensor, classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
+    """The vote of the k training images nearest by cosine, each of weight exp(similarity / temperature).
+
+    The method is that of Wu et al., 2018, the values of k and temperature are those of DINO, 2021.
+    """
+    x, y, votes = F.normalize(x.float(), dim=1), y.to(x.device), []
+    for chunk in queries.split(CHUNK):
+        similarity, nearest = (F.normalize(chunk.float(), dim=1) @ x.T).topk(min(k, len(x)))
+        votes.append((F.one_hot(y[nearest], classes) * (similarity / temperature).exp()[..., None]).sum(1).argmax(1))
+    return torch.cat(votes)
+
+
+def linear(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 1.0) -> Tensor:
+    """Multinomial logistic regression on whitened features: scikit-learn's L-BFGS.
+
+    Minimises the summed loss + l2 / 2 |W|^2. Raises InputError where the training images are of one class.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    if len(y.unique()) < 2:
+        raise InputError("a linear probe needs training images of two classes at least")
+    whiten = whitening(x)
+    model = LogisticRegression(C=1 / l2, max_iter=1000).fit(whiten(x).numpy(), y.numpy())
+    return torch.from_numpy(model.predict(whiten(queries).numpy()))
 
 
 def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Tensor:
     """Regularised least squares from whitened features and a constant onto {-1, 1}^K, in float64.
 
     As the released evaluator of the ViT's authors (big_vision, fewshot_lsr) does, it minimises |X W - Y|^2 + l2 |W|^2,
-    in which W includes the constant's weights. x (n, D), y (n,) class numbers; returns the classes (m,) of the queries.
+    in which W includes the constant's weights.
     """
     from sklearn.linear_model import Ridge
 
@@ -48,7 +125,9 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
 
 
 def check_l2(method: str, l2: float | None) -> None:
-    """Raises InputError where a regularisation is given to a method that has none."""
+    """Raises InputError where a regularisation is not positive, or is given to a method that has none."""
+    if l2 is not None and not 0 < l2 < math.inf:
+        raise InputError(f"l2 must be positive, got {l2}")
     if l2 is not None and method not in L2:
         raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
 
@@ -100,8 +179,8 @@ def few_shot(
     default of knn and linear; that of ridge is SHOTS). seeds: draws of each number. Raises InputError for wrong input.
     """
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
-    if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not 0 < l2 < math.inf):
-        raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
+    if any(n is not None and n < 1 for n in shots) or seeds < 1:
+        raise InputError("few-shot evaluation takes positive numbers of shots and seeds")
     check_l2(method, l2)
     if config.sizes:
         raise InputError("fewshot takes images of one size: leave sizes out")
@@ -121,5 +200,5 @@ def few_shot(
             accuracies.append((found.cpu() == truth).double().mean().item())
         results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))
     used = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
-    counts = dict(classes=len(data.classes), images=len(truth), unreadable_images=left_out + also_left_out)
-    return dict(weights=config.weights, data=config.data, method=method, **used, **counts, results=results)
+    images = dict(classes=len(data.classes), images=len(truth), unreadable_images=left_out + also_left_out)
+    return dict(weights=config.weights, data=config.data, method=method, **used, **images, results=results)

@@ -62,8 +62,11 @@ def scaling(
     results = Results(output, "scaling", course(as_plain(config)) | own, files)
     for one in runs:
         training_flops(one, 1)  # raises where there is no such model, or it cannot take the images
-        for spec in transfer:
-            _check_transfer(one, _transfer_config(one, spec, method, settings or {}))
+        for spec in transfer:  # raises where there is no such data, or the model does not take its images
+            own = _transfer_config(one, spec, method, settings or {})
+            with torch.device("meta"):
+                model = new_model(dataclasses.replace(one, img_size=own.img_size), 1)
+            open_data(own, *sizes(model), choose_device(own.device))
     for one in runs:
         summary = finish(one)
         flops = training_flops(one, summary["classes"]) * summary["steps"] * config.batch_size
@@ -76,7 +79,11 @@ def scaling(
             seconds=summary["seconds"],
         )
         if transfer:
-            accuracies = {s: _transfer(_transfer_config(one, s, method, settings or {}), method) for s in transfer}
+            accuracies = {}
+            for spec in transfer:
+                own = _transfer_config(one, spec, method, settings or {})
+                ended = finish(own) if method == "finetune" else few_shot(own, shots=[SHOTS])["results"][0]
+                accuracies[spec] = ended["accuracy"]
             record |= dict(transfer_accuracy=statistics.mean(accuracies.values()), transfer_method=METHODS[method])
             record |= {f"transfer to {spec}": accuracy for spec, accuracy in accuracies.items()}
         records.append(record)
@@ -96,19 +103,6 @@ def _transfer_config(config: Config, spec: str, method: str, settings: dict) -> 
     if method == "fewshot":
         return resolve("eval", shared, settings, own, dict(img_size=config.img_size))
     return resolve("finetune", shared, settings, own)
-
-
-def _check_transfer(pretraining: Config, config: Config) -> None:
-    """Raises InputError where there is no such data, or where the model does not take its images."""
-    with torch.device("meta"):
-        model = new_model(dataclasses.replace(pretraining, img_size=config.img_size), 1)
-    open_data(config, *sizes(model), choose_device(config.device))
-
-
-def _transfer(config: Config, method: str) -> float:
-    if method == "finetune":
-        return finish(config)["accuracy"]
-    return few_shot(config, shots=[SHOTS])["results"][0]["accuracy"]
 
 
 def draw(records: list[dict]) -> Figure:

@@ -16,7 +16,6 @@ where its classes are what things are, not where, how many, how far or which way
 import dataclasses
 import json
 import logging
-import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +26,7 @@ from torch import Tensor
 from ..data.datasets import take
 from ..errors import InputError
 from ..eval.accuracy import open_weights
-from ..eval.fewshot import check_l2, classify
-from ..eval.probe import features
+from ..eval.fewshot import check_l2, classify, features
 from ..run.config import Config, as_plain, course, total_steps
 from ..run.distributed import world_size
 from ..run.files import as_csv
@@ -195,8 +193,8 @@ def vtab(
     """
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
-    if examples < 1 or (l2 is not None and not 0 < l2 < math.inf):
-        raise InputError("vtab takes a positive number of examples and a positive l2")
+    if examples < 1:
+        raise InputError(f"vtab takes a positive number of examples, got {examples}")
     check_l2(method, l2)
     named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # a task's settings win over the recipe
     layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]

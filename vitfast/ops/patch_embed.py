@@ -114,7 +114,7 @@ def _numbers(values: list[float] | Tensor | None, default: float, chans: int) ->
     return values * chans if len(values) == 1 else values
 
 
-def _unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
+def unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
     """Why no kernel takes this normalisation or reads these tensors; None where one does."""
     for name, value in (("mean", mean), ("std", std)):
         if isinstance(value, Tensor) and torch.compiler.is_compiling():
@@ -189,7 +189,7 @@ def patch_embed(
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
     weight = _in_compute_dtype(weight)
-    reason = _unsupported_reason(mean, std, *tensors.values())
+    reason = unsupported_reason(mean, std, *tensors.values())
     if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie

@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..errors import InputError, both_ends
@@ -54,14 +54,14 @@ def within(default: float | None, interval: str, meaning: str):
     return rule(default, lambda value: low < value < high or value in ends, f"lie in {interval}", meaning)
 
 
-def at_least(default, low, meaning: str):
-    return rule(default, lambda value: value >= low, f"be at least {low:g}", meaning)
+def natural(default, meaning: str):
+    return rule(default, lambda value: value >= 0, "be at least 0", meaning)
 
 
-def span(default: tuple[float, float], low: float, high: float, meaning: str):
-    """A field of two numbers, the smaller first, above `low` and up to `high`."""
-    text = f"be two numbers, the smaller first, above {low:g} and at most {high:g}"
-    return rule(default, lambda value: low < value[0] <= value[1] <= high, text, meaning)
+def span(default: tuple[float, float], high: float, meaning: str):
+    """A field of two positive numbers up to `high`, the smaller first."""
+    text = f"be two numbers, the smaller first, above 0 and at most {high:g}"
+    return rule(default, lambda value: 0 < value[0] <= value[1] <= high, text, meaning)
 
 
 def _sizes(value: str) -> bool:
@@ -78,27 +78,17 @@ _AUGMIX = rf"augmix(-(m\d{{1,2}}|w[1-9]|d[1-9]|a[1-9]\d*|b[01]|mstd{_NUMBER}))*"
 AUTO_AUGMENT = re.compile(rf"|{_POLICIES}|{_RANDOM}|{_AUGMIX}")
 
 
-# The headings of the settings' page, each above the field that begins its group.
-GROUPS = {
-    "name": "Model and length",
-    "optimizer": "Optimiser",
-    "objective": "Loss",
-    "sizes": "Images of many sizes",
-    "train_crop_mode": "Augmentation",
-    "crop_mode": "How evaluations cut images",
-    "dropout": "The model's parts",
-    "task": "Data",
-    "output": "Files, device and speed",
-}
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The computation of a run. `batch_size` is the global batch of one optimiser step."""
 
     name: str = plain("", "the recipe's name")
     about: str = plain("", "the recipe's command, and what was published for it")
-    model: str = plain("B/16", "a preset of vitfast's ViT, such as B/16; R50x1 and the like; or timm:NAME")
+    model: str = plain(
+        "B/16",
+        "a preset, such as Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16; DINOv3-S/16 S+ B L H+ 7B; SigLIP2-B/16 "
+        "L So400m/14; CLIP-B/32; EVA02-Ti/14 S B L; a ResNet such as R50x1; or timm:NAME",
+    )
     img_size: int = rule(
         224,
         lambda value: 0 <= value <= 16384,
@@ -127,12 +117,12 @@ class Recipe:
     )
     sweep_hold_out: float = within(0.1, "[0, 1)", "the share of the training images on which --sweep compares them")
     lr_decay: str = choice(("cosine", "linear", "constant"), "how the learning rate falls after the warm-up")
-    lr_end: float = at_least(0.0, 0, "the learning rate at the end")
+    lr_end: float = natural(0.0, "the learning rate at the end")
     warmup_steps: int = within(0, "[0, 1e12]", "steps in which the learning rate rises linearly from 0")
     warmup_ratio: float = within(
         0.0, "[0, 1)", "the warm-up as a share of the run; the longer of this and warmup_steps counts"
     )
-    weight_decay: float = at_least(0.0, 0, "decoupled weight decay, times the learning rate, for weight matrices only")
+    weight_decay: float = natural(0.0, "decoupled weight decay, times the learning rate, for weight matrices only")
     momentum: float = within(0.9, "[0, 1)", "the momentum of sgd")
     betas: tuple[float, float] = rule(
         (0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)", "the betas of adamw and lamb"
@@ -175,9 +165,9 @@ class Recipe:
         ("rrc", "squash"), "rrc: a random resized crop; squash: a crop in the image's own aspect, resized to a square"
     )
     crop_scale: tuple[float, float] = span(
-        (0.08, 1.0), 0, 1, "the share of the area that a crop keeps; 1,1 with squash only resizes"
+        (0.08, 1.0), 1, "the share of the area that a crop keeps; 1,1 with squash only resizes"
     )
-    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100, "the aspect ratio of rrc's crops, width over height")
+    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 100, "the aspect ratio of rrc's crops, width over height")
     hflip: float = within(0.5, "[0, 1]", "the share of the images that are mirrored")
     color_jitter: float = within(0.0, "[0, 10]", "the strength of changes in brightness, contrast and saturation")
     auto_augment: str = rule(
@@ -271,9 +261,8 @@ class Config(Recipe):
     )
     amp: str = choice(("auto", "bf16", "fp16", "none"), "autocast's dtype; auto is bf16 on cuda and none on cpu")
     compile: bool | None = plain(None, "whether to use torch.compile; unset: only on cuda")
-    workers: int | None = at_least(
+    workers: int | None = natural(
         None,
-        0,
         "loader processes of each rank; unset: none for digits and synthetic, else its share of cores, at most 8",
     )
     decode: str = choice(
@@ -287,8 +276,8 @@ class Config(Recipe):
         ("ddp", "fsdp"),
         "how processes share the model: ddp copies it; fsdp shards parameters, gradients and optimiser state by block",
     )
-    max_unreadable: int = at_least(
-        100, 0, "how many images may be unreadable: training replaces them, evaluations leave them out"
+    max_unreadable: int = natural(
+        100, "how many images may be unreadable: training replaces them, evaluations leave them out"
     )
 
 
@@ -306,6 +295,17 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 def values(each: dataclasses.Field) -> str:
     """The range or the choices of a field, "" where its type says them."""
     return each.metadata.get("text", "").removeprefix("be ").removeprefix("lie ")
+
+
+def described(config: Recipe) -> Iterator[tuple[str, str, str]]:
+    """(name, value as YAML in one line, meaning and range) of each field."""
+    import yaml
+
+    for name, value in as_plain(config).items():
+        each = config.__dataclass_fields__[name]
+        # A list of one value in the flow style is the value in one line, between brackets.
+        text = yaml.safe_dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
+        yield name, text, each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
 
 
 def is_none(value) -> bool:

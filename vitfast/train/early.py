@@ -41,10 +41,6 @@ class EarlyStop:
         if self.over:
             logger.info("the run ends early: no accuracy was above that of step %d, %.4f", self.step, self.accuracy)
 
-    def is_best(self, step: int) -> bool:
-        """Whether the evaluation after this step is the best so far; its weights are to be kept."""
-        return self.step == step
-
     @property
     def over(self) -> bool:
         """Whether the run waited long enough."""

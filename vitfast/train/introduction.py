@@ -1,7 +1,6 @@
 """The paragraph before the first step of a run, and warnings about its length."""
 
 import logging
-import os
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from ..run.config import Config, total_steps
 NAMED_CLASSES = 10  # how many classes are named
 MOST_EPOCHS = 1000  # passes over the data above which a run warns
 SHOWN = 40  # characters of a class's name
-UNLABELLED = "It learns masked patches, and no classes. "
 TASKS = dict(pretrain="pre-trains", finetune="fine-tunes")
 logger = logging.getLogger("vitfast")
 
@@ -34,23 +32,18 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
     passes += " epoch" if passes == "1" else " epochs"
-    threads, loaders = _count(torch.get_num_threads(), "thread"), _count(data.workers, "loader process")
+    unlabelled = "It learns masked patches, and no classes. " if config.objective == "masked" else ""
     logger.info(
         f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images {size}. "
         f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
-        f"in {_classes(data)}. {UNLABELLED if config.objective == 'masked' else ''}"
-        f"The run takes {_count(steps, 'step')} of {about}{_count(round(data.images_per_step), 'image')}, which is "
-        f"{about}{passes}, by {recipe}. It computes on {where}{ranks} in {precision(dtype)}, with {threads} "
-        f"and {loaders}{' each' if ranks else ''}, and writes to {os.fspath(config.output)}."
+        f"in {_classes(data)}. {unlabelled}The run takes {_count(steps, 'step')} of {about}"
+        f"{_count(round(data.images_per_step), 'image')}, which is {about}{passes}, by {recipe}. It "
+        f"computes on {where}{ranks} in {precision(dtype)}, and writes to {config.output}."
     )
     if data.packing is None and config.batch_size > images:
-        fitting = max(1, min(64, images // 4))
         logger.warning(
-            "a step takes %s images and the data has %s, so each step repeats images: set --batch-size, such as "
-            "%d, and a learning rate for that size",
-            f"{config.batch_size:,}",
-            f"{images:,}",
-            fitting,
+            f"a step takes {config.batch_size:,} images and the data has {images:,}, so each step repeats images: set "
+            f"--batch-size, such as {max(1, min(64, images // 4))}, and a learning rate for that size"
         )
     if epochs > MOST_EPOCHS:
         logger.warning("this run passes over its data %s times: set --epochs, such as 50", f"{epochs:,.0f}")
@@ -75,8 +68,8 @@ def _classes(data: Data) -> str:
 
 
 def _count(number: int, name: str) -> str:
-    """ "1 step", "2 steps", "1 process", "2 processes"."""
-    return f"{number:,} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
+    """ "1 step", "2 steps"."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def precision(dtype: torch.dtype | None) -> str:

@@ -5,7 +5,6 @@ image when its file was modified and its `content_hash`. These are of the first 
 """
 
 import logging
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,7 @@ def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, d
         index |= {f"{split}_images": len(source)} | {f"{split}_{kind}": value for kind, value in found.items()}
         images |= {f"{split}_modified": times, f"{split}_hashes": np.full_like(times, UNKNOWN)}
         facts[SPLITS[split]] = [len(source), found]
-        listed[SPLITS[split]] = partial(_described, source)
+        listed[SPLITS[split]] = lambda source=source: [described(source, index)[:3] for index in range(len(source))]
     data.ranks.check_same(facts, listed)
 
     def of_first() -> None:
@@ -56,10 +55,6 @@ def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, d
 
     data.ranks.on_first(of_first)
     return index, images
-
-
-def _described(source: Source) -> list[tuple]:
-    return [described(source, index)[:3] for index in range(len(source))]
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
 from ..errors import InputError
-from ..eval.accuracy import check_channels, cut_as_told
+from ..eval.accuracy import check_sizes, cut_as_told
 from ..model.baselines import baseline, baseline_of, classifiers, load_baseline, replace_head, sizes
 from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
@@ -17,8 +17,8 @@ from ..model.presets import is_baseline, pair, preset
 from ..model.vit import ViT
 from ..run.config import Config
 from ..run.distributed import Ranks
-from .arguments import model_arguments, vit_arguments
 from .masked import MaskedPatches
+from .recipes import model_arguments, vit_arguments
 
 logger = logging.getLogger("vitfast")
 
@@ -42,7 +42,6 @@ def set_up(
             model = load_baseline(name, source, pair(config.img_size) if config.img_size else None, **arguments)
         else:
             model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
-        check_channels(model, source)
         config = cut_as_told(config, model)
     elif config.task == "finetune":
         raise InputError(f"finetune starts from weights: add --weights FILE_OR_FOLDER, or --weights {EXAMPLE}")
@@ -54,7 +53,9 @@ def set_up(
             model = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
     keeps = checkpoint or (config.weights and config.task != "finetune")  # its head
     known = tuple(map(str, getattr(model, "class_names", None) or ())) if keeps else ()
-    data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model), model.mean, known)
+    check_sizes(model, config)
+    prefix = getattr(model, "num_prefix_tokens", 0)
+    data = open_data(config, *sizes(model), device, ranks, examples, prefix, model.mean, known)
     renamed = known and not checkpoint and {*known} != {*data.classes} != {*map(str, range(len(data.classes)))}
     if not source:
         model = new_model(config, len(data.classes))
@@ -71,20 +72,6 @@ def set_up(
     else:
         model.class_names = data.classes
     return model, data
-
-
-def prefix_of(config: Config, model: nn.Module) -> int:
-    """Tokens of an image besides its patches.
-
-    Raises InputError where many sizes are asked of a model that takes one.
-    """
-    if not isinstance(model, ViT):
-        if config.sizes or config.drop_tokens:
-            raise InputError(f"{config.model} takes images of one size: sizes and drop_tokens are for ViTs")
-        return 0
-    if config.sizes or config.drop_tokens:
-        model.check_many_sizes()
-    return model.num_prefix_tokens
 
 
 def new_model(config: Config, classes: int) -> nn.Module:

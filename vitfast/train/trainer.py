@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
-from ..eval.accuracy import evaluate
-from ..eval.answers import Collector
+from ..eval.accuracy import Collector, evaluate
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
@@ -160,9 +159,10 @@ class Trainer:
 
     def _keep_best(self) -> None:
         """Keeps the model of this step where it is the best so far; saves the step where the run ends."""
-        if self.early.over or self.early.is_best(self.step):
+        is_best = self.early.step == self.step
+        if self.early.over or is_best:
             self.save()
-        if self.early.is_best(self.step):
+        if is_best:
             record = dict(step=self.early.step, accuracy=self.early.accuracy)
             self._write("best", self.ranks.on_first, keep_as_best, self.run, record)
 
@@ -382,7 +382,7 @@ class Trainer:
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
+            write_report(self.config, self.data, summary, self.device, answers)
         return summary
 
 

@@ -15,8 +15,7 @@ import torch
 from every_launcher import every_launcher, variants
 from known_configs import providers
 from layouts import LaidOut
-from mutant import NUMBERS, ROOT
-from mutants import MUTANTS
+from planted import MUTANTS, NUMBERS, ROOT
 from sanitizer import Sanitizer
 from triton.tools.tensor_descriptor import TensorDescriptor
 

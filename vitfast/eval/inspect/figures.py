@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 DPI = 110
 
 
-def as_png(figure: Figure, transparent: bool = False) -> bytes:
-    """The figure as a PNG file. transparent: where nothing is drawn, in place of white."""
+def as_png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", transparent=transparent)
+    figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight")
     return buffer.getvalue()
 
 

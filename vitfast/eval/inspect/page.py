@@ -12,9 +12,9 @@ GENERATOR = '<meta name="generator" content="vitfast'  # near the start of every
 
 # Figures are drawn on white: in the dark their lightness is inverted, their hues stay, and black becomes the page.
 STYLE = """:root{color-scheme:light dark;--page:#fff;--code:#f4f4f4;--line:#ddd;
---text:#1a1a1a;--quiet:#5c5c5c;--mark:#a85400}
+--text:#1a1a1a;--quiet:#5c5c5c}
 @media (prefers-color-scheme:dark){:root{--page:#141618;--code:#22262a;--line:#3a3d40;
---text:#e6e6e6;--quiet:#a3a3a3;--mark:#f2a65a}
+--text:#e6e6e6;--quiet:#a3a3a3}
 img.chart{filter:invert(1) hue-rotate(180deg);mix-blend-mode:screen}}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
 color:var(--text);background:var(--page)}
@@ -31,7 +31,7 @@ pre{background:var(--code);padding:.75rem;border-radius:.3rem;white-space:pre-wr
 @media (max-width:30rem){td,th{padding-right:.5rem}.scroll{font-size:.85rem}}
 .gallery{display:flex;flex-wrap:wrap;gap:.75rem}
 figure{margin:0;width:6rem;font-size:.8rem;overflow-wrap:anywhere;white-space:pre-line}
-figure img{width:100%;image-rendering:pixelated}.marked{color:var(--mark)}"""
+figure img{width:100%;image-rendering:pixelated}"""
 
 
 def picture(content: bytes, alt: str, chart: bool = False) -> str:
@@ -41,12 +41,9 @@ def picture(content: bytes, alt: str, chart: bool = False) -> str:
     return f'<img{" class=chart" * chart} alt="{html.escape(alt)}" src="{data}">'
 
 
-def gallery(pictures: list[tuple[str, str, bool]]) -> str:
-    """Small pictures side by side: (`picture`, its caption, whether the caption is marked)."""
-    figures = (
-        f"<figure>{image}<figcaption{' class=marked' if marked else ''}>{html.escape(text)}</figcaption></figure>"
-        for image, text, marked in pictures
-    )
+def gallery(pictures: list[tuple[str, str]]) -> str:
+    """Small pictures side by side: (`picture`, its caption)."""
+    figures = (f"<figure>{image}<figcaption>{html.escape(text)}</figcaption></figure>" for image, text in pictures)
     return f'<div class="gallery">{"".join(figures)}</div>'
 
 
@@ -56,13 +53,13 @@ def table(facts: dict[str, str]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, marked: int | None = None) -> str:
-    """A <table> with a header; its first `left` columns are text, and row `marked` is coloured."""
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A <table> with a header; its first `left` columns are text."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = []
-    for number, row in enumerate(rows):
+    for row in rows:
         cells = (f"<td{' class=n' * (i >= left)}>{html.escape(text)}</td>" for i, text in enumerate(row))
-        lines.append(f"<tr{' class=marked' * (number == marked)}>{''.join(cells)}</tr>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>{"".join(lines)}</table></div>'
 
 
@@ -77,12 +74,6 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> str:
         rows.append(f"<tr>{heads[i]}{''.join(cells)}</tr>")
     head = f"<thead><tr><td></td>{''.join(heads)}</tr></thead>"
     return f'<div class="scroll"><table class="matrix">{head}{"".join(rows)}</table></div>'
-
-
-def sentences(*texts: str) -> str:
-    """A <p> of the sentences that are not empty, "" where all are."""
-    text = " ".join(filter(None, texts))
-    return f"<p>{html.escape(text)}</p>" if text else ""
 
 
 def fold(summary: str, content: str) -> str:

@@ -15,12 +15,12 @@ from ...data.folders import ImageFiles
 from ...data.image_files import image_files
 from ...data.images import Unreadable
 from ...data.shards import Shards
+from ...data.sources import evenly
 from ...errors import InputError
 from ...model.vit import ViT
 from ...run.config import Config
 from ...run.files import as_csv
 from ...run.results import Results
-from ..answers import evenly
 from .figures import as_png, draw_attention, draw_distance, draw_filters, draw_similarity
 from .measures import examine, patch_distances, reads_class_token
 from .page import page, picture

@@ -1,8 +1,9 @@
 """report.html of a finished run: one file that opens offline, its pictures inside."""
 
 import dataclasses
-import hashlib
 import logging
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,32 +13,28 @@ from torch import Tensor, nn
 
 from ...data.loader import Data
 from ...errors import InputError
-from ...eval.accuracy import open_weights
-from ...eval.answers import Answers, look
+from ...eval.accuracy import Answers, Collector, evaluate, open_weights
 from ...eval.inspect.measures import attention_rollout, position_similarity
 from ...eval.inspect.page import columns, fold, page, picture
 from ...model.baselines import load_any
 from ...model.vit import ViT
-from ...run.config import Config
+from ...run.config import Config, described
 from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
-from ...run.lock import LOCK, locked
 from ..introduction import model_in_words
-from ..resume import read_record
-from ..run_data import CHANGED, SPLITS
+from ..log import read_metrics
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
-from .commands import cpu_name, next_commands, origin
-from .progress import progress_sections
-from .words import results, settings
+from .commands import next_commands, origin
 
 ATTENDED = 8  # validation images with attention
-LOOKED = 2000  # validation images that are looked at where the run's last evaluation is lost
+# The settings that the report shows even where they are the defaults.
+SHOWN = frozenset("model img_size epochs steps batch_size optimizer lr lr_decay weight_decay seed".split())
 logger = logging.getLogger("vitfast")
 
 
 @contextmanager
-def optional():
+def optional() -> Iterator[None]:
     """Turns an error in the block into one warning: a run counts as finished without a report too."""
     try:
         yield
@@ -49,55 +46,50 @@ def optional():
 
 @optional()
 def write_report(
-    config: Config,
-    data: Data,
-    summary: dict,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    answers: Answers | None = None,
+    config: Config, data: Data, summary: dict, device: torch.device, answers: Answers | None = None
 ) -> None:
     """Writes report.html into the folder of a run that has its checkpoint, or says why not.
 
-    answers: those of the run's last evaluation, gathered; else the model looks at up to LOOKED validation images.
+    answers: those of the run's last evaluation; None for a model without a head.
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
     model = load_any(config.model, last).to(device).eval()  # not compiled, not sharded
-    sections = progress_sections(config, data)
-    sections |= model_sections(model, data, device, dtype, config.objective, answers) | many_sizes(summary)
+    sections = curves({config.task: run})
+    sections |= answer_sections(answers, data) if answers else {}
+    sections |= _inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {}
+    sections |= many_sizes(summary)
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
-    sections["Settings"] = _settings(config)
-    sections["Origin"] = _origin(run, summary)
-    told = introduction(config, model, data, summary)
-    text = page(f"vitfast {config.task}", results(summary), sections, told)
+    sections["Settings"] = settings(config)
+    sections["Origin"] = ("", columns(("", ""), origin().items(), left=2))
+    text = page(f"vitfast {config.task}", results(summary), sections, introduction(config, model, summary))
     content = text.encode(errors="replace")  # names of folders need not be valid text
     write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(content))
 
 
 @optional()
 def complete(config: Config, summary: dict) -> None:
-    """Writes the report that a finished run lacks, as after a kill, and removes the lock that one left."""
+    """Writes the report that a finished run lacks, as after a kill."""
     run = Path(config.output)
-    if not is_first_rank() or ((run / "report.html").exists() and not (run / LOCK).exists()):
+    if not is_first_rank() or (run / "report.html").exists():
         return
-    with locked(run):
-        if (run / "report.html").exists():
-            return
-        last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
-        _, data, device, dtype = open_weights(last)
-        write_report(config, data, summary, device, dtype)
+    model, data, device, dtype = open_weights(dataclasses.replace(config, weights=str(run / "checkpoints" / LAST)))
+    answers = None
+    if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
+        collector = Collector(config.objective)
+        evaluate(model, data, device, dtype, collector.add)
+        answers = collector.gather(data)
+    write_report(config, data, summary, device, answers)
 
 
-def introduction(config: Config, model: nn.Module, data: Data, summary: dict) -> str:
-    """The sentences below the title: what was trained where and when, and the model of the report."""
+def introduction(config: Config, model: nn.Module, summary: dict) -> str:
+    """The sentences below the title: what was trained when, and the model of the report."""
     run = Path(config.output)
     what = "Fine-tuning" if config.task == "finetune" else "Pre-training"
-    where = summary["device"] if summary["device"] != "cpu" else f"the CPU ({cpu_name()})"
-    finished = datetime.fromtimestamp((run / "summary.json").stat().st_mtime).astimezone()
-    size = "x".join(map(str, data.img_size))
-    told = f"{what} of {model_in_words(config, model)} on images of {size} pixels of {config.data}"
+    told = f"{what} of {model_in_words(config, model)} on {config.data}"
     told += f" by the recipe {config.name}" if config.name else ""
-    told += f", finished on {finished:%Y-%m-%d at %H:%M %Z} on {where}. ± is the standard error. This report looks at "
-    told += f"the last model, of step {summary['steps']:,}, in checkpoints/{LAST}/."
+    finished = datetime.fromtimestamp((run / "summary.json").stat().st_mtime).astimezone()
+    told += f", finished on {finished:%Y-%m-%d at %H:%M %Z}. ± is the standard error. This report looks at the last "
+    told += f"model, of step {summary['steps']:,}, in checkpoints/{LAST}/."
     if best_weights(run, summary).name != BEST:
         return told
     better = f"of step {summary['best_step']:,} with accuracy {summary['best_accuracy']:.4f}, in {BEST}/"
@@ -110,24 +102,55 @@ def best_weights(run: Path, summary: dict) -> Path:
     return run / BEST if best is not None and best > summary["accuracy"] else last
 
 
-def _settings(config: Config) -> tuple[str, str]:
-    header, (shown, rest) = ("setting", "value", "field"), settings(config)
+def results(summary: dict) -> dict[str, str]:
+    """The entries of a run's summary as text, the accuracy with its standard error."""
+    found = {}
+    for name, value in summary.items():
+        text = str(value)
+        if isinstance(value, float):
+            text = f"{value:,.4f}" if abs(value) < 10 else f"{value:,.1f}"
+        elif type(value) is int:
+            text = f"{value:,}"
+        if value is not None and name not in ("finished", "task", "sizes"):
+            found[name.replace("_", " ")] = text
+    if summary.get("top5") is not None:  # the accuracy of masked patches is no share of images
+        found["accuracy"] = with_error(summary["accuracy"], summary["val_images"])
+    return found
+
+
+def with_error(accuracy: float, images: int) -> str:
+    """An accuracy on so many images, as text with its binomial standard error."""
+    return f"{accuracy:.4f} ± {(accuracy * (1 - accuracy) / images) ** 0.5:.4f}"
+
+
+def settings(config: Config) -> tuple[str, str]:
+    """The section of all settings: first those in SHOWN, and those other than the defaults."""
+    defaults, shown, rest = Config(), [], []
+    for name, value, meaning in described(config):
+        own = getattr(config, name)
+        part = shown if own != getattr(defaults, name) or (name in SHOWN and own is not None) else rest
+        if name != "about":
+            part.append((name, value, meaning))
+    header = ("setting", "value", "meaning")
     folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
     return "They are in config.yaml; --set FIELD=VALUE changes one.", columns(header, shown, left=3) + folded
 
 
-def _origin(run: Path, summary: dict) -> tuple[str, str]:
-    """The command, versions, machine and data of a run."""
-    where = summary["device"] if summary["device"] != "cpu" else cpu_name()
-    facts = origin() | {"device": where, "processes": f"{summary['ranks']}", "precision": summary["precision"]}
-    facts |= {"CPU threads": f"{summary['threads']}"} if "threads" in summary else {}
-    data, note = read_record(run / "checkpoints" / LAST)["data"], ""
-    for split, name in zip(SPLITS, ("training", "validation")):
-        hashes = [data[f"{split}_{kind}"] for kind in CHANGED if f"{split}_{kind}" in data]
-        if hashes:
-            facts[f"fingerprint of the {name} images"] = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
-            note = "A fingerprint is a hash of the paths, classes and sizes of all files."
-    return note, columns(("", ""), facts.items(), left=2)
+def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
+    """The section of the curves in metrics.csv of the named run folders, side by side."""
+    from ...eval.inspect.figures import as_png, draw_curves
+
+    records = {name: read_metrics(run) for name, run in runs.items()}
+    best, told = {}, []
+    for name, each in records.items():
+        known = [row for row in each if row["split"] == "val" and math.isfinite(row["accuracy"] or math.nan)]
+        if known:  # the first of the best, as early stopping takes it
+            first = max(known, key=lambda row: row["accuracy"])
+            best[name] = first["epoch"]
+            told.append(f"accuracy {first['accuracy']:.4f} at epoch {first['epoch']:.2f} of {name}")
+    note = f"The dotted line is the best evaluation: {', '.join(told)}." if told else ""
+    drawn = picture(as_png(draw_curves(records, best)), "loss, accuracy and learning rate against epochs", chart=True)
+    return {"Curves": (note, drawn)}
 
 
 def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
@@ -146,41 +169,16 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
     return {"Sizes": (note, picture(as_png(figure), "how many images got each size", chart=True))}
 
 
-def model_sections(
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    objective: str = "softmax",
-    answers: Answers | None = None,
-) -> dict[str, tuple[str, str]]:
-    """The sections on a model's answers, where it has a head, and on the inside of a ViT.
-
-    model: in eval mode. answers: those to the whole validation set; else it looks at up to LOOKED images.
-    """
-    sections = {}
-    if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
-        if answers is None:
-            answers = look(model, data, device, dtype, objective, LOOKED)[0]
-        sections = answer_sections(answers, model, data, device, dtype, objective)
-    return sections | (_inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {})
-
-
 def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     """Attention rollout and position embeddings, as `vitfast inspect` draws them."""
-    from matplotlib import rc_context
-
     from ...eval.inspect.figures import as_png, draw_attention, draw_similarity
     from ...eval.inspect.report import SECTIONS
 
-    grey = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "0.48")  # reads on white and on black
-    rollout = draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy())
-    pictures = dict(rollout=picture(as_png(rollout, transparent=True), SECTIONS["rollout"][0]))
-    with suppress(InputError), rc_context(grey):  # InputError: the model adds no positions to its patches
-        positions = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
-        pictures["positions"] = picture(as_png(positions, transparent=True), SECTIONS["positions"][0])
+    figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
+    with suppress(InputError):  # the model adds no positions to its patches
+        figures["positions"] = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
     return {
-        heading: (note, pictures[name]) if name in pictures else (absent, "")
+        heading: (note, picture(as_png(figures[name]), heading)) if name in figures else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()
         if name in ("rollout", "positions")
     }

@@ -4,165 +4,116 @@ import dataclasses
 import io
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from ...data.images import printable
 from ...data.loader import Data
 from ...data.samples import ONE, counts
 from ...data.shards import Shards
-from ...data.sources import Subset
-from ...eval.answers import Answers, evenly, look
+from ...data.sources import Source, Subset, evenly
+from ...eval.accuracy import Answers
 from ...eval.inspect.page import columns, fold, gallery, matrix, picture
 
 SHOWN, OPEN = 200, 24  # wrong images; those of them that are not folded
-STREAMED = 512  # images of Shards among which the wrong ones are looked for: these cannot be read again by index
 THUMBNAIL = 96  # pixels of the longer side: the pictures stay under 3 MB, whatever is in them
-WHOLE = 30  # classes that tables and the matrix show whole
-LISTED = 1000  # classes that a folded table lists
+WHOLE = 30  # classes that the matrix shows, and that the table shows without a click
+LISTED = 1000  # classes that the table lists
 PAIRS = 10
 
 
-def answer_sections(
-    answers: Answers,
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    objective: str,
-) -> dict[str, tuple[str, str]]:
-    """The sections, by their headings.
-
-    model: in eval mode; it looks at images again only where these are Shards.
-    """
+def answer_sections(answers: Answers, data: Data) -> dict[str, tuple[str, str]]:
+    """The sections, by their headings."""
     sections = {"Classes": _classes(answers, data)}
     if answers.named is None:
         if len(data.classes) <= WHOLE:
             note = "Rows are the true classes, columns the answers. The colour is the share of the row."
             sections["Confusion matrix"] = note, matrix(answers.confusion(len(data.classes)), data.classes)
-        if pairs := answers.confused(PAIRS):
-            sections["Most confused pairs"] = _pairs(pairs, answers, data)
-    return sections | {"Wrong answers": _wrong(answers, model, data, device, dtype, objective)}
+        rows = [(data.classes[a], data.classes[b], f"{n:,}") for a, b, n in answers.confused(PAIRS)]
+        if rows:
+            sections["Most confused pairs"] = "", columns(("true class", "answer", "images"), rows, left=2)
+    return sections | {"Wrong answers": _wrong(answers, data)}
 
 
 def _classes(answers: Answers, data: Data) -> tuple[str, str]:
-    """The names of the classes, their numbers of images, and how well each is told."""
-    names, trained = data.classes, _training_counts(data)
-    if answers.named is None:
-        header, (images, right) = ("accuracy",), answers.by_class(len(names))
-        shares = [right / np.maximum(1, images)]
-    else:
-        header, both = ("found", "right where named"), answers.labels & answers.named
-        images, named, both = (each.sum(0).numpy() for each in (answers.labels, answers.named, both))
-        shares = [both / np.maximum(1, images), both / np.maximum(1, named)]
-    known = (trained, images) if trained is not None else (images,)
-    header = ("class", "training images", "validation images")[:: 1 if trained is not None else 2] + header
+    """The names of the classes, their numbers of images, and how well each is told; the worst first, where many."""
+    from sklearn.metrics import precision_recall_fscore_support
 
-    def rows(chosen) -> list[tuple[str, ...]]:
-        totals = (images, images if answers.named is None else named)
-        told = (tuple(f"{s[k]:.1%}" if of[k] else "" for s, of in zip(shares, totals)) for k in chosen)
-        return [(names[k], *(f"{each[k]:,}" for each in known), *shown) for k, shown in zip(chosen, told)]
-
-    note = f"Each of the {len(names):,} classes has {_spread(images)} of {looked_at(answers, data)} validation images"
-    note += f" and {_spread(trained)} of {len(data.train):,} training images." if trained is not None else "."
-    if answers.named is not None:
-        note += " Found: images of the class that get a probability above one half for it. Right where named: images "
-        note += "with such a probability that are of the class."
-    if len(names) <= WHOLE:
-        return note, columns(header, rows(range(len(names))))
-    present = np.flatnonzero(images)
-    worst = present[np.argsort(shares[0][present], kind="stable")][:WHOLE]
-    text = columns(header, rows(worst))
-    if len(names) <= LISTED:
-        text += fold(f"All {len(names):,} classes", columns(header, rows(range(len(names)))))
-    return f"{note} The {len(worst)} worst:", text
+    names, labels = data.classes, data.train.labels
+    several = answers.named is not None
+    truth, told = answers.labels.numpy(), (answers.named if several else answers.found).numpy()
+    options = dict(labels=range(len(names)), zero_division=np.nan)
+    precision, recall, _, images = precision_recall_fscore_support(truth, told, **options)
+    trained = np.zeros(len(names), int)
+    if labels is not None:  # else only reading the images would tell
+        flat = itertools.chain.from_iterable(labels) if several else labels
+        trained = np.bincount(np.fromiter(flat, np.int64), minlength=len(names))
+    chosen = range(len(names)) if len(names) <= WHOLE else np.argsort(recall, kind="stable")[:LISTED]
+    rows = [
+        (
+            names[k],
+            f"{trained[k]:,}" if labels is not None else "",
+            f"{images[k]:,}",
+            *("" if np.isnan(share) else f"{share:.1%}" for share in (recall[k], precision[k])),
+        )
+        for k in chosen
+    ]
+    header = ("class", "training images", "validation images", "accuracy", "precision")
+    note = "Accuracy is the share of its images that are told to be of the class, precision the share of the images "
+    note += "told to be of the class that are."
+    note += " An image is told to be of a class with a probability above one half." if several else ""
+    more = fold(f"{len(rows) - WHOLE:,} more", columns(header, rows[WHOLE:])) if len(rows) > WHOLE else ""
+    return note, columns(header, rows[:WHOLE]) + more
 
 
-def _training_counts(data: Data) -> np.ndarray | None:
-    """How many training images each class has; None where only reading them would tell."""
-    labels = data.train.labels
-    if labels is None:
-        return None
-    labels = itertools.chain.from_iterable(labels) if data.multi_label else labels
-    return np.bincount(np.fromiter(labels, np.int64), minlength=len(data.classes))
-
-
-def _spread(images: np.ndarray) -> str:
-    low, high = images.min(), images.max()
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> tuple[str, str]:
-    images = answers.by_class(len(data.classes))[0]
-    rows = [(data.classes[a], data.classes[b], f"{n:,}", f"{n / images[a]:.1%}") for a, b, n in pairs]
-    return "", columns(("true class", "answer", "images", "share of the true class"), rows, left=2)
-
-
-def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -> tuple[str, str]:
+def _wrong(answers: Answers, data: Data) -> tuple[str, str]:
     """The wrongly classified images, up to SHOWN of them, the most confident first."""
-    wrong, looked, note = answers.wrong, looked_at(answers, data), ""
-    if isinstance(data.val, Shards):
-        answers, images = look(model, data, device, dtype, objective, STREAMED)
-        note = f" The data is read in order: the pictures are of the first {len(answers):,} images."
-        shown = answers.wrong[:SHOWN]
-        pixels, place = (images[i] for i in shown), lambda i: ""
-    else:
-        shown = wrong[:SHOWN]
-        pixels = images_at(data, answers.index[shown].tolist())
-        place = partial(_place, answers, data)
-    pictures = []
-    for i, image in zip(shown.tolist(), pixels):
-        truth = answers.labels[i].nonzero()[:, 0].tolist() if data.multi_label else [int(answers.labels[i])]
-        names = ", ".join(data.classes[k] for k in truth) or "of no class"
-        caption = f"{data.classes[answers.found[i]]} {answers.probability[i]:.0%}, is {names}{place(i)}"
-        pictures.append((thumbnail(image, f"validation image, {names}"), caption, True))
+    wrong, looked = answers.wrong, f"{len(answers):,}"
+    if len(answers) != len(data.val):
+        looked += f" of the {len(data.val):,}"
     if not len(wrong):
         return f"The answers to {looked} validation images are all right.", ""
-    many = f"Of {looked} validation images, {len(wrong):,} {'is' if len(wrong) == 1 else 'are'} classified wrongly"
-    these = "" if len(shown) == len(wrong) or note else f"; these are {len(shown)} of them"
+    note = f"Of {looked} validation images, {len(wrong):,} {'is' if len(wrong) == 1 else 'are'} classified wrongly"
+    if isinstance(data.val, Shards):
+        return f"{note}. They are not shown, because the data is read in order.", ""
+    pictures, shown = [], wrong[:SHOWN].tolist()
+    folder = printable(str(Path(data.config.data))) + "/"
+    for i, (image, _) in zip(shown, images_of(data, Subset(data.val, answers.index[shown].tolist()), 16)):
+        truth = answers.labels[i].nonzero()[:, 0].tolist() if data.multi_label else [int(answers.labels[i])]
+        names = ", ".join(data.classes[k] for k in truth) or "of no class"
+        name = data.val.name(int(answers.index[i])).removeprefix(folder)
+        caption = f"{data.classes[answers.found[i]]} {answers.probability[i]:.0%}, is {names}\n{name}"
+        pictures.append((thumbnail(image, f"validation image, {names}"), caption))
+    note += "" if len(shown) == len(wrong) else f"; these are {len(shown)} of them"
     order = "Each shows the answer with its probability and the true class; the most confident answers come first."
     rest = fold(f"{len(pictures) - OPEN} more", gallery(pictures[OPEN:])) if pictures[OPEN:] else ""
-    return f"{many}{these}. {order}{note}", gallery(pictures[:OPEN]) + rest
+    return f"{note}. {order}", gallery(pictures[:OPEN]) + rest
 
 
-def _place(answers: Answers, data: Data, number: int) -> str:
-    """A line with the name of an answer's image, without the folder of the data."""
-    name = data.val.name(int(answers.index[number]))
-    return "\n" + name.removeprefix(printable(str(Path(data.config.data))) + "/")
-
-
-def looked_at(answers: Answers, data: Data) -> str:
-    """How many validation images got an answer, and of how many where that is not all."""
-    return f"{len(answers):,}" if len(answers) == len(data.val) else f"{len(answers):,} of the {len(data.val):,}"
-
-
-def images_at(data: Data, indices: list[int]) -> Iterator[Tensor]:
-    """The validation images at these indices as the model reads them, uint8 (C, H, W)."""
-    config = dataclasses.replace(data.config, eval_batch_size=16)
+def images_of(data: Data, source: Source, batch_size: int) -> Iterator[tuple[Tensor, bool]]:
+    """Validation images as the model reads them, uint8 (C, H, W), and whether each could be read."""
+    config = dataclasses.replace(data.config, eval_batch_size=batch_size)
     data = dataclasses.replace(data, config=config, workers=0, ranks=ONE)
-    for images, _, _ in data.in_order(Subset(data.val, indices)) if indices else ():
-        yield from images
+    for images, labels, _ in data.in_order(source):
+        yield from zip(images, counts(labels).tolist())
 
 
 def first_images(data: Data, count: int) -> Tensor:
-    """`count` validation images (n, C, H, W) that can be read: evenly spread, or the first of Shards."""
-    source = data.val
-    if not isinstance(source, Shards):
-        source = Subset(source, evenly(len(source), count))
-    config = dataclasses.replace(data.config, eval_batch_size=count)
-    images, labels, _ = next(iter(dataclasses.replace(data, config=config, workers=0, ranks=ONE).in_order(source)))
-    return images[counts(labels)]
+    """`count` validation images (n, C, H, W), without those that cannot be read.
+
+    They are evenly spread over the set, or the first of Shards.
+    """
+    source = data.val if isinstance(data.val, Shards) else Subset(data.val, evenly(len(data.val), count))
+    return torch.stack([image for image, read in itertools.islice(images_of(data, source, count), count) if read])
 
 
 def thumbnail(image: Tensor, alt: str) -> str:
-    """An <img> of a uint8 (C, H, W) image, in the format that is smaller."""
-    small, files = to_pil_image(image), (io.BytesIO(), io.BytesIO())
+    """An <img> of a uint8 (C, H, W) image."""
+    small = to_pil_image(image)
     small.thumbnail((THUMBNAIL, THUMBNAIL))
-    small.save(files[0], "png")
-    small.save(files[1], "jpeg", quality=80)
-    return picture(min((file.getvalue() for file in files), key=len), alt)
+    small.save(file := io.BytesIO(), "jpeg", quality=80)
+    return picture(file.getvalue(), alt)

@@ -1,6 +1,6 @@
-"""A timm ViT on vitfast's operations, trained on scikit-learn's handwritten digits.
+"""A ViT of timm or torchvision on vitfast's operations, trained on scikit-learn's handwritten digits.
 
-    python examples/timm_model.py [--steps 500] [--model vit_tiny_patch16_224] [--plain]
+    python examples/library_model.py [--library timm|torchvision] [--steps 500] [--plain]
 
 Prints the losses and the test accuracy. --plain runs the same without vitfast.
 """
@@ -11,10 +11,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
+from torch import nn
+from torchvision.models import VisionTransformer
 
 import vitfast
-
-# Data and training are those of torchvision_model.py: each example is one file, to be copied and changed as it is.
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,17 +24,26 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return images.expand(-1, 3, -1, -1)[order], torch.tensor(data.target)[order]
 
 
+def build(library: str) -> nn.Module:
+    """A small ViT of the library, or timm.create_model(NAME, pretrained=True), models.vit_b_16(weights="DEFAULT")."""
+    if library == "timm":
+        sizes = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4, depth=4)
+        return timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
+    sizes = dict(image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256)
+    return VisionTransformer(num_classes=10, **sizes)
+
+
 def main(argv: list[str] | None = None) -> tuple[list[float], float]:
     """Trains and tests; returns the losses and the test accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vit_tiny_patch16_224", help="a timm VisionTransformer")
+    parser.add_argument("--library", choices=("timm", "torchvision"), default="timm")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--plain", action="store_true", help="without vitfast")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model = timm.create_model(args.model, img_size=32, patch_size=8, embed_dim=64, num_heads=4, depth=4, num_classes=10)
+    model = build(args.library)
     if not args.plain:
         vitfast.accelerate(model)
         print(vitfast.acceleration_report(model))
