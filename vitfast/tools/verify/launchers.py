@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels import rows
 from ...kernels.layer_norm import forward as layer_norm
+from ...kernels.layer_norm.backward import layer_norm_bwd
 from ...kernels.patch_embed import forward as patch_embed
 from ...kernels.patch_embed.backward import Gradients, patch_embed_bwd
 from ...ops import packed
