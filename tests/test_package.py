@@ -207,6 +207,8 @@ def named(module: str) -> dict[str, str]:
             above = package[: len(package) + (path.name == "__init__.py") - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+            homes = {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            assert not node.level or homes & modules().keys(), f"{module} imports {homes}"
     return found
 
 

@@ -12,7 +12,7 @@ logits never in memory, made for the short, odd sequences of vision (50, 197, 25
   dV: 7 matrix products.
 
 No atomics are needed: one program has all of what it sums. A head is one or two power-of-two chunks (80 = 64 + 16), so
-that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs/attention.py.
+that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs.py.
 """
 
 import functools

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
-from . import _checks as check
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .operation import as_dtype, custom_op

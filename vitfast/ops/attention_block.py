@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
-from . import _checks as check
 from . import blocks as block
+from . import checks as check
 from . import reference as ref
 from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported

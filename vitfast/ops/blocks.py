@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks as check
+from . import checks as check
 from .dispatch import NO_TRITON, needs_grad
 from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
 from .operation import as_matrix, sample_rows, tensors_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks as check
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .operation import Constant, as_matrix, custom_op, only_once, register, resized, sample_rows

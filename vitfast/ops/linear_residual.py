@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks as check
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, custom_op, resized, sample_rows

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from ..values import Activation
-from . import _checks as check
+from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from .layer_norm import fake_statistics

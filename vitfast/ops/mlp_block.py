@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..values import Activation
-from . import _checks as check
 from . import blocks as block
+from . import checks as check
 from . import reference as ref
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted

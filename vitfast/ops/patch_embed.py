@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..values import LEAST_STD, MOST_PIXEL
-from . import _checks as check
+from . import checks as check
 from . import packed
 from . import reference as ref
 from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad

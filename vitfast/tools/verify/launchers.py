@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels import rows
 from ...kernels.layer_norm import forward as layer_norm
+from ...kernels.layer_norm.backward import layer_norm_bwd
 from ...kernels.patch_embed import forward as patch_embed
 from ...kernels.patch_embed.backward import Gradients, patch_embed_bwd
 from ...ops import packed
@@ -81,7 +82,7 @@ def norm_backward(s: Sizes, rms: bool = False, factors: bool = False, sums: bool
     def call(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
         given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop)
         given |= dict(rows_per_sample=s.tokens, want_layer_scale=True) if factors else {}
-        return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)[:-1]
+        return layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_dz_sum=sums, want_y=sums)[:-1]
 
     def formula(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
         leaves, norm = ((z, w), ref.rms_norm) if rms else ((z, w, b), ref.layer_norm)
