@@ -12,9 +12,8 @@ BACKEND, ACCELERATED = "vitfast backend (timm)", "vitfast.accelerate(timm)"
 
 # ---- files
 
-KERNELS = tuple(f"kernels/{name}/*.py" for name in ("attention", "layer_norm", "matmul", "patch_embed"))
-SHARED = tuple(f"kernels/{name}.py" for name in ("rows", "launch", "tiles"))
-BESIDE = (*KERNELS, *SHARED, "kernels/libraries/*", "vitfast/ops/*.py")
+KERNELS = "attention/* layer_norm/* matmul/* patch_embed/* libraries/* rows launch tiles".split()
+BESIDE = (*(f"kernels/{name}.py" for name in KERNELS), "kernels/libraries/*.cpp", "vitfast/ops/*.py")
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
