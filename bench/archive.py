@@ -15,7 +15,6 @@ from pathlib import Path
 if __name__ != "__mp_main__":  # the processes that compile, which import this file too, need none of it
     import torch
     from asking import Rivals
-    from decide import covered
     from questions import QUEUE
     from rivals import configuration, overridden
 
@@ -45,54 +44,38 @@ def operations(s: "Sizes", dtypes: "list[torch.dtype]", names: list[str] | None 
     return found
 
 
-def fp32_stream(s: "Sizes") -> "list[Launch]":
-    """The launches of the two blocks where timm's fp32 residual stream is kept under autocast."""
-    found = []
-    for name, options in (("attention_block", dict(num_heads=s.heads)), ("mlp_block", {})):
-        x, w, b, *matrices = Draw(torch.bfloat16, META).leaves(cases(s, ops)[name][1])[:7]
-        stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
-        for keep in ("least", "all"):
-
-            def both(name=name, tensors=(*stream, *matrices), options=options | dict(keep=keep)):
-                out = getattr(ops, name)(*tensors, residual_in_fp32=True, **options)
-                out.backward(torch.empty_like(out))
-
-            found += record(both)
-    return found
-
-
 def compiles(name: str) -> bool:
     """Whether a rival's name gives kernels of ours for this generation, or choices between them."""
     chosen = [part.split("=") for part in name.split(" | ")[1:]]
     return all(provider not in ("cublas", "cublaslt") and configuration(op, provider) for op, provider in chosen)
 
 
-def launches_of(rivals: "Rivals", s: "Sizes") -> "list[Launch]":
+def launches_of(rivals: "Rivals") -> "list[Launch]":
     """The launches of what rivals are compared in, ours alone."""
+    preset, image, batch = rivals.shape.split(" ")
     if rivals.operation:
-        op, _ = rivals.operation
+        op, s = rivals.operation[0], Sizes.of_preset(preset, int(batch[1:]), int(image))
         return operations(s, [torch.bfloat16], [op]) if op in cases(s, ops) else []  # others launch nothing of ours
-    preset, image, _ = rivals.shape.split(" ")
     amp, train = any(name.endswith(" amp") for name in rivals.names), rivals.what == "train"
-    found = fp32_stream(s) if amp else []
-    for count in (s.batch,) if train else (1, 64, 128, 256, 512):
-        found += step(model(preset, int(image), train, amp), count, torch.float32 if amp else torch.bfloat16)
-    return found
+    models = [model(preset, int(image), train, amp)]
+    if amp:  # timm's residual stream
+        models.append(model(preset, int(image), train, amp, residual_in_fp32=True))
+    batches = (int(batch[1:]),) if train else (1, 64, 128, 256, 512)
+    images = torch.float32 if amp else torch.bfloat16
+    return [launch for vit in models for count in batches for launch in step(vit, count, images)]
 
 
 def queue(sm: int) -> "list[Launch]":
     """The launches of the questions on a GPU of this generation."""
-    found, bf16, fp32 = [*resize().values()], torch.bfloat16, torch.float32
+    found, bf16 = [*resize().values()], torch.bfloat16
     with tiles.using(sm=sm), launching_on_meta():
-        found += operations(doctor.GPU_SIZES, [fp32, torch.float16, bf16])
+        found += operations(doctor.GPU_SIZES, [torch.float32, torch.float16, bf16])
         for rivals in (question.run for question in QUEUE if isinstance(question.run, Rivals)):
-            preset, image, batch = rivals.shape.split(" ")
-            s = Sizes.of_preset(preset, int(batch[1:]), int(image))
             # libraries have no kernels to compile, and some providers are another generation's
-            names = {name[name.find(" | ") :] if " | " in name else "" for name in rivals.names}
-            for name in sorted(name for name in names if compiles(name)):
+            variants = {"".join(name.partition(" | ")[1:]) for name in rivals.names}
+            for name in sorted(name for name in variants if compiles(name)):
                 with overridden(name):
-                    found += launches_of(rivals, s)
+                    found += launches_of(rivals)
         found += step(model("S/16", 224, True, False), 128)  # the losses
         for train, dtype in ((False, torch.uint8), (False, bf16), (True, torch.uint8)):  # embed, from files
             for amp in (False, True):
@@ -106,8 +89,7 @@ def main() -> None:
     parser.add_argument("--sm", type=int, default=90, help="compute capability of the GPU: 90 is an H100's or H200's")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
     args = parser.parse_args()
-    names = [covered(question.name) for question in QUEUE if question.compiled_ahead]
-    count = packing.write_archive(args.archive, args.sm, queue(args.sm), names, args.jobs)
+    count = packing.write_archive(args.archive, args.sm, queue(args.sm), [q.name for q in QUEUE], args.jobs)
     print(f"{count} kernels for sm_{args.sm}: {args.archive}, {args.archive.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -43,7 +43,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Command:
-    """A step of gpu.sh: "bench" and "tests" run pytest with these arguments, "doctor" `vitfast doctor`."""
+    """What else a question runs: "bench" and "tests" pytest with these arguments, "doctor" `vitfast doctor`."""
 
     kind: str
     arguments: tuple[str, ...] = ()
@@ -91,10 +91,14 @@ class Question:
     # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
     has_results = property(lambda self: isinstance(self.run, Rivals) or self.run.kind == "bench")
     check = property(lambda self: "" if self.has_results else self.name.replace("_", " "))
-    # archive.py has its kernels; GPU tests need too many
-    compiled_ahead = property(lambda self: self.has_results or self.run.kind == "doctor")
     # in ms of a step of B/16, rows of README's table included
     total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
+
+    @property
+    def tests(self) -> list[str]:
+        """The files of tests that it runs."""
+        runs_tests = not self.has_results and self.run.kind == "tests"
+        return [word for word in self.run.arguments if word.endswith(".py")] if runs_tests else []
 
 
 def faster(ours: str, theirs: str = "") -> Reading:

@@ -19,7 +19,7 @@ import machine
 import pytest
 import torch
 from bench_train import WORKERS, folder  # noqa: F401
-from harness import compiled, describe, measure
+from harness import compiled, description, measure
 from machine import wall, warm_up
 from PIL import Image
 from shapes import Shape, model_work, planned
@@ -65,10 +65,6 @@ class Script:
         found = [self.run(batch.to(machine.DEVICE, DTYPE, non_blocking=True)).float() for batch in loader]
         return torch.cat(found).cpu()
 
-    @torch.inference_mode()
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.run(pixels)
-
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
@@ -86,14 +82,8 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
         options = dict(device=machine.DEVICE, dtype=torch.uint8)
         pixels = torch.randint(0, 256, (s.batch, 3, s.image, s.image), **options)
         floats = ((pixels / 255 - 0.5) / 0.5).to(DTYPE)
-
-        @torch.inference_mode()
-        def ours() -> Tensor:
-            return embedder.backbone.embed(pixels).float().cpu()
-
-        def theirs() -> Tensor:
-            return script.forward(floats).float().cpu()
-
+        ours = torch.inference_mode()(lambda: embedder.backbone.embed(pixels).float().cpu())
+        theirs = torch.inference_mode()(lambda: script.run(floats).float().cpu())
         count = s.batch
     else:
 
@@ -101,10 +91,7 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
             items = ((None, image, "") for image in images)
             return torch.stack([torch.from_numpy(r.vector) for _, r in embedder.stream_groups(items, stages)])
 
-        def theirs() -> Tensor:
-            return script.embed(images)
-
-        count = len(images)
+        theirs, count = partial(script.embed, images), len(images)
 
     def check() -> float:
         truth = theirs()
@@ -126,4 +113,4 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
     info |= dict(ratio=other / took, images_per_second=count / took, script_images_per_second=count / other)
     info |= dict(waiting=stages.waiting / total, error=error)
     work = [kernel for kernel in model_work(s, DTYPE.itemsize).of("forward")] * max(1, count // s.batch)
-    describe(benchmark, "vitfast", work, took, DTYPE, error_after=check(), **info)
+    benchmark.extra_info.update(description("vitfast", work, took, DTYPE, error_after=check(), **info))

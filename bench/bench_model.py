@@ -5,12 +5,9 @@ Logits, and in training every gradient, are compared with float64 before anythin
 weights and optimiser in bf16; amp has fp32 weights under autocast, where our own ViT keeps its residual stream in bf16
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
 torch's own CUDA graphs, which reduce-overhead has: latency captures one for every other setting; throughput and
-training are timed in whole steps back to back, launches included. Ours is measured first and,
-as "vitfast compile bf16 again", after timm's: the slower of the two counts. "least memory" is ours where backward
-computes again what it can. "batch-invariant" is inference of ours by
-vitfast.batch_invariant, whose cost is the difference to "vitfast eager". TensorRT (engine.py), where it is installed,
-has inference alone: in fp16, which ours and timm's run in too, and in fp8, of which no other library has a model; its
-batch of throughput is timm's.
+training are timed in whole steps back to back, launches included. "least memory" is ours where backward computes again
+what it can. "batch-invariant" is inference of ours by vitfast.batch_invariant, whose cost is the difference to "vitfast
+eager".
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
@@ -25,45 +22,24 @@ from dataclasses import replace
 import machine
 import pytest
 import torch
+from harness import bench
 from machine import median_seconds
-from peers import ACCELERATED, BACKEND, BUILDERS, TENSORRT, Peer, Setting, bench_peer, learner
+from peers import ACCELERATED, BUILDERS, INVARIANT, LEAN, Model, Peer, Setting, learner
 from shapes import MAIN, model_work, planned
 from torch import Tensor
 
 from vitfast import ops
 from vitfast.tools.cost.work import Kernels, update
 
-LEADING = (  # what decides comes first, because a stage has no time for all
-    Setting("vitfast", "compile", "bf16"),
-    Setting("timm", "compile", "bf16"),
-    Setting("vitfast", "compile", "amp"),
-    Setting("timm", "compile", "amp"),
-    Setting("vitfast", "compile", "bf16", again=True),
-    Setting(ACCELERATED, "compile", "bf16"),
-    Setting(ACCELERATED, "compile", "amp"),
-    *(Setting(library, "compile", "bf16", lean=True) for library in ("vitfast", ACCELERATED)),
-    Setting(BACKEND, "compile", "bf16"),
-    Setting(BACKEND, "compile", "amp"),
-    *(Setting(library, "reduce-overhead", p) for p in ("bf16", "amp") for library in ("vitfast", ACCELERATED, "timm")),
-    Setting("huggingface", "compile", "bf16"),
-    Setting("torchvision", "compile", "bf16"),
-    Setting("timm", "max-autotune", "bf16"),
-    Setting("timm", "max-autotune", "amp"),
-)
-HALF = (  # inference alone
-    *(Setting(library, "compile", "fp16") for library in ("vitfast", "timm")),
-    *(Setting(TENSORRT, "engine", precision) for precision in ("fp16", "fp8")),
-    *(Setting(library, "reduce-overhead", "fp16") for library in ("vitfast", "timm")),
-)
-TRAINED = [library for library in BUILDERS if library != TENSORRT]
-EVERY = [*itertools.starmap(Setting, itertools.product(TRAINED, ("eager", "compile", "max-autotune"), ("bf16", "amp")))]
 # The models, by names without the batch; their batch is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
-ON_CPU = [Setting(library, "eager", "fp32") for library in TRAINED]
-CASES = {s.name: s for s in (ON_CPU if machine.SMALL else (*LEADING, *EVERY))}
-INVARIANT = [Setting("vitfast", "eager", p, invariant=True) for p in (("fp32",) if machine.SMALL else ("bf16", "amp"))]
-INFERENCE = (*ON_CPU, *INVARIANT) if machine.SMALL else (*LEADING, *HALF, *EVERY, *INVARIANT)
-ONCE = {s.name: s for s in INFERENCE if not (s.again or s.lean)}
+PRECISIONS = ("fp32",) if machine.SMALL else ("bf16", "amp")
+HOWS = ("eager",) if machine.SMALL else ("compile", "eager", "max-autotune", "reduce-overhead")
+EVERY = [*itertools.starmap(Setting, itertools.product(BUILDERS, HOWS, PRECISIONS))]
+OURS = () if machine.SMALL else tuple(Setting(of, "compile", "bf16", LEAN) for of in ("vitfast", ACCELERATED))
+INVARIANTS = (Setting("vitfast", "eager", precision, INVARIANT) for precision in PRECISIONS)
+TRAINED = {s.name: s for s in (*EVERY, *OURS)}
+INFERRED = {s.name: s for s in (*EVERY, *INVARIANTS)}
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 
 
@@ -106,22 +82,20 @@ def work_of(peer: Peer) -> tuple[Callable[[Tensor], Tensor], Kernels]:
 
 def inference_peer(setting: Setting, model: str, what: str) -> Peer:
     """A peer for "latency" (one image) or "throughput" (at its library's best batch)."""
-    batch = 1 if what == "latency" else best_batch(setting.library.replace(TENSORRT, "timm"), model)
+    batch = 1 if what == "latency" else best_batch(setting.library, model)
     return Peer(setting, replace(MODELS[model], batch=batch), training=False)
 
 
-@pytest.mark.parametrize("setting", CASES)
+@pytest.mark.parametrize("setting", TRAINED)
 @pytest.mark.parametrize("model", [pytest.param(model, id=shape.name) for model, shape in MODELS.items()])
 def test_train(benchmark, model, setting):
-    benchmark.group = f"train {model}"
-    peer = Peer(CASES[setting], MODELS[model], training=True)
-    bench_peer(benchmark, "train", peer, *work_of(peer))
+    peer = Peer(TRAINED[setting], MODELS[model], training=True)
+    bench(benchmark, Model(peer, "train", *work_of(peer)))
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
-@pytest.mark.parametrize("setting", ONCE)
+@pytest.mark.parametrize("setting", INFERRED)
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
-    benchmark.group = f"{what} {model}"
-    peer = inference_peer(ONCE[setting], model, what)
-    bench_peer(benchmark, what, peer, *work_of(peer))
+    peer = inference_peer(INFERRED[setting], model, what)
+    bench(benchmark, Model(peer, what, *work_of(peer)))

@@ -4,11 +4,10 @@ Each is a row of OPS.
 
 Functions and inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path.
 "attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
-sides. "attention separate" takes q, k and v apart, where nobody has gradients to stack. Peers do rotary positions and a
+sides. Peers do rotary positions and a
 bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
-attention block runs on the fastest backend of SDPA. QuACK, where it is installed, has the norms, the MLP and, forward
-alone, the linear layer with GELU. For uint8 images the patch embedding's peers normalise first. "gemm" is the linear
-layers of a block alone, for which everybody uses cuBLAS.
+attention block runs on the fastest backend of SDPA. QuACK, where it is installed, has RMSNorm, the MLP and, forward
+alone, LayerNorm and the linear layer with GELU. For uint8 images the patch embedding's peers normalise first.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPE, Case, bench, compiled
+from harness import DTYPE, Case, Operation, bench, compiled
 from libraries import FLASH, QUACK, library_function
 from peers import BACKENDS, best_backend, forced, sdpa
 from shapes import SHAPES, Shape, grid, patch_embed_work
@@ -85,17 +84,8 @@ def qkv(s: Shape) -> Input:
     return "values", (s.batch, s.tokens, 3, s.heads, s.head)
 
 
-def unpacked(function: Callable | None) -> Callable | None:
-    """Makes a function of q, k and v one of qkv."""
-    return function and (lambda qkv: function(*qkv.unbind(2)))
-
-
 def packed(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-    return (unpacked(sdpa) if place is ref else ops.attention), [qkv(s)]
-
-
-def separate(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-    return place.attention, [("values", (s.batch, s.tokens, s.heads, s.head))] * 3
+    return (lambda qkv: sdpa(*qkv.unbind(2))) if place is ref else ops.attention, [qkv(s)]
 
 
 def rotary(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
@@ -111,10 +101,12 @@ def biased(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
 
 
 def attention_peer(impl: str) -> Callable | None:
-    """A peer's attention as a function of q, k and v; None for ours."""
-    if impl in FLASH:
-        return library_function(*FLASH[impl], "flash_attn_func")
-    return forced(sdpa, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
+    """A peer's attention as a function of qkv; None for ours."""
+    if impl == "vitfast":
+        return None
+    flash = impl in FLASH
+    function = library_function(*FLASH[impl], "flash_attn_func") if flash else forced(sdpa, impl.removeprefix("sdpa "))
+    return lambda qkv: function(*qkv.unbind(2))
 
 
 def unfold(images, weight, bias, cls_token, pos_embed):
@@ -134,25 +126,13 @@ def pixels(case: str, pixel_size: int | None = None) -> Op:
     return Op(verified(case), count, impls, peers=lambda impl: unfold if impl.endswith(" unfold") else None)
 
 
-def gemm(inputs: int, outputs: int) -> Op:
-    """A linear layer from `inputs` to `outputs` times the width."""
-
-    def case(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-        n, k = outputs * s.width, inputs * s.width
-        return F.linear, [("values", (s.batch, s.tokens, k)), ("weight", (n, k)), ("values", (n,))]
-
-    count = lambda s, size: work.linear(s.rows, outputs * s.width, inputs * s.width, size)  # noqa: E731
-    return Op(case, count, ("eager",))
-
-
 MLP = ("width", "hidden")
 ATTENTION = rows_work("attention", "tokens", "width")
 OPS = {
-    "attention": Op(packed, ATTENTION, SDPA, peers=lambda impl: unpacked(attention_peer(impl))),
-    "attention separate": Op(separate, ATTENTION, SDPA, batched=3, peers=attention_peer),
+    "attention": Op(packed, ATTENTION, SDPA, peers=attention_peer),
     "attention rotary": Op(rotary, ATTENTION),
     "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads")),
-    "layer_norm": with_quack("layer_norm", "width"),
+    "layer_norm": with_quack("layer_norm", "width", forward_only=(QUACK,)),
     "rms_norm": with_quack("rms_norm", "width"),
     "add_layer_norm": row("add_layer_norm", "width", batched=2),
     "patch_embed uint8": pixels("patch_embed, uint8", pixel_size=1),
@@ -163,10 +143,6 @@ OPS = {
     "linear_gelu": with_quack("linear_gelu", *MLP, forward_only=(QUACK,)),
     "mlp": with_quack("mlp", *MLP),
     "gated_mlp": row("gated_mlp", *MLP),
-    "gemm qkv": gemm(1, 3),
-    "gemm proj": gemm(1, 1),
-    "gemm fc1": gemm(1, 4),
-    "gemm fc2": gemm(4, 1),
 }
 
 
@@ -200,7 +176,7 @@ def _test(name: str):
     @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls))
     def test(benchmark, shape, direction, impl):
         function, facts = timed_function(name, SHAPES[shape], impl, direction)
-        bench(benchmark, case_of(name, SHAPES[shape]), impl, function, direction, **facts)
+        bench(benchmark, Operation(case_of(name, SHAPES[shape]), impl, function, direction), **facts)
 
     return test
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import machine
 import pytest
 import torch
-from harness import DTYPE, Case, bench, compiled
+from harness import DTYPE, Case, Operation, bench, compiled
 from libraries import FLASH, library_function
-from peers import Peer, Setting, bench_peer, randomised
+from peers import Model, Peer, Setting, randomised
 from shapes import MIXES, PATCH, Mix, model_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -103,7 +103,7 @@ def case_of(mix: Mix) -> Case:
 @pytest.mark.parametrize("mix", MIXES)
 def test_attention_packed(benchmark, mix, direction, impl):
     mix = MIXES[mix]
-    bench(benchmark, case_of(mix), impl, IMPLEMENTATIONS[impl](mix), direction)
+    bench(benchmark, Operation(case_of(mix), impl, IMPLEMENTATIONS[impl](mix), direction))
 
 
 # ---- training steps
@@ -169,7 +169,6 @@ class PackedPeer(Peer):
 @pytest.mark.parametrize("mix", MIXES)
 def test_train_packed(benchmark, mix, way, how):
     mix = MIXES[mix]
-    benchmark.group = f"train packed {mix.name}"
     peer = PackedPeer(Setting(way, how, "bf16" if machine.GPU else "fp32"), mix, training=True)
     upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=machine.DEVICE)
 
@@ -179,4 +178,4 @@ def test_train_packed(benchmark, mix, way, how):
 
     needed = model_work(mix, peer.setting.dtype.itemsize).of("both")  # without padding
     share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
-    bench_peer(benchmark, "train packed", peer, step, needed, padded_share=share)
+    bench(benchmark, Model(peer, "train packed", step, needed), padded_share=share)

@@ -22,7 +22,7 @@ from pathlib import Path
 import machine
 import pytest
 import torch
-from harness import describe, measure
+from harness import description, measure
 from machine import wall, warm_up
 from peers import BACKEND, BUILDERS, Peer, Setting, learner
 from PIL import Image
@@ -107,7 +107,7 @@ def test_train_from_files(benchmark, folder, model, impl):
     for batch in itertools.islice(batches, WARMUP):
         assert batch[0].shape == (s.batch, 3, s.image, s.image), batch[0].shape
         step(*batch[:2])
-    warm_up(lambda: step(*batch[:2]), seconds=machine.WARM_SECONDS)
+    warm_up(lambda: step(*batch[:2]))
 
     def run(source: Iterator) -> float:
         """The seconds that STEPS steps take."""
@@ -122,7 +122,8 @@ def test_train_from_files(benchmark, folder, model, impl):
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
     rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
     info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
-    describe(benchmark, impl, model_work(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)
+    work = model_work(s, dtype.itemsize).of("both") * STEPS
+    benchmark.extra_info.update(description(impl, work, seconds, dtype, **info))
 
 
 # ---- losses
@@ -175,4 +176,4 @@ def test_loss_curve(benchmark, model, precision, seed, library):
         seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
     kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS
-    describe(benchmark, setting.name, kernels, seconds, setting.dtype, **facts)
+    benchmark.extra_info.update(description(setting.name, kernels, seconds, setting.dtype, **facts))

@@ -1,41 +1,24 @@
-"""The next question of questions.py on this GPU, and the answers, for gpu.sh's stage `decide`.
+"""Which question of questions.py is next on this GPU, and what a step answers.
 
-    python bench/decide.py next FOLDER --machine TEXT --left SECONDS [--only NAME...]
-    python bench/decide.py answer FOLDER --machine TEXT
-    python bench/decide.py archive FOLDER [ARCHIVE...] --machine TEXT
-
-FOLDER is where the stage keeps its files; answers are in FOLDER/answers and, committed, in bench/results/*/answers: one
-file for each question, with the GPU, and a hash of every file that the question speaks of. `answer` writes that of the
-last step in FOLDER/steps_decide.json. `archive` says which open questions no archive of compiled kernels covers.
---machine: the GPU, then versions, as in "NVIDIA H200, torch 2.11.0".
+Answers are in FOLDER/answers, where FOLDER is gpu.sh's OUT, and, committed, in bench/results/*/answers: one file for
+each question, with the GPU, and a hash of every file that the question speaks of.
 """
 
-import argparse
 import datetime
-import fnmatch
 import functools
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from asking import Question, Rivals, read_answer
+from asking import Question, read_answer
 from questions import QUESTIONS, QUEUE
 
 ROOT = Path(__file__).resolve().parents[1]
-# The short check of right and wrong that comes first: names for `vitfast doctor --only`, and the files whose change
-# asks for them; SHARED asks for all.
-CHECK, CHECK_SECONDS = "check", 80
-FAMILIES = {
-    "layer_norm rms_norm": ("kernels/layer_norm/*.py"),
-    "attention rope bias packed": ("kernels/attention/*.py"),
-    "linear mlp": ("kernels/matmul/*.py", "kernels/libraries/cublaslt*"),
-    "patch_embed": ("kernels/patch_embed/*.py"),
-}
-SHARED = ("kernels/rows.py", "kernels/launch.py", "kernels/tiles.py", "vitfast/ops/*.py")
 
 
 @functools.cache
@@ -51,23 +34,15 @@ def contents(patterns: Iterable[str]) -> dict[str, str]:
 
 def asked(name: str) -> dict[str, str]:
     """The contents of the question's files, and what is run: an answer is good for these."""
-    if name == CHECK:
-        return contents(pattern for patterns in (*FAMILIES.values(), SHARED) for pattern in patterns)
     what = hashlib.sha256(repr(QUESTIONS[name].run).encode()).hexdigest()[:12]
     return {"what is run": what} | contents(QUESTIONS[name].files)
 
 
 def changed(answer: dict) -> list[str]:
     """The files that are not what they were when the answer was given; of a question that has left, none."""
-    name, before = answer["question"], answer["files"]
-    now = asked(name) if name == CHECK or name in QUESTIONS else before
+    before = answer["files"]
+    now = asked(answer["question"]) if answer["question"] in QUESTIONS else before
     return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
-
-
-def families(files: list[str]) -> list[str]:
-    """Names for `vitfast doctor --only` of the operations whose files these are."""
-    match = lambda patterns: any(fnmatch.fnmatchcase(file, each) for file in files for each in patterns)  # noqa: E731
-    return [name for names, of in FAMILIES.items() if match((*of, *SHARED)) for name in names.split()]
 
 
 def predictions() -> dict[tuple[str, str], float]:
@@ -108,14 +83,26 @@ def seconds(question: Question, known: dict[str, dict]) -> int:
     return max(1, last["seconds"]) if last["state"] in ("ok", "timed out") else question.seconds
 
 
+def limit(question: Question, known: dict[str, dict]) -> int:
+    """The most seconds that it may take."""
+    return min(150, 10 + 3 * max(question.seconds, seconds(question, known)) // 2)
+
+
+def hindrance(question: Question, known: dict[str, dict], left: float) -> str:
+    """Why a question cannot be asked here and now, or ""."""
+    if question.needs and not importlib.util.find_spec(question.needs):
+        return f"{question.needs} is not installed"
+    if not all((ROOT / path).is_file() for path in question.tests):
+        return "an installed package has no tests"
+    took = seconds(question, known)
+    return f"it takes {took} s" if took > left else ""
+
+
 def following(known: dict[str, dict], tried: Iterable[str], left: float, only: list[str]) -> Question | None:
     """The question that is asked next: of the open ones that fit, the one of the most worth per second."""
     found = []
     for question in (q for q in QUEUE if q.name not in tried):
-        why = f"{question.needs} is not installed" * (
-            bool(question.needs) and not importlib.util.find_spec(question.needs)
-        )
-        why = why or f"it takes {seconds(question, known)} s" * (seconds(question, known) > left)
+        why = hindrance(question, known, left)
         if why and question.name in only:
             print(f"{question.name} is not asked: {why}", file=sys.stderr)
         if not why and (question.name in only or (not only and is_open(question.name, known))):
@@ -123,37 +110,11 @@ def following(known: dict[str, dict], tried: Iterable[str], left: float, only: l
     return max(found, key=lambda q: q.total_worth / seconds(q, known), default=None)
 
 
-def steps(folder: Path) -> dict:
-    """The steps of this run so far, as gpu.sh has written them."""
-    path = folder / "steps_decide.json"
-    return json.loads(path.read_text()) if path.is_file() else dict(steps=[], checks={})
-
-
-def plan(folder: Path, gpu: str, left: float, only: list[str]) -> list[str]:
-    """The lines that tell gpu.sh what to run next; none at the end.
-
-    They are a sentence to print, the name, the kind, the most seconds, the name of the check, and the arguments.
-    """
-    known, tried = answers(gpu, folder), [step["name"] for step in steps(folder)["steps"]]
-    if others := {answer["gpu"] for answer in read_all(folder.glob("answers/*.json"))} - {gpu}:
-        sys.exit(f"OUT holds answers of {', '.join(others)}: give another folder for {gpu}")
-    if CHECK not in tried and not only:
-        if names := families(changed(known.get(CHECK, dict(question=CHECK, files={})))):
-            arguments = ["--dtype", "bfloat16", *(word for name in names for word in ("--only", name))]
-            what = "right or wrong: the operations whose kernels have changed since they were last checked here"
-            return [what, CHECK, "doctor", str(CHECK_SECONDS), "", *arguments]
-    question = following(known, tried, left, only)
-    if question is None:
-        return []
-    kind, arguments = "rivals", [question.name]
-    if not isinstance(question.run, Rivals):
-        kind, arguments = question.run.kind, question.run.arguments
+def announcement(question: Question, known: dict[str, dict]) -> str:
+    """What is asked, what is predicted, and how long it takes."""
     last = known.get(question.name, {})
     expected = f"{seconds(question, known)} s" + ("" if last or question.measured else " by estimate")
-    expected += f", of which {last['ready']:.0f} until all could run" if last.get("ready") else ""
-    limit = min(150, 10 + 3 * max(question.seconds, seconds(question, known)) // 2)
-    what = f"{question.asks} Predicted: {question.prediction.text} ({expected})"
-    return [what, question.name, kind, str(limit), question.check, *arguments]
+    return f"{question.asks} Predicted: {question.prediction.text} ({expected})"
 
 
 def measured(content: dict) -> str:
@@ -168,32 +129,19 @@ def measured(content: dict) -> str:
     return "; ".join(words)
 
 
-def answer(folder: Path, machine: str) -> dict:
-    """The answer that the last step gives, written whole or not at all."""
-    run = steps(folder)
-    step, question = run["steps"][-1], QUESTIONS.get(run["steps"][-1]["name"])
-    found = dict(question=step["name"], gpu=gpu_of(machine), machine=machine, state=step["state"])
+def answer(folder: Path, step: dict, machine: str) -> dict:
+    """The answer that a step gives, written whole or not at all."""
+    name, state = step["name"], step["state"]
+    question, content = QUESTIONS[name], read_result(folder, step)
+    if question.check and not content["tested"]:
+        state = "skipped"
+    found = dict(question=name, gpu=gpu_of(machine), machine=machine, state=state, seconds=round(step["seconds"]))
     found |= dict(answered=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
-    found |= dict(seconds=round(step["seconds"]), commit=os.environ.get("VITFAST_COMMIT") or "unknown")
-    content = dict(code=step["code"], said=_said(folder, step))
-    if question is None:  # the short check
-        right = step["state"] == "ok"
-        found |= dict(asks="right or wrong", predicted="all right", measured=content["said"], settled=right)
-        found |= dict(files=asked(CHECK) if right else {}, follows="nothing" if right else "it is mended first")
-        return _write(folder, found)
-    path = folder / f"{step['name']}.json"
-    try:
-        content |= json.loads(path.read_text()) if path.is_file() and question.has_results else {}
-    except ValueError as error:
-        content["said"] = f"{path.name} is damaged: {error}"
-    if question.check and run["checks"].get(question.check) is None:
-        found["state"] = "skipped"  # no test ran
-    ready = sum(rival["ready_s"] for rival in content.get("rivals", {}).values()) or None
-    found |= dict(asks=question.asks, predicted=question.prediction.text, measured=measured(content))
-    found |= dict(files=asked(step["name"]), ready=ready, rivals=content.get("rivals"), settled=False)
-    found |= dict(follows=f"no answer: {found['state']}")
+    found |= dict(commit=os.environ.get("VITFAST_COMMIT") or "unknown", files=asked(name), asks=question.asks)
+    found |= dict(predicted=question.prediction.text, measured=measured(content), rivals=content.get("rivals"))
+    found |= dict(settled=False, follows=f"no answer: {state}")
     missing = content.get("missing") or {case["name"]: case["reason"] for case in content.get("failed", [])}
-    if found["state"] in ("ok", "failed"):
+    if state in ("ok", "failed"):
         try:
             if missing:
                 raise ValueError(f"{next(iter(missing))} has no time")
@@ -206,86 +154,36 @@ def answer(folder: Path, machine: str) -> dict:
             # what is wrong or breaks stays so until its files change; what had too little time is asked again
             lasting = any(not reason.startswith("TimeoutError") for reason in missing.values())
             found |= dict(follows=f"no answer: {error if missing else repr(error)}", settled=lasting)
-    return _write(folder, found)
-
-
-def _write(folder: Path, found: dict) -> dict:
-    """Keeps an answer, unless it settles nothing and the one that is there does."""
-    path = folder / "answers" / f"{found['question']}.json"
-    if not found["settled"] and any(answer["settled"] for answer in read_all([path] * path.is_file())):
-        return found
-    path.parent.mkdir(exist_ok=True)
-    path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".part").replace(path)
+    path = folder / "answers" / f"{name}.json"
+    # one that settles nothing does not replace one that does
+    if found["settled"] or not any(before["settled"] for before in read_all([path] * path.is_file())):
+        write(path, found)
     return found
 
 
-def _said(folder: Path, step: dict) -> str:
-    """How a command ended: its exit code and the last line of its log."""
-    log = folder / f"{step['name']}.log"
-    lines = [line.strip(" =") for line in log.read_text(errors="replace").split("\n")] if log.is_file() else []
-    return f"exit code {step['code']}: {next(filter(None, reversed(lines)), '')[:160]}"
+def read_result(folder: Path, step: dict) -> dict:
+    """What a step's files say: its JSON, its exit code, how its log ends, and whether a test ran."""
+    log, path = (folder / f"{step['name']}.{kind}" for kind in ("log", "json"))
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    last = next(filter(None, (line.strip(" =") for line in reversed(text.splitlines()))), "")
+    content = dict(code=step["code"], said=f"exit code {step['code']}: {last[:160]}")
+    # pytest's 5: there is no such test
+    only_skipped = step["code"] == 0 and re.search("[0-9] skipped", text) and not re.search("[0-9] passed", text)
+    content["tested"] = step["code"] != 5 and not only_skipped
+    try:
+        content |= json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        content["said"] = f"{path.name} is damaged: {error}"
+    return content
+
+
+def write(path: Path, content: dict) -> None:
+    """Writes JSON, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    path.with_suffix(".part").write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
 
 
 def gpu_of(machine: str) -> str:
     """The kind of GPU, by its name."""
     return machine.partition(", torch ")[0]
-
-
-def covered(name: str) -> str:
-    """The name of a question in an archive's manifest: with what is run, which may change."""
-    return f"{name}@{asked(name)['what is run']}"
-
-
-def uncovered(files: list[Path], gpu: str, folder: Path) -> str:
-    """Why kernels will be compiled for open questions, or ""; files: archives of archive.py."""
-    import torch
-
-    from vitfast.kernels import archives
-
-    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    gpus, known, reasons = {10 * major + minor for major, minor in capabilities}, answers(gpu, folder), []
-    missing = {covered(q.name) for q in QUEUE if q.compiled_ahead and is_open(q.name, known)}
-    for path in files:
-        try:
-            made = archives.manifest(path)
-            reason = archives.refusal(made, gpus)
-        except (OSError, ValueError) as error:
-            reason = str(error)
-        if reason:
-            reasons.append(f"{path} is cold: {reason}")
-        else:
-            missing -= set(made["models"])
-    if len(reasons) == len(files):
-        return "; ".join(reasons or ["there is no archive of compiled kernels"]) + ": Triton compiles all that is asked"
-    return "; ".join(
-        [*reasons, f"no archive has the kernels of {', '.join(sorted(name.partition('@')[0] for name in missing))}"]
-        if missing
-        else reasons
-    )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["next", "answer", "archive"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("files", nargs="*", type=Path, help="archives of compiled kernels")
-    parser.add_argument("--machine", required=True, metavar="TEXT")
-    parser.add_argument("--left", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.only if name not in QUESTIONS]:
-        sys.exit(f"bench/questions.py has no question {', '.join(unknown)}")
-    machine = next((line for line in args.machine.split("\n") if ", torch " in line), args.machine)  # not a warning
-    if args.what == "next":
-        print("\n".join(plan(args.folder, gpu_of(machine), args.left, args.only)))
-    elif args.what == "answer":
-        print(f"   -> {answer(args.folder, machine)['follows']}")
-    else:
-        compiled = "the kernels of every open question are compiled, but for GPU tests"
-        print(uncovered(args.files, gpu_of(machine), args.folder) or compiled)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

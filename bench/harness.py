@@ -1,12 +1,11 @@
 """Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
-a wrong result; (2) warms up (machine.py says for how long) and takes the peak memory of one call; (3) times calls over
-several sets of random inputs, the L2 cache overwritten before each; (4) compares again with the same truth: what was
-timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches);
-on a CPU it is the process's time. Every entry of the JSON file that pytest-benchmark writes has, in `extra_info`: impl,
-device, dtype, op, shape, direction, flops, bytes (vitfast/tools/cost/work.py), floor_us and percent_of_floor (against
-the ceilings), tflops, gigabytes_per_second, error, error_after and error_limit (relative, by norm) and peak_mib.
+a wrong result; (2) warms up and takes the peak memory of one call; (3) times calls over several sets of random inputs,
+the L2 cache overwritten before each; (4) compares again with the same truth: what was timed still computes it. Every
+entry of the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction,
+flops, bytes (vitfast/tools/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops,
+gigabytes_per_second, error, error_after and error_limit (relative, by norm) and peak_mib.
 """
 
 import contextlib
@@ -95,43 +94,6 @@ def worst_row(results: list[Tensor], truth: list[Tensor]) -> float:
     return max(errors(result, of)[0] for result, of in zip(results, truth, strict=True))
 
 
-class Check:
-    """Compares implementations of a case in one direction with float64.
-
-    The implementation runs on the whole batch. Some samples are compared; the upstream gradient is zero for all others,
-    so that the gradients of the parameters are those of these samples alone, however large the batch is. The truth is
-    made once and kept, so that an implementation can be judged before and after it is timed.
-    """
-
-    def __init__(self, case: Case, direction: str):
-        torch.manual_seed(0)
-        self.case, self.direction, self.tensors, self.upstream = case, direction, case.draw(), None
-        batch, few = self.tensors[0].shape[0], None
-        self.chosen = checked_samples(batch) if case.batched else slice(None)
-        plain = _leaves([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
-        with torch.set_grad_enabled(direction != "forward"), ops.use_kernels("off"):
-            doubles = _leaves(plain, torch.float64)
-            outputs = run(case.formula, doubles)
-            if direction != "forward":
-                few = [torch.randn_like(o) for o in outputs]
-                sizes = [(batch, *u.shape[1:]) if case.batched else u.shape for u in few]
-                self.upstream = [torch.zeros(size, dtype=DTYPE, device=machine.DEVICE) for size in sizes]
-                for whole, u in zip(self.upstream, few):
-                    whole[self.chosen] = u.to(DTYPE)
-            self.truth = [t.detach() for t in run(case.formula, doubles, few)]
-            self.own = worst_row([t.detach() for t in run(case.formula, plain, few)], self.truth)
-        # Results with the batch as their first axis come first.
-        self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
-
-    def judge(self, impl: str, function: Callable, when: str = "") -> dict[str, float]:
-        """{error, error_limit} of `function`. when: for the message, such as " after timing"."""
-        with torch.set_grad_enabled(self.direction != "forward"):
-            result = run(function, self.tensors, self.upstream)
-        compared = [(r[self.chosen] if i < self.batched else r).detach() for i, r in enumerate(result)]
-        what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
-        return judge(impl, what, worst_row(compared, self.truth), self.own, DTYPE)
-
-
 class Call:
     """One call of a function in one direction, on random inputs of its own."""
 
@@ -144,16 +106,13 @@ class Call:
         """Makes what the timed part starts from: for a backward, the outputs of its forward."""
         return self.function(*self.tensors) if self.direction == "backward" else None
 
-    def timed(self, outputs):
+    def __call__(self, outputs):
         if self.direction == "forward":
             with torch.no_grad():
                 return self.function(*self.tensors)
         if outputs is None:
             outputs = self.function(*self.tensors)
         return torch.autograd.grad(outputs, self.leaves, self.upstream)
-
-    def whole(self):
-        return self.timed(self.prepare())
 
 
 def measure(
@@ -185,24 +144,29 @@ def description(
     return facts | dict(peak_mib=None if peak is None else peak / 2**20) | more
 
 
-def describe(benchmark, *what, **more) -> None:
-    """Puts the `description` into the extra_info of a case."""
-    benchmark.extra_info.update(description(*what, **more))
-
-
 class Timed:
     """An operation or a model (peers.py), which is compared with float64 before it is timed and after.
 
-    A subclass has impl, work, dtype and `kernels`, the mode of ours; `judge`, which compares and keeps the errors, or
-    raises WrongResult; `ready`, which warms up after the first comparison; and `call`, which is timed with what
-    `prepare` returns.
+    A subclass has impl, work, dtype, group and `kernels`, the mode of ours; `compare`, which gives {error, error_limit}
+    or raises WrongResult, with `when` in it; `ready`, which warms up after the first comparison; and `call`, which is
+    timed with what `prepare` returns, `calls` times in a round.
     """
 
     peak: int | None = None
+    calls, rounds = 1, machine.ROUNDS
 
     def context(self) -> contextlib.AbstractContextManager:
         """Around everything."""
         return ops.use_kernels(self.kernels)
+
+    def judge(self, after: bool = False) -> None:
+        """Compares and keeps the errors."""
+        found = self.compare(" after timing" * after)
+        self.errors = self.errors | dict(error_after=found["error"]) if after else found
+
+    def setup(self) -> tuple:
+        """What a case of pytest-benchmark starts from."""
+        return self.prepare()
 
     def facts(self, seconds: float, **more) -> dict:
         """The description, at so many seconds a call."""
@@ -210,25 +174,51 @@ class Timed:
 
 
 class Operation(Timed):
-    """An implementation of a case: "forward", "backward" (the forward is not timed) or "both"."""
+    """An implementation of a case: "forward", "backward" (the forward is not timed) or "both".
+
+    The implementation runs on the whole batch. Some samples are compared; the upstream gradient is zero for all others,
+    so that the gradients of the parameters are those of these samples alone, however large the batch is. The truth is
+    made once and kept for the comparison after timing.
+    """
 
     dtype = DTYPE
 
     def __init__(self, case: Case, impl: str, function: Callable, direction: str):
         self.case, self.impl, self.function, self.direction = case, impl, function, direction
+        self.group, self.work, self.lead = f"{case.op} {case.shape} {direction}", case.work.of(direction), None
         # on: a case that no kernel covers fails, it does not fall back.
         self.kernels = "on" if machine.GPU and impl == "vitfast" else "auto"
-        self.check, self.work = Check(case, direction), case.work.of(direction)
+        torch.manual_seed(0)
+        self.tensors, self.upstream, few = case.draw(), None, None
+        batch = self.tensors[0].shape[0]
+        self.chosen = checked_samples(batch) if case.batched else slice(None)
+        plain = _leaves([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
+        with torch.set_grad_enabled(direction != "forward"), ops.use_kernels("off"):
+            doubles = _leaves(plain, torch.float64)
+            outputs = run(case.formula, doubles)
+            if direction != "forward":
+                few = [torch.randn_like(o) for o in outputs]
+                sizes = [(batch, *u.shape[1:]) if case.batched else u.shape for u in few]
+                self.upstream = [torch.zeros(size, dtype=DTYPE, device=machine.DEVICE) for size in sizes]
+                for whole, u in zip(self.upstream, few):
+                    whole[self.chosen] = u.to(DTYPE)
+            self.truth = [t.detach() for t in run(case.formula, doubles, few)]
+            self.own = worst_row([t.detach() for t in run(case.formula, plain, few)], self.truth)
+        # Results with the batch as their first axis come first.
+        self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
 
-    def judge(self, after: bool = False) -> None:
-        found = self.check.judge(self.impl, self.function, " after timing" * after)
-        self.errors = self.errors | dict(error_after=found["error"]) if after else found
+    def compare(self, when: str) -> dict:
+        with torch.set_grad_enabled(self.direction != "forward"):
+            result = run(self.function, self.tensors, self.upstream)
+        compared = [(r[self.chosen] if i < self.batched else r).detach() for i, r in enumerate(result)]
+        what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
+        return judge(self.impl, what, worst_row(compared, self.truth), self.own, DTYPE)
 
     def ready(self, seconds: float) -> None:
         before, calls = allocated(), [Call(self.case, self.function, self.direction)]
-        calls[0].whole()
-        warm_up(calls[0].whole, seconds=seconds)
-        self.peak = peak_bytes(calls[0].whole, before)
+        whole = lambda: calls[0](calls[0].prepare())  # noqa: E731
+        warm_up(whole, seconds=seconds)
+        self.peak = peak_bytes(whole, before)
         calls += [Call(self.case, self.function, self.direction) for _ in range(SETS - 1)]
         self.next = itertools.cycle(calls).__next__
 
@@ -236,27 +226,31 @@ class Operation(Timed):
         call = self.next()
         return call, call.prepare()
 
+    def setup(self) -> tuple[Call, object]:
+        if self.lead is None:
+            self.lead = lead_of(functools.partial(self.call, *self.prepare()))
+        prepared = self.prepare()
+        cold(self.lead)
+        return prepared
+
     def call(self, call: Call, outputs: object) -> None:
-        call.timed(outputs)
+        call(outputs)
 
     def facts(self, seconds: float, **more) -> dict:
         return super().facts(seconds, op=self.case.op, shape=self.case.shape, direction=self.direction, **more)
 
 
-def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:
-    """Checks, times and checks again `function` in one direction, from cold caches. more: for extra_info."""
-    benchmark.group = f"{case.op} {case.shape} {direction}"
-    timed = Operation(case, impl, function, direction)
+def bench(benchmark, timed: Timed, **more) -> None:
+    """Checks, times and checks again. more: for extra_info."""
+    benchmark.group = timed.group
     with timed.context():
         timed.judge()
-        timed.ready(machine.CASE_WARM_SECONDS)
-        lead = lead_of(functools.partial(timed.call, *timed.prepare()))
+        timed.ready(machine.WARM_SECONDS)
 
-        def setup():
-            prepared = timed.prepare()
-            cold(lead)
-            return prepared, {}
+        def run(*prepared):
+            for _ in range(timed.calls):
+                timed.call(*prepared)
 
-        seconds = measure(benchmark, timed.call, setup)
+        seconds = measure(benchmark, run, lambda: (timed.setup(), {}), timed.calls, timed.rounds)
         timed.judge(after=True)
     benchmark.extra_info.update(timed.facts(seconds, **more))

@@ -2,9 +2,8 @@
 
 Where one cannot be imported, its cases are skipped with the reason.
 
-QuACK (github.com/Dao-AILab/quack, package quack-kernels) is called as its versions 0.6.4 and 0.6.5 are written. They
-have a GEMM whose epilogue is the erf GELU, an MLP of it whose backward has the derivative in an epilogue too,
-LayerNorm and RMSNorm. GEMMs run with `tuned=True`, the default: the first call of a shape searches for their tiles.
+QuACK (github.com/Dao-AILab/quack, package quack-kernels) is called as its versions 0.6.4 and 0.6.5 are written. GEMMs
+run with `tuned=True`, the default: the first call of a shape searches for their tiles.
 """
 
 import functools
@@ -12,7 +11,6 @@ import importlib
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
 
 FLASH = {  # name -> package, the module of its public functions, which have a backward; 2 is in torch
@@ -55,41 +53,14 @@ def in_fp32(parameter: Tensor) -> Tensor:
     return parameter.detach().float()
 
 
-class _LayerNorm(torch.autograd.Function):
-    """QuACK's LayerNorm of rows (M, D) with its backward, which it has as functions without autograd."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, forward, backward):
-        y, rstd, mean = forward(x, in_fp32(weight), in_fp32(bias), return_rstd=True, return_mean=True)
-        ctx.save_for_backward(x, weight, rstd, mean)
-        ctx.backward = backward
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd, mean = ctx.saved_tensors
-        dx, dw, db = ctx.backward(x, in_fp32(weight), dy.contiguous(), rstd, mean)
-        return dx, dw.to(weight.dtype), db.to(weight.dtype), None, None
-
-
 def quack_layer_norm() -> Callable:
-    """LayerNorm of (..., D) with weight and bias (D,), eps 1e-6; weights go in as fp32 copies."""
-    forward, backward = (imported("quack-kernels", "quack.rmsnorm", f"layernorm_{way}") for way in ("fwd", "bwd"))
-
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        if torch.is_grad_enabled():
-            return _LayerNorm.apply(rows, weight, bias, forward, backward).view(x.shape)
-        return forward(rows, in_fp32(weight), in_fp32(bias)).view(x.shape)
-
-    return layer_norm
+    """LayerNorm of (..., D) with weight and bias (D,), eps 1e-6, forward alone: QuACK's has no autograd."""
+    forward = imported("quack-kernels", "quack.rmsnorm", "layernorm_fwd")
+    return lambda x, weight, bias: forward(x.flatten(0, -2), in_fp32(weight), in_fp32(bias)).view(x.shape)
 
 
 def quack_linear_gelu() -> Callable:
-    """gelu(x W^T + b) by one GEMM, forward alone.
-
-    QuACK has GELU's gradient as the epilogue of the product that leads to it in backward, which is not in this.
-    """
+    """gelu(x W^T + b) by one GEMM, forward alone: GELU's gradient is the epilogue of a product that is not in this."""
     gemm_act = imported("quack-kernels", "quack.gemm_interface", "gemm_act")
 
     def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """The machine that is measured: its clock, its memory, its description and its ceilings.
 
-On a GPU the clock is device events around a call, on a CPU the process's own time. Before anything is timed on a GPU it
-runs for a while, so that the chip's clocks are up: for WARM_SECONDS in the first case of a process and for every whole
-model, for CASE_WARM_SECONDS for every other operation, and for WARMUP calls at least. A CPU makes these calls alone.
+On a GPU the clock is device events around a call, on a CPU the process's own time.
 
 Other files read `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the
 plan of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import contextlib
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -37,13 +36,10 @@ SMALL = not (GPU or REHEARSED)
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
 MODEL_ROUNDS = 10 if GPU else 3
-WARM_SECONDS = 2.0
-CASE_WARM_SECONDS = 0.2
+WARM_SECONDS = 1.0  # of a GPU before anything is timed
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these and the next need not be installed
-PACKAGES += ("quack-kernels", "tensorrt", "nvidia-modelopt")
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4", "quack-kernels")  # these need not be installed
 ALARM_AGAIN = 5  # seconds
-_warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
 
 
 # ---- the clock and the memory
@@ -73,19 +69,13 @@ def wall() -> float:
     return time.perf_counter()
 
 
-def warm_up(run: Callable[[], object], least: int = WARMUP, seconds: float = CASE_WARM_SECONDS) -> None:
-    """Calls `run` `least` times and, on a GPU, for `seconds`.
-
-    The first time in a process it takes WARM_SECONDS at least.
-    """
-    global _warm
-    seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
+def warm_up(run: Callable[[], object], least: int = WARMUP, seconds: float = WARM_SECONDS) -> None:
+    """Calls `run` `least` times and, on a GPU, for `seconds`, so that the chip's clocks are up."""
     run()  # what compiles on its first call does not keep the device busy
     calls, start = 1, wall()
-    while calls < least or wall() - start < seconds:
+    while calls < least or (GPU and wall() - start < seconds):
         run()
         calls += 1
-    _warm = GPU
 
 
 @functools.cache
@@ -233,6 +223,13 @@ def _measured_ceilings() -> dict[str, float]:
         a, b = (torch.randn(n, n, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
         found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
     return found
+
+
+def write_results(path: str | os.PathLike, benchmarks: list, failed: list, skipped: list, **more) -> None:
+    """Writes a file for result_files.py, whole or not at all: cases, and the machine with the ceilings of this run."""
+    content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
+    content |= dict(machine_info=dict(vitfast=description()), benchmarks=benchmarks, failed=failed, skipped=skipped)
+    write_text(path, json.dumps(content | more, indent=1, default=str) + "\n")
 
 
 def once(what: str, measure: Callable[[], object]) -> object:

@@ -1,4 +1,4 @@
-"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face, torchvision and TensorRT.
+"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
 
 The models run in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a
 class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in
@@ -12,13 +12,11 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import engine
 import harness
 import machine
 import torch
 import torch.nn.functional as F
-from engine import TENSORRT
-from harness import Timed, checked_samples, compiled, judge, measure
+from harness import Timed, checked_samples, compiled, judge
 from machine import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
@@ -72,36 +70,28 @@ def _fastest_backend(s: Shape, training: bool) -> str:
     return min(times, key=times.get, default="math")
 
 
-DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, amp=torch.bfloat16, fp16=torch.float16, fp8=torch.float16)
+LEAN = "least memory"  # backward computes again what it can
+INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, in inference alone
 
 
 @dataclass(frozen=True)
 class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
-    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled), or TensorRT's
-    engine. precision: bf16 or fp16 (weights too), amp (fp32 weights), fp32, or an engine's fp8, with products of E4M3
-    and everything else in fp16, whose ceiling counts. again: measured a second time; the slower one counts. invariant:
-    by vitfast.batch_invariant, in inference alone. lean: ours keeps the least for backward, in place of all.
+    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision: bf16
+    (weights too), amp (fp32 weights) or fp32. option: of ours, LEAN or INVARIANT.
     """
 
     library: str
     how: str
     precision: str
-    again: bool = False
-    invariant: bool = False
-    lean: bool = False
+    option: str = ""
 
-    @property
-    def name(self) -> str:
-        more = " again" * self.again + " batch-invariant" * self.invariant + " least memory" * self.lean
-        return f"{self.library} {self.how} {self.precision}{more}"
-
+    name = property(lambda self: f"{self.library} {self.how} {self.precision} {self.option}".rstrip())
     # dtypes: of the matrix products, and of weights and images
-    dtype = property(lambda self: DTYPES[self.precision])
-    stored = property(lambda self: torch.float32 if self.precision == "amp" else self.dtype)
-    # torch's allocator does not see the memory of a CUDA graph's pool or of an engine
-    peak_known = property(lambda self: self.how not in ("reduce-overhead", "engine"))
+    dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
+    stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
+    peak_known = property(lambda self: self.how != "reduce-overhead")  # torch does not see the pool of CUDA graphs
 
     def autocast(self):
         return torch.autocast(machine.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
@@ -142,7 +132,6 @@ BUILDERS = {
     "torchvision": _torchvision,
     ACCELERATED: lambda s: vitfast.accelerate(_timm(s)),
     BACKEND: _timm,
-    TENSORRT: _timm,
 }
 
 
@@ -184,20 +173,16 @@ class Peer:
     def __init__(self, setting: Setting, shape: Shape | Mix, training: bool):
         self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
         self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
-        ours, fp8 = setting.library == "vitfast", setting.precision == "fp8"
-        if setting.how == "engine":
-            engine.needed(setting.precision)
+        ours = setting.library == "vitfast"
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
-            self.model.set_keep("least" if setting.lean else "auto")
+            self.model.set_keep("least" if setting.option == LEAN else "auto")
             choose_saved_activations(self.model, shape.rows, setting.dtype)
         elif training and setting.library == ACCELERATED:
-            vitfast.accelerate(self.model, keep="least" if setting.lean else "all")
+            vitfast.accelerate(self.model, keep="least" if setting.option == LEAN else "all")
         self.function = self.model
         if setting.library == BACKEND:
             self.function = compiled(self.model, setting.how, fullgraph=True, backend="vitfast")
-        elif setting.how == "engine":
-            self.function = engine.Engine(self.model, self.images, self.images[self.chosen] if fp8 else None)
         elif setting.how != "eager":
             self.function = compiled(self.model, setting.how, fullgraph=ours)
 
@@ -207,7 +192,7 @@ class Peer:
         self.model, self.backend = make_model(setting.library, shape).train(self.training).to(setting.stored), None
         self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=machine.DEVICE).to(setting.stored)
         self.chosen = checked_samples(shape.batch).tolist()
-        if not setting.library.startswith(("vitfast", TENSORRT)):
+        if not setting.library.startswith("vitfast"):
             self.backend = best_backend(shape, self.training)
 
     def __call__(self, images) -> Tensor:
@@ -221,7 +206,7 @@ class Peer:
 
     def mode(self) -> vitfast.batch_invariant:
         """A context; entered around many calls, it spares each of them the installation of its algorithms."""
-        return vitfast.batch_invariant(self.setting.invariant)
+        return vitfast.batch_invariant(self.setting.option == INVARIANT)
 
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
@@ -237,10 +222,6 @@ class Peer:
             logits = logits_of(own(few))
         judge(fp32.name, self.shape.name, worst([logits], [truth]), worst([single], [truth]), fp32.dtype)
         return plain
-
-    def eager(self, plain: nn.Module) -> nn.Module:
-        """The model in eager PyTorch, in this setting's precision, whose error the limit comes from."""
-        return engine.rounded(self.model) if self.setting.precision == "fp8" else plain.to(self.setting.stored)
 
     def few(self, dtype: torch.dtype) -> list:
         """The samples that are compared, as batches for the plain model."""
@@ -259,7 +240,7 @@ class Peer:
         with ops.use_kernels("off"), exact_fp32():
             truth = self._run(plain.double(), self.few(torch.float64), upstream)
             with self.setting.autocast():  # from fp32 to float64 and back nothing is lost
-                own = self._run(self.eager(plain), self.few(self.setting.stored), upstream)
+                own = self._run(plain.to(self.setting.stored), self.few(self.setting.stored), upstream)
         self.own, self.truth = worst(own, truth), [t.cpu() for t in truth]
         self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
         del plain, truth, own
@@ -270,7 +251,7 @@ class Peer:
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), self.weights):
                 parameter.copy_(before)
-        return dict(error_after=self._judge(" after timing")["error"])
+        return self._judge(" after timing")
 
     def _judge(self, when: str = "") -> dict[str, float]:
         """Judges exactly what is timed."""
@@ -326,18 +307,22 @@ class Model(Timed):
     graph.
     """
 
+    calls, rounds = STEPS, machine.MODEL_ROUNDS
+
     def __init__(self, peer: Peer, op: str, step: Callable, work: Kernels):
         self.peer, self.op, self.work, self.run = peer, op, work, functools.partial(step, peer.images)
         self.impl, self.dtype, self.kernels = peer.setting.name, peer.setting.dtype, peer.kernels
-        self.single = machine.GPU and op == "latency"
+        self.group, self.single = f"{op} {peer.shape.name}", machine.GPU and op == "latency"
+        if self.single:
+            self.calls, self.rounds = 1, machine.ROUNDS
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         with super().context(), self.peer.mode(), torch.inference_mode(not self.peer.training):
             yield
 
-    def judge(self, after: bool = False) -> None:
-        self.errors = self.errors | self.peer.check_again() if after else self.peer.check()
+    def compare(self, when: str) -> dict:
+        return self.peer.check_again() if when else self.peer.check()
 
     def ready(self, seconds: float) -> None:
         self.run()  # compiled before anybody waits
@@ -368,18 +353,3 @@ class Model(Timed):
         facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
         facts |= dict(mfu_datasheet=promised and flops / seconds / promised)
         return super().facts(seconds, **facts, **more)
-
-
-def bench_peer(benchmark, op: str, peer: Peer, step: Callable, work: Kernels, **more) -> None:
-    """Checks, times and checks again `step`, a function of a batch. more: for extra_info."""
-    timed = Model(peer, op, step, work)
-    with timed.context():
-        timed.judge()
-        timed.ready(machine.WARM_SECONDS)
-        if timed.single:
-            seconds = measure(benchmark, timed.call, cold)
-        else:
-            steps = lambda: [timed.call() for _ in range(STEPS)]  # noqa: E731
-            seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
-        timed.judge(after=True)
-    benchmark.extra_info.update(timed.facts(seconds, **more))

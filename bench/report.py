@@ -1,8 +1,8 @@
 """Tables from the result files of a GPU; what is lost, failed or skipped is shown too.
 
     python bench/report.py              # writes what is marked in bench/results/README.md and README.md
-    python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
-    python bench/report.py --folder DIR # prints the tables of one folder; with --targets or --answers these alone
+    python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give, or
+                                        # one of them is damaged; names answers that are older than their files
 
 Every folder of bench/results/ that holds results is a GPU, but `local`, which is not committed. What a file must have,
 and which of several counts, stands in result_files.py.
@@ -22,9 +22,8 @@ from targets import GRAPHS, VITFAST, figure_rows, target_rows
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
-    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and\n"
-    "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here. `vitfast report-gpu` takes ten minutes,\n"
-    "and its archive is unpacked in the same way.\n"
+    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one: its JSON files\n"
+    "belong into `bench/results/<gpu>`. `vitfast report-gpu` takes ten minutes, and leaves the same in an archive.\n"
 )
 
 
@@ -131,7 +130,7 @@ def stale_answers(gpus: list[Results]) -> str:
 
 
 def targets_table(results: Results) -> str:
-    """The targets alone, or one line that there is no result; then the files that do not count."""
+    """The targets, or one line that there is no result; then the files that do not count."""
     damaged = "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
     if not (results.measured or results.checks):
         return f"no result in {results.name}\n{damaged}"
@@ -198,27 +197,18 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
 def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
-    what.add_argument("--folder", type=Path, help="print the tables of this folder")
-    parser.add_argument("--targets", action="store_true", help="with --folder: print its targets alone")
-    parser.add_argument("--answers", action="store_true", help="with --folder: print its answers alone")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     args = parser.parse_args(argv)
-    if (args.targets or args.answers) and not args.folder:
-        parser.error("--targets and --answers need --folder DIR")
-    if args.folder:
-        if not args.folder.is_dir():
-            parser.error(f"there is no folder {args.folder}")
-        found = load(args.folder)
-        alone = answers_table if args.answers else targets_table if args.targets else sections
-        print(alone(found).rstrip())
-        return 0
     texts = documents(folder, readme)
     if args.check:
-        stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
-        print(end=stale_answers(gpus(folder)))
-        print("\n".join(f"{path} is stale: run python bench/report.py" for path in stale) or "the report is up to date")
-        return 1 if stale else 0
+        found = gpus(folder)
+        wrong = [
+            f"{path} is stale: run python bench/report.py" for path, text in texts.items() if path.read_text() != text
+        ]
+        wrong += [f"{results.name}/{name}: {why}" for results in found for name, why in results.damaged.items()]
+        print(end=stale_answers(found))
+        print("\n".join(wrong or ["the report is up to date"]))
+        return 1 if wrong else 0
     for path, text in texts.items():
         path.write_text(text)
     return 0

@@ -1,9 +1,8 @@
 """The results of a GPU, read from the JSON files of a folder.
 
-Two kinds of files: pytest-benchmark's, with what conftest.py adds; and steps_STAGE.json of gpu.sh, {"steps": [{name,
-state, code, seconds}], "checks": {name: exit code, or null where no test ran}}. answers/ holds those to the questions
-of questions.py (decide.py). A file that is damaged or half written, or lacks what a table needs, is named with the
-reason, and the others count.
+Two kinds of files: pytest-benchmark's, as conftest.py writes them; and steps_STAGE.json of gpu.sh, {"steps": [{name,
+state, code, seconds}]}. answers/ holds those to the questions of questions.py (decide.py). A file that is damaged or
+half written, or lacks what a table needs, is named with the reason, and the others count.
 
 Where several files hold a case, its newest state counts, by the files' datetime: a newer failure replaces an older
 time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
@@ -18,7 +17,6 @@ from pathlib import Path
 from asking import read_answer
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
-LIBRARIES += ("tensorrt",)
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, with a time or without, and those that cases of some operations must have besides.
@@ -76,16 +74,13 @@ def counted(cases: list[dict]) -> list[dict]:
 
 
 def _add_steps(results: Results, content: dict, name: str) -> None:
-    for check, code in content["checks"].items():
-        if code is not None:
-            results.checks[check] = code
+    for check, code in content.get("checks", {}).items():  # as steps were recorded before checks became questions
+        results.checks[check] = code
         if code != 0:
-            state, reason = ("skipped", "no test ran") if code is None else ("failed", f"exit code {code}")
-            results.missing[f"{name}::{check}"] = dict(name=check, state=state, reason=reason)
+            results.missing[f"{name}::{check}"] = dict(name=check, state="failed", reason=f"exit code {code}")
     for step in content["steps"]:
         if step["state"] != "ok":
-            code = step["code"]
-            reason = "too little time was left" if code is None else f"exit code {code} after {step['seconds']} s"
+            reason = f"exit code {step['code']} after {step['seconds']} s"
             results.missing[f"{name}::step {step['name']}"] = dict(step, name=f"step {step['name']}", reason=reason)
 
 

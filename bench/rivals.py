@@ -1,6 +1,6 @@
 """Times the rivals of a question (questions.py) in turns: right before fast, then back to back.
 
-    python bench/rivals.py NAME [NAME...] --folder DIR [--ends EPOCH_SECONDS]
+    python bench/rivals.py NAME --folder DIR [--ends EPOCH_SECONDS]
 
 Each rival is built, compared with float64 and warmed up. Then they take turns, A B A B, each for SECONDS without a
 pause, so that the power limit binds as in training; clock and power are read meanwhile. At last they are compared with
@@ -16,9 +16,8 @@ after every round.
 
 import argparse
 import contextlib
-import datetime
 import gc
-import json
+import math
 import statistics
 import sys
 import threading
@@ -41,12 +40,11 @@ from shapes import WHERE, Shape, planned
 
 from vitfast.errors import both_ends
 from vitfast.kernels import tiles
-from vitfast.run.files import write_text
 
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
 AHEAD = 8  # calls that Python may be ahead of the device
 SAMPLED = dict(watts="power.draw", mhz="clocks.sm")
-SETTINGS = bench_model.CASES | bench_model.ONCE
+SETTINGS = bench_model.TRAINED | bench_model.INFERRED
 compiled_here = []  # names of the kernels of ours that Triton compiled in this process
 
 
@@ -98,29 +96,16 @@ class Rival:
     """One of those that are compared, in the state in which it is timed."""
 
     def __init__(self, of: Rivals, name: str):
-        self.of, self.turns, self.samples, self.lead = of, [], [], 0.0
-        self.name, setting = name, name.split(" | ")[0]
+        self.name, self.turns, self.samples, self.lead = name, [], [], 0.0
         free_memory()  # of rivals that failed
         began = time.monotonic()
-        self.timed, self.more = self.build(setting)
+        self.timed, self.more = built(of, name.split(" | ")[0])
         with self.context():
             self.timed.judge()
             self.timed.ready(0.0)
             if of.operation:
                 self.lead = self.waits_for_python()
         self.ready_s = round(time.monotonic() - began, 1)
-
-    def build(self, setting: str) -> tuple[Timed, dict]:
-        """The operation or model that is timed, and what the tables say of it besides."""
-        if self.of.operation:
-            (op, direction), shape = self.of.operation, shape_of(self.of.shape)
-            function, more = bench_ops.timed_function(op, shape, setting, direction)
-            return Operation(bench_ops.case_of(op, shape), setting, function, direction), more
-        if self.of.what == "train":
-            peer = peers.Peer(SETTINGS[setting], shape_of(self.of.shape), training=True)
-        else:
-            peer = bench_model.inference_peer(SETTINGS[setting], WHERE + self.of.shape.rpartition(" ")[0], self.of.what)
-        return peers.Model(peer, self.of.what, *bench_model.work_of(peer)), {}
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -159,7 +144,12 @@ class Rival:
             reader.join(1)
         self.samples += samples[len(samples) // 2 :]  # power is an average over the second before
 
+    def compare_again(self) -> None:
+        with self.context():
+            self.timed.judge(after=True)
+
     def summary(self) -> dict:
+        """What the question reads: milliseconds a call and a turn, power and clock, and the errors."""
         calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
         for name, key in SAMPLED.items():
@@ -169,11 +159,25 @@ class Rival:
         return found | self.timed.errors
 
     def entry(self) -> dict:
-        """Its case for the tables."""
+        """What the tables read."""
         calls = sum(self.turns, [])
         median, (low, _, high) = statistics.median(calls), statistics.quantiles(calls, n=4)
         stats = dict(median=median, iqr=high - low, rounds=len(calls))
-        return self.of.case(self.timed.impl) | dict(stats=stats, extra_info=self.timed.facts(median, **self.more))
+        return dict(stats=stats, extra_info=self.timed.facts(median, **self.more))
+
+
+def built(of: Rivals, setting: str) -> tuple[Timed, dict]:
+    """The operation or model that is timed, and what the tables say of it besides."""
+    shape = shape_of(of.shape)
+    if of.operation:
+        op, direction = of.operation
+        function, more = bench_ops.timed_function(op, shape, setting, direction)
+        return Operation(bench_ops.case_of(op, shape), setting, function, direction), more
+    if of.what == "train":
+        peer = peers.Peer(SETTINGS[setting], shape, training=True)
+    else:
+        peer = bench_model.inference_peer(SETTINGS[setting], WHERE + of.shape.rpartition(" ")[0], of.what)
+    return peers.Model(peer, of.what, *bench_model.work_of(peer)), {}
 
 
 class Run:
@@ -195,37 +199,38 @@ class Run:
                 self.rivals.pop(name, None)
                 print(f"{name}: {reason}", flush=True)
 
-    def build(self, name: str) -> None:
-        self.rivals[name] = Rival(self.of, name)
+    def build(self, name: str, ends: float) -> None:
+        """Makes a rival ready, if that ends in time."""
+        left = ends - time.time()
+        if left < 0:
+            raise TimeoutError("too little time was left to begin")
+        with machine.time_limit(left if math.isfinite(left) else 0.0):
+            self.rivals[name] = Rival(self.of, name)
         print(f"{name}: right (error {self.rivals[name].timed.errors['error']:.1e}), ready", flush=True)
-
-    def too_late(self, name: str) -> None:
-        raise TimeoutError("too little time was left to begin")
-
-    def again(self, name: str) -> None:
-        with self.rivals[name].context():
-            self.rivals[name].timed.judge(after=True)
 
     def write(self) -> None:
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
-        content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
-        content |= dict(machine_info=dict(vitfast=machine.description()))
         # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
-        right = [r for name, r in timed.items() if "error_after" in r.timed.errors and " | " not in name]
-        content["benchmarks"] = [rival.entry() for rival in right]
-        for state, reasons in (("failed", self.failed), ("skipped", self.skipped)):
-            content[state] = [self.of.case(name) | dict(params={}, reason=why) for name, why in reasons.items()]
-        content |= dict(rivals={name: rival.summary() for name, rival in timed.items()})
-        content |= dict(missing=self.failed | self.skipped, compiled=len(compiled_here))
-        write_text(self.path, json.dumps(content, indent=1, default=str) + "\n")
+        right = [n for n, rival in timed.items() if "error_after" in rival.timed.errors and " | " not in n]
+        missing = [
+            [self.of.case(name) | dict(reason=why) for name, why in reasons.items()]
+            for reasons in (self.failed, self.skipped)
+        ]
+        machine.write_results(
+            self.path,
+            [self.of.case(name) | timed[name].entry() for name in right],
+            *missing,
+            rivals={name: rival.summary() for name, rival in timed.items()},
+            missing=self.failed | self.skipped,
+            compiled=len(compiled_here),
+        )
 
-    def all(self, ends: float) -> bool:
+    def all(self, ends: float = math.inf) -> bool:
         """Whether every rival that could be tried has a time, and was right before and after."""
         timing = (ROUNDS + 1) * SECONDS * len(self.of.names) + 5  # seconds, the second comparison included
         # `accelerate` makes torch.compile forget what it has compiled
-        for name in sorted(self.of.names, key=lambda name: not name.startswith(peers.ACCELERATED)):
-            left = ends - time.time() - timing if ends else 0.0
-            self.each([name], self.build if left >= 0 else self.too_late, max(left, 0.0))
+        first = sorted(self.of.names, key=lambda name: not name.startswith(peers.ACCELERATED))
+        self.each(first, lambda name: self.build(name, ends - timing))
         self.rivals = {name: self.rivals[name] for name in self.of.names if name in self.rivals}
         self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4), 60)  # until the chip is warm
         for rival in self.rivals.values():
@@ -233,7 +238,7 @@ class Run:
         for _ in range(ROUNDS):
             self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS), 60)
             self.write()
-        self.each(self.rivals, self.again)
+        self.each(self.rivals, lambda name: self.rivals[name].compare_again())
         self.write()
         for name, rival in self.rivals.items():
             print(f"{name}: {rival.summary()}", flush=True)
@@ -248,20 +253,16 @@ def count(*, src, cache_hit: bool, **_) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", metavar="NAME", help="questions of questions.py that have rivals")
+    parser.add_argument("name", metavar="NAME", help="a question of questions.py that has rivals")
     parser.add_argument("--folder", type=Path, required=True, help="where NAME.json is written")
-    parser.add_argument("--ends", type=float, default=0.0, metavar="EPOCH_SECONDS", help="the moment of the end")
+    parser.add_argument("--ends", type=float, default=math.inf, metavar="EPOCH_SECONDS", help="the moment of the end")
     args = parser.parse_args(argv)
     torch.backends.cudnn.benchmark, triton.knobs.compilation.listener = machine.GPU, count
     # Rivals share code, and each has its own best batch: none is compiled for any batch because another has one.
     torch._dynamo.config.automatic_dynamic_shapes = False
     machine.ceilings()
     machine.cold()  # before anybody's memory is counted: what flushes the L2 cache stays
-    good = True
-    for name in args.names:
-        good &= Run(QUESTIONS[name].run, args.folder / f"{name}.json").all(args.ends)
-        torch._dynamo.reset()
-    return 0 if good else 1
+    return 0 if Run(QUESTIONS[args.name].run, args.folder / f"{args.name}.json").all(args.ends) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The questions to a GPU: each runs something that exists, and its answer counts as long as its files stay the same."""
 
-import fnmatch
 import json
 import os
 import subprocess
@@ -20,7 +19,6 @@ import torch
 from asking import Prediction, Question, Rivals, faster
 from questions import QUESTIONS, QUEUE
 
-from vitfast.kernels import archives
 from vitfast.model.presets import preset
 from vitfast.ops import reference as ref
 
@@ -38,14 +36,13 @@ PAIR = Question(
 )
 
 
-def bash_answer(folder: Path, step: str, content: dict | None, state: str = "ok", code: int = 0, **checks) -> dict:
-    """What decide.py makes of a step, as gpu.sh has it write the answer."""
-    row = dict(name=step, state=state, code=code, seconds=31.4)
-    (folder / "steps_decide.json").write_text(json.dumps(dict(steps=[row], checks=checks)))
+def answered(folder: Path, content: dict | None, state: str = "ok", code: int = 0) -> dict:
+    """What decide.py makes of a step that asked PAIR."""
     if content is not None:
-        (folder / f"{step}.json").write_text(json.dumps(content))
-    decide.answer(folder, "NVIDIA X, torch 2.11.0, triton 3.6.0")
-    return json.loads((folder / "answers" / f"{step}.json").read_text())
+        (folder / "pair.json").write_text(json.dumps(content))
+    step = dict(name="pair", state=state, code=code, seconds=31.4)
+    decide.answer(folder, step, "NVIDIA X, torch 2.11.0, triton 3.6.0")
+    return json.loads((folder / "answers" / "pair.json").read_text())
 
 
 @pytest.fixture
@@ -67,9 +64,9 @@ def times(**milliseconds: float) -> dict:
 
 
 def test_an_answer_counts_on_its_gpu_while_its_files_stay_the_same(place):
-    found = bash_answer(place, "pair", times(a=10.0, b=13.0))
+    found = answered(place, times(a=10.0, b=13.0))
     assert found["measured"] == "a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3"
-    assert (found["holds"], found["follows"], found["seconds"], found["ready"]) == (True, "a ships", 31, 41.0)
+    assert (found["holds"], found["follows"], found["seconds"]) == (True, "a ships", 31)
     assert set(found["files"]) == {"what is run", "kernels/a.py", "vitfast/ops.py"}
 
     def ask(gpu: str = "NVIDIA X") -> bool:
@@ -81,18 +78,13 @@ def test_an_answer_counts_on_its_gpu_while_its_files_stay_the_same(place):
     assert not ask() and decide.changed(found) == []
     (place / "kernels" / "new.py").write_text("new")
     assert ask() and decide.changed(found) == ["kernels/new.py"]
-    (place / "steps_decide.json").unlink()
-    said = decide.plan(place, "NVIDIA X", 100, ["pair"])
-    assert (
-        said[1:4] == ["pair", "rivals", "85"]
-        and "Predicted: 1.2 times (31 s, of which 41 until all could run)" in said[0]
-    )
     known = decide.answers("NVIDIA X", place)
+    said = decide.announcement(PAIR, known)
+    assert said.endswith("Predicted: 1.2 times (31 s)")
+    assert decide.limit(PAIR, known) == 85
     for text in ("{", "[]", json.dumps(found | dict(seconds="3")), json.dumps(found | dict(files=None))):
         (place / "answers" / "damaged.json").write_text(text)
         assert decide.answers("NVIDIA X", place) == known
-    with pytest.raises(SystemExit, match="OUT holds answers of NVIDIA X: give another folder for NVIDIA Y"):
-        decide.plan(place, "NVIDIA Y", 100, [])
 
 
 def test_outcomes_by_hand(place):
@@ -100,43 +92,41 @@ def test_outcomes_by_hand(place):
 
     What tells nothing is asked again, with more time, and hides no answer that is there.
     """
-    assert bash_answer(place, "pair", times(a=13.0, b=13.0))["follows"] == "a leaves"
+    assert answered(place, times(a=13.0, b=13.0))["follows"] == "a leaves"
     alone = times(a=13.0) | dict(missing={"b": "WrongResult: b is wrong"}, compiled=3)
     (place / "answers" / "pair.json").unlink()
-    found = bash_answer(place, "pair", alone, "failed", 1)
+    found = answered(place, alone, "failed", 1)
     assert found["follows"] == "no answer: b has no time" and "value" not in found
     assert found["measured"].endswith("b: WrongResult: b is wrong; 3 kernels of ours were compiled first")
     assert decide.following(decide.answers("NVIDIA X", place), [], 100, []) is None  # until a file changes
-    found = bash_answer(place, "pair", times(a=10.0, b=13.0), "timed out", 124)
+    found = answered(place, times(a=10.0, b=13.0), "timed out", 124)
     assert found["follows"] == "no answer: b has no time"  # still: it was wrong
     (place / "answers" / "pair.json").unlink()
     late = times(a=13.0) | dict(missing={"b": "TimeoutError: too little time was left to begin"})
-    assert not bash_answer(place, "pair", late, "failed", 1)["settled"]
-    found = bash_answer(place, "pair", times(a=10.0, b=13.0), "timed out", 124)
+    assert not answered(place, late, "failed", 1)["settled"]
+    found = answered(place, times(a=10.0, b=13.0), "timed out", 124)
     assert found["follows"] == "no answer: timed out" and decide.is_open("pair", {"pair": found})
     (place / "pair.json").unlink()
-    assert bash_answer(place, "pair", None)["follows"] == "no answer: KeyError('rivals')"
-    (place / "steps_decide.json").unlink()
-    known = dict(found, seconds=90)
-    (place / "answers" / "pair.json").write_text(json.dumps(known))
-    assert decide.plan(place, "NVIDIA X", 100, [])[3] == "145"  # of 90 s, not of the estimate
+    assert answered(place, None)["follows"] == "no answer: KeyError('rivals')"
+    assert decide.limit(PAIR, dict(pair=dict(found, seconds=90))) == 145  # of 90 s, not of the estimate
 
 
 def test_what_fits_and_is_worth_most_comes_first():
     """What was measured replaces the estimate, and a package that is absent is not waited for."""
     first = decide.following({}, [], 600, [])
-    assert first.name == "backend_bf16" and decide.following({}, [first.name], 600, []).name == "backend_amp"
+    assert (
+        first.name == "backend_train_bf16" and decide.following({}, [first.name], 600, []).name == "backend_train_amp"
+    )
     worth = [q.total_worth / q.seconds for q in QUEUE]
-    assert decide.following({}, [], 29, []).seconds <= 29 and decide.following({}, [], 5, []) is None
-    slow = dict(question="backend_bf16", state="timed out", seconds=150, files={}, settled=False)
-    assert decide.following({"backend_bf16": slow}, [], 600, []).name == "backend_amp"
-    assert min(worth) > 0 and not decide.following({}, [], 600, ["flash_attn_forward"])
+    assert decide.following({}, [], 29, []) is None and decide.following({}, [], 30, []).seconds <= 30
+    slow = dict(question=first.name, state="timed out", seconds=150, files={}, settled=False)
+    assert decide.following({first.name: slow}, [], 600, []).name == "backend_train_amp"
+    assert min(worth) > 0 and not decide.following({}, [], 600, ["attention_b16_224_forward_flash_attn"])
 
 
-def test_the_short_check_is_of_what_has_changed():
-    assert decide.families(["kernels/layer_norm/forward.py"]) == ["layer_norm", "rms_norm"]
-    assert decide.families(["kernels/libraries/cublaslt.cpp"]) == ["linear", "mlp"] and decide.families(["x.py"]) == []
-    assert set(decide.families(["kernels/rows.py"])) >= {"layer_norm", "attention", "linear", "patch_embed"}
+def test_an_installed_package_is_asked_for_no_tests(place):
+    asked = [q for q in QUEUE if not decide.hindrance(q, {}, 600)]
+    assert not any(q.tests for q in asked) and {q.check for q in asked} == {"", "vitfast doctor"}
 
 
 def test_every_question_says_what_follows_and_of_which_files():
@@ -208,7 +198,8 @@ PARTS = 3
 def test_rivals_take_turns_in_a_rehearsal(part, tmp_path):
     """Every question that has rivals, at a toy's size: all are right, have times of two turns, and tables read them."""
     having = [q for q in QUEUE if isinstance(q.run, Rivals) and not q.needs][part::PARTS]
-    command = [sys.executable, str(ROOT / "bench" / "rivals.py"), *(q.name for q in having), "--folder", str(tmp_path)]
+    each = "import rivals, sys\ncodes = [rivals.main([name, '--folder', sys.argv[1]]) for name in sys.argv[2:]]"
+    command = [sys.executable, "-c", f"{each}\nsys.exit(max(codes))", str(tmp_path), *(q.name for q in having)]
     run = subprocess.run(command, env=REHEARSED, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     for q in having:
@@ -258,7 +249,7 @@ def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch
     functions = dict(quick=ref.layer_norm, slow=slow, wrong=wrong, tires=Tires(), raises=lambda x: x)
     monkeypatch.setattr(bench_ops, "timed_function", lambda op, shape, name, direction: (functions[name], {}))
     run = rivals.Run(Rivals("layer_norm forward", "B/16 224 B256", tuple(functions)), tmp_path / "x.json")
-    assert not run.all(0)
+    assert not run.all()
     content = json.loads((tmp_path / "x.json").read_text())
     assert set(content["rivals"]) == {"quick", "slow"} and 3 < content["rivals"]["slow"]["ms"] < 100
     assert faster("quick", "slow")(content) > 2 and len(content["benchmarks"]) == 2
@@ -268,14 +259,14 @@ def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch
         f"test_layer_norm[B/16 224 B256-forward-{name}]" for name in ("wrong", "raises", "tires")
     ]
 
-    def interrupted(run, name):
+    def interrupted(rival):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:  # what was not compared after timing is no case of the tables
-        patch.setattr(rivals.Run, "again", interrupted)
+        patch.setattr(rivals.Rival, "compare_again", interrupted)
         cut = rivals.Run(Rivals(run.of.what, run.of.shape, ("quick",)), tmp_path / "cut.json")
         with pytest.raises(KeyboardInterrupt):
-            cut.all(0)
+            cut.all()
     content = json.loads((tmp_path / "cut.json").read_text())
     assert content["benchmarks"] == [] and content["rivals"]["quick"]["ms"] > 0
     late = rivals.Run(run.of, tmp_path / "late.json")
@@ -285,7 +276,7 @@ def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch
 
 def test_a_name_that_is_no_implementation_has_no_time(tmp_path):
     run = rivals.Run(Rivals("layer_norm forward", "B/16 224 B256", ("vitfsat", "eager")), tmp_path / "x.json")
-    assert not run.all(0) and "no implementation 'vitfsat', only vitfast, eager" in run.failed["vitfsat"]
+    assert not run.all() and "no implementation 'vitfsat', only vitfast, eager" in run.failed["vitfsat"]
 
 
 BATCHES = """
@@ -331,28 +322,12 @@ def test_readings_of_result_files_by_hand():
     assert [between.holds(value) for value in (0, 1, 2, 3)] == [False, True, True, False]
 
 
-def test_an_archive_that_is_missing_cold_or_too_small_is_said_at_once(place, monkeypatch, capsys):
-    def said(*files: str) -> str:
-        assert decide.main(["archive", str(place), *files, "--machine", "NVIDIA X, torch 2"]) == 0
-        return capsys.readouterr().out
-
-    assert "there is no archive of compiled kernels" in said()
-    made = dict(models=[decide.covered("pair")])
-    monkeypatch.setattr(archives, "manifest", lambda path: made)
-    monkeypatch.setattr(archives, "refusal", lambda manifest, gpus: "")
-    assert said("a.tar.xz") == "the kernels of every open question are compiled, but for GPU tests\n"
-    made["models"] = ["another"]
-    assert said("a.tar.xz") == "no archive has the kernels of pair\n"
-    monkeypatch.setattr(archives, "refusal", lambda manifest, gpus: "it was made from other kernels")
-    assert said("a.tar.xz") == "a.tar.xz is cold: it was made from other kernels: Triton compiles all that is asked\n"
-
-
 def test_the_report_shows_answers_and_says_which_are_older_than_their_files(place, tmp_path, capsys, monkeypatch):
     results, readme = tmp_path / "results", tmp_path / "README.md"
     (results / "x").mkdir(parents=True)
     for path in (readme, results / "README.md"):
         path.write_text(f"{report.START}\n{report.END}\n")
-    bash_answer(results / "x", "pair", times(a=10.0, b=13.0))
+    answered(results / "x", times(a=10.0, b=13.0))
     (results / "x" / "pair.json").unlink()
     assert report.main([], results, readme) == 0
     row = "| Is a faster? | 1.2 times | a 10 ms at 690 W and 1590 MHz; b 13 ms at 690 W and 1590 MHz: 1.3 | a ships |"
@@ -362,7 +337,6 @@ def test_the_report_shows_answers_and_says_which_are_older_than_their_files(plac
     decide._hash.cache_clear()
     assert report.main(["--check"], results, readme) == 0
     assert "x: the answer to pair is older than kernels/a.py\n" in capsys.readouterr().out
-    assert report.main(["--folder", str(results / "x"), "--answers"]) == 0 and "a ships" in capsys.readouterr().out
     path = results / "x" / "answers" / "pair.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(check="racecheck", code=0)))
     assert report.load(results / "x").checks["racecheck"] == 0  # whatever a later run has checked
@@ -373,4 +347,3 @@ def test_what_is_predicted_stands_in_the_table_of_figures():
     found = {(row[1], row[2]): row[3:] for row in rows}
     assert found["amp by timm amp", "≥ 1.3"] == ["1.15", "-"]
     assert found["latency of one image by the best peer's", "≤ 0.8"] == ["0.91", "1.55"]
-    assert not any(fnmatch.fnmatch(figure, "*TensorRT*") for figure, _ in found)  # neither measured nor predicted

@@ -22,7 +22,7 @@ def test_every_case_on_a_cpu_says_so():
         for test in (value for name, value in vars(module).items() if name.startswith("test_")):
             values = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize"][0]
             names += [getattr(value, "id", value) for value in values]
-    assert len(names) > 100 and all(name.startswith("cpu small") for name in names)
+    assert len(names) > 80 and all(name.startswith("cpu small") for name in names)
 
 
 def test_larger_batches_that_do_not_fit_end_the_search(gpu, monkeypatch):
@@ -44,14 +44,6 @@ def item(**options) -> types.SimpleNamespace:
     return types.SimpleNamespace(config=types.SimpleNamespace(getoption=options.get))
 
 
-def test_no_case_starts_shortly_before_the_end(hooks, monkeypatch):
-    monkeypatch.setattr(hooks.time, "time", lambda: 1000.0)
-    for options in (dict(), dict(ends=1015.0)):
-        hooks.pytest_runtest_setup(item(**options))
-    with pytest.raises(pytest.skip.Exception, match="out of time: fewer than 15 s"):
-        hooks.pytest_runtest_setup(item(ends=1014.9))
-
-
 def test_the_alarm_of_a_case_rings_again(hooks, monkeypatch):
     """A compiler's `except Exception` swallows the first one. After the case it is silent, and 0 is no limit."""
     monkeypatch.setattr(machine, "ALARM_AGAIN", 0.05)
@@ -69,14 +61,8 @@ def test_the_alarm_of_a_case_rings_again(hooks, monkeypatch):
     running.close()
 
 
-def test_the_main_shape_comes_first_and_what_compiles_long_last_and_there_alone(hooks, gpu):
-    main, second = list(shapes.SHAPES)[:2]
-    assert main == shapes.FOCUS.name
-    impls = ("vitfast", "sdpa flash", "compile unfold", "max-autotune")
-    wanted = [dict(shape=shape, impl=impl) for shape in (main, second) for impl in impls]
-    assert sorted(reversed(wanted), key=hooks.priority) == wanted
-    models = [dict(model=f"{shapes.WHERE}{model}") for model in ("S/16 224", "B/16 384", "B/16 224")]
-    assert sorted(models, key=hooks.priority)[0] == models[2]
+def test_what_compiles_long_runs_at_the_main_shape_alone(gpu):
+    main = shapes.FOCUS.name
     cases = [case.values for case in shapes.grid(bench_ops.EAGER)]
     assert {(name, impl) for name, _, impl in cases if impl in ("compile", "max-autotune")} == {
         (main, impl) for impl in ("compile", "max-autotune")
@@ -114,9 +100,7 @@ def test_a_stamp_waits_for_its_event_and_divides_by_the_calls(gpu, monkeypatch):
 
 
 def test_a_gpu_is_warm_before_it_is_timed(gpu, monkeypatch):
-    """The first case of a process for longer, each for its seconds and calls; a CPU for calls alone."""
-    monkeypatch.setattr(machine, "WARM_SECONDS", 0.2)
-    monkeypatch.setattr(machine, "_warm", False)
+    """Each case for its seconds and calls; a CPU for calls alone."""
 
     def warmed(pause: float, least: int) -> tuple[float, int]:
         """Seconds and calls."""
@@ -124,7 +108,7 @@ def test_a_gpu_is_warm_before_it_is_timed(gpu, monkeypatch):
         machine.warm_up(lambda: calls.append(time.sleep(pause)), least, seconds=0.05)
         return time.perf_counter() - start, len(calls)
 
-    (first, calls), (second, fewer) = warmed(0.01, 3), warmed(0.01, 3)
-    assert 0.2 <= first and 0.05 <= second < 0.2 and calls > fewer >= 3 and warmed(0.03, 4)[1] >= 4
+    seconds, calls = warmed(0.01, 3)
+    assert 0.05 <= seconds and calls >= 3 and warmed(0.03, 4)[1] >= 4
     monkeypatch.setattr(machine, "GPU", False)
     assert warmed(0, 3)[1] == 3

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PLANTED = """
 import os, time
 import pytest, torch
-from harness import Case, bench
+from harness import Case, Operation, bench
 from vitfast.tools.cost.work import Work
 
 
@@ -54,7 +54,7 @@ KERNELS = ((6e6, 5e3),)
 def test_double_is_timed(benchmark, impl):
     work = Work(KERNELS, KERNELS, KERNELS)
     case = Case("double", "cpu small B9", lambda x: 2 * x, [("values", (9, 3))], 1, work)
-    bench(benchmark, case, impl, IMPLS[impl], "backward" if impl == "gradient" else "forward")
+    bench(benchmark, Operation(case, impl, IMPLS[impl], "backward" if impl == "gradient" else "forward"))
 """
 
 

@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import bench_ops
@@ -29,14 +30,18 @@ SMALL = Mix("small", "Ti/16", ((32, 48), (16, 16), (80, 64), (32, 48)), 2)  # 7,
 TIMM = dict(img_size=16, patch_size=8, embed_dim=64, depth=4, num_heads=4)
 
 
+def error(case: harness.Case, impl: str, function: Callable, direction: str = "both") -> float:
+    """The error of an implementation, which may raise WrongResult."""
+    return harness.Operation(case, impl, function, direction).compare("")["error"]
+
+
 @pytest.mark.parametrize("name", bench_ops.OPS)
 def test_every_operation_is_its_formula_in_the_order_that_is_timed(name):
     """Ours and, where it differs from the formula, the CPU's peer; outputs have the batch first, as Check assumes."""
     case = bench_ops.case_of(name, NANO)
-    peer = {"attention": "sdpa math", "attention separate": "sdpa math", "patch_embed uint8": "eager unfold"}
+    peer = {"attention": "sdpa math", "patch_embed uint8": "eager unfold"}
     for impl in ("vitfast", peer.get(name, "eager")):
-        check = harness.Check(case, "both")
-        assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
+        assert error(case, impl, bench_ops.function_of(name, NANO, impl)) < 1e-5
     outputs = run(case.formula, case.draw())
     assert all(o.shape[0] == NANO.batch for o in outputs) and case.work.forward[0][1] > 0
 
@@ -73,7 +78,7 @@ def test_a_peer_is_checked_again_with_the_weights_that_it_had():
     with torch.no_grad():
         for parameter in peer.model.parameters():
             parameter.mul_(1.5)
-    assert peer.check_again()["error_after"] == pytest.approx(first["error"], rel=1e-3)
+    assert peer.check_again()["error"] == pytest.approx(first["error"], rel=1e-3)
     peer.model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
     with pytest.raises(WrongResult, match="timm eager fp32 is wrong on .* after timing"):
         peer.check_again()
@@ -112,7 +117,7 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         assert max_seqlen_q == max_seqlen_k == SMALL.longest and cu_seqlens_q.dtype == torch.int32
         return ops.attention(q, k, v, offsets=cu_seqlens_k, longest=max_seqlen_k)
 
-    packed = harness.Check(bench_packed.case_of(SMALL), "both")
+    packed = bench_packed.case_of(SMALL)
     with_logsumexp = [lambda *x, f=f, **sizes: (f(*x, **sizes), None) for f in (peers.sdpa, varlen)]
     for impl, functions in zip(FLASH, ((peers.sdpa, varlen), with_logsumexp), strict=True):
         monkeypatch.setitem(FLASH, impl, ("fake", "vitfast_fake"))
@@ -122,12 +127,11 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         with monkeypatch.context() as patch:
             module = types.SimpleNamespace(**dict(zip(("flash_attn_func", "flash_attn_varlen_func"), functions)))
             patch.setitem(sys.modules, "vitfast_fake", module)
-            for name in ("attention", "attention separate"):
-                check = harness.Check(bench_ops.case_of(name, NANO), "both")
-                assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
-            assert packed.judge(impl, bench_packed.IMPLEMENTATIONS[impl](SMALL))["error"] < 1e-5
+            attention = bench_ops.case_of("attention", NANO)
+            assert error(attention, impl, bench_ops.function_of("attention", NANO, impl)) < 1e-5
+            assert error(packed, impl, bench_packed.IMPLEMENTATIONS[impl](SMALL)) < 1e-5
     with pytest.raises(WrongResult):
-        check.judge("swapped", lambda q, k, v: peers.sdpa(q, v, k))
+        error(attention, "swapped", lambda qkv: peers.sdpa(*qkv[:, :, [0, 2, 1]].unbind(2)))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
     with pytest.raises(pytest.skip.Exception, match="torch cannot be used: .* no attribute 'varlen_attn'"):
         bench_packed.IMPLEMENTATIONS["torch varlen"](SMALL)
@@ -163,26 +167,27 @@ def test_mixes_and_their_work():
 def test_ours_and_flex_compute_packed_attention(monkeypatch):
     from torch.nn.attention import flex_attention
 
-    check, ours = harness.Check(bench_packed.case_of(SMALL), "both"), bench_packed.IMPLEMENTATIONS["vitfast"](SMALL)
-    assert check.judge("vitfast", ours)["error"] < 1e-6
+    case, ours = bench_packed.case_of(SMALL), bench_packed.IMPLEMENTATIONS["vitfast"](SMALL)
+    assert error(case, "vitfast", ours) < 1e-6
     if launch.INTERPRETED:
         with ops.use_kernels("on"):
-            assert check.judge("vitfast", ours)["error"] < 1e-5
+            assert error(case, "vitfast", ours) < 1e-5
     cut = lambda function: lambda *x, **more: function(*(t.detach() for t in x), **more)  # noqa: E731
     monkeypatch.setattr(bench_packed, "compiled", lambda function, how, **options: cut(function))
     make = flex_attention.create_block_mask
     monkeypatch.setattr(flex_attention, "create_block_mask", lambda *a, _compile, **more: make(*a, **more))
-    check = harness.Check(bench_packed.case_of(SMALL), "forward")  # its backward is for GPUs
-    assert check.judge("flex compile", bench_packed.flex(SMALL, "compile"))["error"] < 1e-6
+    flex = bench_packed.flex(SMALL, "compile")  # its backward is for GPUs
+    assert error(case, "flex compile", flex, "forward") < 1e-6
 
 
 def test_one_lost_token_among_many_images_gets_no_time():
     """Its share of the whole result's norm would be below the limit of bf16."""
     many = Mix("many", "Ti/16", ((16, 16),) * 2000 + ((16, 32),), 2)
-    check, right = harness.Check(bench_packed.case_of(many), "forward"), bench_packed.IMPLEMENTATIONS["vitfast"](many)
-    check.judge("vitfast", right)
+    case, right = bench_packed.case_of(many), bench_packed.IMPLEMENTATIONS["vitfast"](many)
+    lost = lambda *qkv: torch.cat([right(*qkv)[:-1], torch.zeros_like(qkv[0][-1:])])  # noqa: E731
+    error(case, "vitfast", right, "forward")
     with pytest.raises(WrongResult, match="packed attention Ti/16 many forward"):
-        check.judge("vitfast", lambda *qkv: torch.cat([right(*qkv)[:-1], torch.zeros_like(qkv[0][-1:])]))
+        error(case, "vitfast", lost, "forward")
 
 
 @pytest.mark.parametrize("name", bench_packed.WAYS)

@@ -13,9 +13,9 @@ from commands import run_cli
 
 from vitfast.cli import report_gpu
 
-SCRIPT = """cd "$(dirname "$0")/.." && cp pytest.ini "$2/report.md" && echo '{}' > train.json && echo log > train.log
+SCRIPT = """mkdir -p "$2/answers" && cd "$(dirname "$0")/.." && cp pytest.ini "$2/report.md" && cd "$2" || exit 1
+echo '{}' > train.json && echo log > train.log && echo '{}' > answers/train.json
 echo "== train of $VITFAST_COMMIT with ${VITFAST_KERNELS:-the defaults} and ${3:-a GPU}"
-tar -czf "$2/results.tar.gz" ./train.*
 exit 1
 """
 
@@ -36,13 +36,14 @@ def test_the_archive_has_what_the_script_left_and_a_manifest(script, tmp_path, c
     out = tmp_path / "out"
     code, said, _ = run_cli(capfd, "report-gpu", "--output", out)
     archive = out / "vitfast-h100-80gb-hbm3-0.1.0.tar.gz"
-    assert code == 1 and sorted(os.listdir(out)) == ["report.md", archive.name]  # the script's own exit code
+    assert code == 1 and sorted(os.listdir(out)) == ["results", archive.name]  # the script's own exit code
     train = "== train of vitfast 0.1.0 with the defaults and a GPU"
     for part in ("at most 10 minutes", train, f"The archive: {archive}", "pull request to bench/results/<gpu>/"):
         assert part in said, said
-    assert "python_files = bench_" in (out / "report.md").read_text()
+    assert "python_files = bench_" in (out / "results" / "report.md").read_text()
     with tarfile.open(archive) as tar:
-        assert sorted(tar.getnames()) == ["manifest.json", "train.json", "train.log"]
+        found = ["answers/train.json", "manifest.json", "report.md", "train.json", "train.log"]
+        assert sorted(tar.getnames()) == found
         manifest = json.load(tar.extractfile("manifest.json"))
     assert manifest.pop("started") <= manifest.pop("finished")
     assert manifest == dict(schema=1, vitfast="0.1.0", commit=None, device="NVIDIA H100 80GB HBM3", exit_code=1)
@@ -64,13 +65,13 @@ def test_in_a_checkout_the_archive_names_the_commit_and_that_files_differ(script
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_script_and_leaves_nothing_running(number, script, tmp_path, capfd):
-    ends = 'trap "touch $2/ended; exit 130" TERM'
+    ends = 'mkdir "$2"; trap "touch $2/ended; exit 130" TERM'
     script.write_text(f"{ends}; sleep 0.5; kill -{int(number)} $PPID; for _ in {{1..99}}; do sleep 0.1; done\n")
     # as in a fresh process: an interrupt of another test leaves SIG_DFL, and nohup SIG_IGN
     earlier = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         code, _, error = run_cli(capfd, "report-gpu", "--output", tmp_path / "out", "--rehearse")
-        assert code == 130 and "interrupted" in error and os.listdir(tmp_path / "out") == ["ended"]
+        assert code == 130 and "interrupted" in error and os.listdir(tmp_path / "out" / "results") == ["ended"]
         assert signal.getsignal(number) == signal.SIG_DFL  # after Ctrl-C it is the command line's
     finally:
         signal.signal(number, earlier)
@@ -78,7 +79,7 @@ def test_an_interrupt_ends_the_script_and_leaves_nothing_running(number, script,
 
 def test_what_the_environment_sets_for_other_work_does_not_reach_the_script(script, tmp_path, capfd, monkeypatch):
     """NVIDIA's containers turn TF32 on, for one; where caches and compilers lie stays."""
-    script.write_text('env > "$2/environment"\nstat -c %a "$(dirname "$0")" > "$2/mode"\n')
+    script.write_text('cd "$(dirname "$2")" && env > environment && stat -c %a "$(dirname "$0")" > mode\n')
     script.parent.chmod(0o555)
     dropped = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE PYTEST_ADDOPTS TORCHDYNAMO_DISABLE"
     dropped += " TRITON_INTERPRET CUDA_LAUNCH_BLOCKING PYTORCH_NO_CUDA_MEMORY_CACHING VITFAST_BATCH_INVARIANT"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -25,9 +24,9 @@ CHANGING = r"VITFAST_(?!SECONDS$|CACHE$)|(PYTEST|PYTORCH|TORCH[A-Z]*|TRITON)_(?!
 CHANGING += r"|NVIDIA_TF32_OVERRIDE$|CUDA_LAUNCH_BLOCKING$|CUBLAS"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
 PLAN = """This measures vitfast on {device} and takes at most 10 minutes; nothing leaves this machine:
-  1. every operation in bfloat16, float16 and float32, forward and backward, against float64 (about 2 minutes)
-  2. the training step of ViT-B/16, ours and timm's compiled, each checked against float64 first (about 4 minutes)
-  3. attention, blocks, LayerNorm and patches against their peers, then inference, as long as there is time
+  1. training and inference of ViT-B/16 and operations beside timm and PyTorch, each checked against float64 first:
+     the questions of bench/questions.py, those first that decide most
+  2. among them every operation in bfloat16, float16 and float32, forward and backward, against float64
 Nothing else should use the GPU meanwhile. Ctrl-C ends it and keeps what there is in {output}.
 """
 
@@ -44,31 +43,28 @@ def run(args: argparse.Namespace) -> int:
     device = "the CPU, as a rehearsal" if args.rehearse else _device()
     if absent := [name for name in NEEDED.split() if importlib.util.find_spec(name) is None]:
         raise InputError(f"report-gpu needs {', '.join(absent)} too: {install('bench')}")
-    if absent := [name for name in ("bash", "timeout", "tar") if shutil.which(name) is None]:
-        raise InputError(f"report-gpu needs the program {absent[0]}")
+    if shutil.which("bash") is None:
+        raise InputError("report-gpu needs the program bash")
     output = Path(args.output).resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"--output {args.output} is there already and is not an empty folder; give another one")
     output.mkdir(parents=True, exist_ok=True)
     print(PLAN.format(device=device, output=output), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        root, started = _root(Path(folder)), int(time.time())
+        root, started, results = _root(Path(folder)), int(time.time()), output / "results"
         git = "git --git-dir=.git describe --always --dirty --abbrev=40 --exclude='*'"  # it says nothing elsewhere
         commit = subprocess.run(["bash", "-c", git], cwd=root, capture_output=True, text=True).stdout.strip() or None
         if commit and commit.endswith("-dirty"):
             print("Files differ from the commit, as the archive says: send in those of a clean checkout.\n", flush=True)
-        code = _measure(root, output, args.rehearse, commit or f"vitfast {__version__}")
-    results = output / "results.tar.gz"
-    if not results.is_file():
+        code = _measure(root, results, args.rehearse, commit or f"vitfast {__version__}")
+    files = {str(path.relative_to(results)): path.read_bytes() for path in results.rglob("*") if path.is_file()}
+    if not files:
         raise TrainingError(f"bench/gpu.sh ended with exit code {code} and left no results")
     manifest = dict(schema=1, vitfast=__version__, commit=commit, device=device, started=started)
     manifest |= dict(finished=int(time.time()), exit_code=code)
-    with tarfile.open(results) as tar:
-        files = {Path(member.name).name: tar.extractfile(member).read() for member in tar if member.isfile()}
     gpu = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")  # such as h100-80gb-hbm3
     archive = output / f"vitfast-{gpu}-{(commit or __version__)[:12]}.tar.gz"
     write_tar(archive, files | {"manifest.json": json.dumps(manifest, indent=1).encode()}, "gz")
-    results.unlink()
     print(f"\nThe archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB)")
     if not args.rehearse:
         print("It holds times, errors, logs and versions, and the name of the GPU; look into it before you send it.")
@@ -95,12 +91,14 @@ def _root(folder: Path) -> Path:
     shutil.copytree(PACKAGE / "_bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "bench").chmod(0o755)  # the package's may be read-only
     (folder / "pytest.ini").write_text(PYTEST)
+    for name, target in (("vitfast", PACKAGE), ("kernels", PACKAGE / "kernels")):  # whose files the answers speak of
+        (folder / name).symlink_to(target)
     return folder
 
 
 def _measure(root: Path, output: Path, rehearse: bool, commit: str) -> int:
     """Runs bench/gpu.sh and returns its exit code; an interrupt of this process ends the script too."""
-    command = ["bash", str(root / "bench" / "gpu.sh"), "first", str(output), *["--rehearse"] * rehearse]
+    command = ["bash", str(root / "bench" / "gpu.sh"), "decide", str(output), *["--rehearse"] * rehearse]
     environment = {k: v for k, v in os.environ.items() if not re.match(CHANGING, k)}
     environment |= dict(PYTHON=sys.executable, VITFAST_COMMIT=commit, VITFAST_TILES=os.devnull)
     caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores HUP
