@@ -117,7 +117,7 @@ Pillow 13's order of passes as 12's | data/resize.py | data/test_resize.py -k by
 weights that are truncated | data/resize.py | data/test_resize.py -k bytes_are_those_of_pillow
 - np.where(weights < 0, -0.5, 0.5)
 + 0.0
-crops at half of what is over, rounded down | data/eval_transforms.py | data/test_eval_transforms.py -k timm
+crops at half of what is over, rounded down | data/eval_transforms.py | data/test_transforms.py -k timm
 - return round(over / 2) if self.round_half else over // 2, wanted, 0
 + return over // 2, wanted, 0
 the bias of this block for the next | kernels/matmul/persistent.py | kernels/test_persistent.py -k linear_and_residual
@@ -173,10 +173,10 @@ gradients that are not clipped | train/step.py | train/test_train.py -k clip
 the warm-up a step too long | train/optim.py | train/test_optim.py
 - top * (step + 1) / warmup
 + top * step / warmup
-a confusion matrix on its side | eval/answers.py | train/test_report_answers.py -k scikit_learn
+a confusion matrix on its side | eval/answers.py | train/test_report.py -k scikit_learn
 - (self.labels * classes + self.found)
 + (self.found * classes + self.labels)
-the least confident wrong image first | eval/answers.py | train/test_report_answers.py -k confident
+the least confident wrong image first | eval/answers.py | train/test_report.py -k confident
 - .argsort(descending=True, stable=True)]
 + .argsort(stable=True)]
 sigmoid loss averaged over the classes | train/losses.py | train/test_optim.py -k objectives

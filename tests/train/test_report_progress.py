@@ -7,78 +7,65 @@ import os
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import CLASSES, make_folder, run_cli
+from commands import make_folder, run_cli
 from runs import digits, finetuning
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.run.config import FIELDS, Config
-from vitfast.train.log import read_metrics
 from vitfast.train.report import best_weights, commands, introduction, progress, words
 from vitfast.train.trainer import train
 
-EPOCHS = np.arange(1, 41)
-FALLING = 2 * np.exp(-EPOCHS / 8) + 0.2
-NOISE = np.random.default_rng(0).normal(size=(20, 40))
+FALLING = 2 * np.exp(-np.arange(1, 41) / 8) + 0.2
+RISING = np.array([*FALLING[:30], *(FALLING[29] + 0.02 * np.arange(1, 11))])  # lowest at epoch 30
 
 
-def metrics(folder: Path, val: np.ndarray, training: np.ndarray = FALLING, accuracy: np.ndarray | None = None) -> list:
-    """The records of a metrics.csv with these losses, one evaluation an epoch of ten steps."""
-    accuracy = np.full(len(val), 0.5) if accuracy is None else accuracy
-    lines = ["step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data"]
-    for i, (t, v, a) in enumerate(zip(training, val, accuracy), 1):
-        lines += [f"{10 * i},{i},train,{t},0.5,0.1,1,0", f"{10 * i},{i},val,{v},{a},,,"]
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    return read_metrics(folder)
+def records(val, training=FALLING, accuracy=None) -> list[dict]:
+    """Those of metrics.csv with these losses, one evaluation an epoch of ten steps."""
+    found = []
+    for i, (t, v, a) in enumerate(zip(training, val, np.full(len(val), 0.5) if accuracy is None else accuracy), 1):
+        found.append(dict(step=10 * i, epoch=float(i), split="train", loss=t, accuracy=0.5))
+        found.append(dict(step=10 * i, epoch=float(i), split="val", loss=v, accuracy=a))
+    return found
 
 
-RISING = FALLING[:30].tolist() + (FALLING[29] + 0.02 * np.arange(1, 11)).tolist()  # lowest at epoch 30
-
-
-def test_a_rising_validation_loss_is_told_with_its_epoch(tmp_path):
-    told = progress.overfitting(metrics(tmp_path, np.array(RISING)))
+def test_a_rising_validation_loss_is_told_with_its_epoch():
+    told = progress.overfitting(records(RISING))
     numbers = f"({RISING[29]:.4f}) and rises to {RISING[38]:.4f}"
     assert told.startswith(f"The validation loss is lowest at epoch 30 {numbers}, while the training loss falls from")
     assert f"falls from {FALLING[29]:.4f} to {FALLING[39]:.4f}: the model overfits from epoch 31 on." in told
     assert told.endswith("Accuracy goes from 0.5000 to 0.5000 meanwhile.")
+    both = progress.overfitting(records(RISING, training=RISING))
+    assert "overfits" not in both and "the training loss does not fall either" in both
+    lost = RISING.copy()
+    lost[::2] = np.nan
+    assert "overfits from epoch 32 on" in progress.overfitting(records(lost))
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.01, 0.02])
-def test_noise_neither_hides_a_rise_nor_makes_one(tmp_path, noise):
+def test_noise_neither_hides_a_rise_nor_makes_one(noise):
     """A rise of 0.2, against noise of up to a tenth of it, in twenty draws."""
-    for draw in NOISE:
-        rising = progress.overfitting(metrics(tmp_path, np.array(RISING) + noise * draw))
-        epoch = int(re.search(r"overfits from epoch (\d+) on", rising)[1])
+    for draw in noise * np.random.default_rng(0).normal(size=(20, 40)):
+        epoch = int(re.search(r"overfits from epoch (\d+) on", progress.overfitting(records(RISING + draw)))[1])
         assert 24 <= epoch <= 34
         for flat in (FALLING, FALLING + 0.5, np.full(40, 0.7)):
-            assert "does not rise" in progress.overfitting(metrics(tmp_path, flat + noise * draw))
+            assert "does not rise" in progress.overfitting(records(flat + draw))
+    spike = FALLING + 3 * (np.arange(40) == 35)
+    assert "does not rise" in progress.overfitting(records(spike))
+    assert progress.overfitting(records(FALLING[:3])) == progress.overfitting([]) == ""
 
 
-def test_what_is_no_overfitting(tmp_path):
-    assert "does not rise" in progress.overfitting(metrics(tmp_path, FALLING))
-    spike = FALLING.copy()
-    spike[35] += 3
-    assert "does not rise" in progress.overfitting(metrics(tmp_path, spike))
-    both = progress.overfitting(metrics(tmp_path, np.array(RISING), training=np.array(RISING)))
-    assert "overfits" not in both and "the training loss does not fall either" in both
-    assert progress.overfitting(metrics(tmp_path, FALLING[:3])) == progress.overfitting([]) == ""
-    lost = np.array(RISING)
-    lost[::2] = np.nan
-    assert "overfits from epoch 32 on" in progress.overfitting(metrics(tmp_path, lost))
-
-
-def test_why_the_training_loss_is_above_names_what_the_run_used(tmp_path):
-    records = metrics(tmp_path, FALLING - 0.1)
+def test_why_the_training_loss_is_above_names_what_the_run_used():
+    below = records(FALLING - 0.1)
     above = f"The training loss ({FALLING[-1]:.4f}) lies above the validation loss ({FALLING[-1] - 0.1:.4f}) because"
-    assert progress.about_losses(records, ["mixup 0.2", "dropout 0.1"]) == (
+    assert progress.about_losses(below, ["mixup 0.2", "dropout 0.1"]) == (
         f"{above} training is made harder than evaluation: mixup 0.2, dropout 0.1."
     )
-    assert progress.about_losses(records, []).startswith(f"{above} it is a mean over the steps before")
-    assert progress.about_losses(metrics(tmp_path, FALLING + 0.1), ["mixup 0.2"]) == ""
+    assert progress.about_losses(below, []).startswith(f"{above} it is a mean over the steps before")
+    assert progress.about_losses(records(FALLING + 0.1), ["mixup 0.2"]) == ""
 
 
 @pytest.mark.parametrize(
@@ -104,12 +91,11 @@ def test_reasons_are_settings_in_words(fields, wanted):
     assert progress.harder(config, open_data(config, (16, 16), (8, 8), None)) == wanted
 
 
-def test_the_best_evaluation_is_marked_among_few_of_many(tmp_path):
-    accuracy = np.full(400, 0.5)
-    accuracy[[123, 300]] = 0.7
-    loss = np.full(400, 1.0)
-    loss[7] = np.nan
-    metrics(tmp_path, loss, np.full(400, 1.5), accuracy)
+def test_the_best_evaluation_is_marked_among_few_of_many(tmp_path, monkeypatch):
+    accuracy, loss = np.full(400, 0.5), np.full(400, 1.0)
+    accuracy[[123, 300]], loss[7] = 0.7, np.nan
+    told = [record | dict(lr=0.1) for record in records(loss, np.full(400, 1.5), accuracy)]
+    monkeypatch.setattr(progress, "read_metrics", lambda run: told)
     config = digits(tmp_path)
     sections = progress.progress_sections(config, open_data(config, (16, 16), (8, 8), None))
     table = sections["Evaluations"][1]
@@ -231,20 +217,3 @@ def test_origin_names_the_commit_of_a_checkout(tmp_path, monkeypatch):
     assert f" (commit {commit}-dirty), torch" in commands.origin()["versions"]
     monkeypatch.setenv("PATH", "")  # no git
     assert "commit" not in commands.origin()["versions"]
-
-
-@pytest.mark.reports
-def test_a_report_tells_where_when_and_on_what(tmp_path):
-    make_folder(tmp_path / "data")
-    fields = dict(data=str(tmp_path / "data"), steps=1, img_size=16, batch_size=4, workers=0)
-    prints = []
-    for name, changed in (("a", False), ("b", False), ("c", True)):
-        if changed:
-            (tmp_path / "data" / "val" / CLASSES[0] / "0.png").unlink()
-        train(digits(tmp_path / name, **fields))
-        text = (tmp_path / name / "report.html").read_text()
-        prints.append(re.findall(r"fingerprint of the \w+ images</td><td>(\w{16})<", text))
-    assert prints[0] == prints[1] and len(prints[0]) == 2
-    assert prints[2][0] == prints[0][0] and prints[2][1] != prints[0][1]
-    assert re.search(r"finished on \d{4}-\d\d-\d\d at \d\d:\d\d \S+ on the CPU \(", text)
-    assert html.escape(commands.cpu_name()) in text and "<td>CPU threads</td><td>1</td>" in text
