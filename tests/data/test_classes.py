@@ -219,6 +219,7 @@ def test_a_class_may_be_missing_from_what_is_measured_and_none_may_be_unknown(tm
         evaluate_weights(evaluation(tmp_path / "w", root))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_head_and_its_numbers_where_the_names_are_the_same(tmp_path, capsys):
     model = tiny(3)
     model.class_names = ("eel", "cat", "dog")

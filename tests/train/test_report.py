@@ -319,6 +319,7 @@ def test_images_of_several_classes_have_their_own_numbers(tmp_path):
         assert answer == order[first[number[f"{i}.png"]]] and classes == (", ".join(own) or "of no class")
 
 
+@pytest.mark.slow
 def test_unreadable_images_have_no_answer_and_other_data_has_another_fingerprint(tmp_path):
     data, prints = make_folder(tmp_path / "data", count=3), []
     for name in ("a", "b"):
