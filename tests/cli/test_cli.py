@@ -1,13 +1,18 @@
-"""The command line: help, precedence of settings, recipes, what is missing."""
+"""The command line: help, precedence of settings, recipes, what is missing; commands one after the other."""
 
+import csv
 import json
+import shutil
 import sys
 from importlib.metadata import entry_points
 
+import pytest
+import torch
 import yaml
-from commands import run_cli
+from commands import RUN, make_folder, refuses, run_cli, works
+from shards import card
 
-from vitfast import __main__, cli
+from vitfast import ViT, __main__, cli
 from vitfast.train.recipes import RECIPES
 
 
@@ -49,3 +54,60 @@ def test_missing_packages_are_named_with_a_command_that_works_today(capsys, monk
     said = capsys.readouterr().err
     assert said.startswith("vitfast: error: yaml is not installed") and said.count("\n") == 1
     assert "pip install '.[train]' in a checkout of vitfast" in said
+
+
+def test_folder_pretrain_finetune_eval(capsys, tmp_path):
+    data, tuned = make_folder(tmp_path / "data"), tmp_path / "b"
+    command = ("pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "a")
+    code, out, err = run_cli(capsys, *command, *RUN)
+    assert code == 0 and "accuracy" in out, err
+    last = tmp_path / "a" / "checkpoints" / "last"
+    flags = ("--weights", last, "--data", data, "--output", tuned, "--img-size", 24, *RUN[4:])
+    works(capsys, "finetune", *flags)
+    flags = ("--weights", tuned / "checkpoints" / "last", "--data", data, "--device", "cpu", "--json")
+    out = works(capsys, "eval", *flags)
+    result, row = json.loads(out), list(csv.DictReader(open(tuned / "metrics.csv")))[-1]
+    assert result["images"] == 18 and result["accuracy"] == float(row["accuracy"])
+    assert result["loss"] == pytest.approx(float(row["loss"]))
+    assert ViT.from_pretrained(tuned / "checkpoints" / "last").patch_embed.img_size == (24, 24)
+    code, _, err = run_cli(capsys, "eval", "--weights", last, "--data", "digits")
+    assert code == 2 and "3 classes" in err and "10" in err
+
+
+def test_a_streamed_data_set_has_the_length_of_its_card(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = make_folder(tmp_path / "data", splits=("train", "validation"), classes=("a", "b"))
+    command = ("pretrain", "--recipe", "digits", "--data", f"hfids/{data}", *RUN[:-2], "--output")
+    refuses(capsys, "length is unknown", *command, tmp_path / "other", *RUN[-2:])
+    assert not (tmp_path / "other").exists()
+    (data / "README.md").write_text(card(12))
+    assert run_cli(capsys, *command, tmp_path / "run", *RUN[-2:])[0] == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [summary[name] for name in ("classes", "train_images", "val_images")] == [2, 12, 12]
+
+
+@pytest.mark.slow
+def test_a_bare_file_of_images_that_are_not_square_is_measured_at_its_size(capsys, tmp_path):
+    """A height and a width reach every command that reads images; the config.json of a folder says the same."""
+    data, shared = make_folder(tmp_path / "data"), ("--device", "cpu", "--json")
+    model = ViT.from_preset("Nano/8", img_size=(24, 40), num_classes=3)
+    torch.nn.init.normal_(model.pos_embed)
+    model.save_pretrained(tmp_path / "w")
+    bare = tmp_path / "bare.safetensors"
+    shutil.copy(tmp_path / "w" / "model.safetensors", bare)
+    commands = {
+        "eval": ("--data", data),
+        "fewshot": ("--data", data, "--method", "ridge", "--shots", 2),
+        "predict": (data / "val",),
+    }
+    for command, given in commands.items():
+        found = []
+        for weights, size in ((tmp_path / "w", ()), (bare, ("--img-size", 24, 40))):
+            out = works(capsys, command, *given, "--weights", weights, *size, *shared)
+            rows = json.loads(out) if command == "predict" else [json.loads(out)]
+            found.append([{k: v for k, v in row.items() if "second" not in k and k != "weights"} for row in rows])
+        assert found[0] == found[1], command
+        code, _, err = run_cli(capsys, command, *given, "--weights", bare, *shared)
+        assert code == 2 and "16 entries is 3 x 5 + 1 (img_size=(24, 40), no_embed_class=False) or 4 x 4 + 0" in err
+    code, _, err = run_cli(capsys, "eval", "--data", data, "--weights", bare, "--img-size", 24, 40, 3)
+    assert code == 2 and "--img-size takes one number or two, got 3" in err

@@ -80,6 +80,7 @@ def check_passed_over(text: str, folders: int) -> None:
         assert not re.search(r"\.db|DS_Store|\.ini|suffix", line), line
 
 
+@pytest.mark.slow
 def test_every_command_counts_each_image_of_a_folder_of_odd_files(odd, tmp_path, capsys, caplog, monkeypatch):
     monkeypatch.chdir(odd)
     caplog.set_level("INFO")
@@ -145,18 +146,3 @@ def test_every_command_counts_each_image_of_a_folder_of_odd_files(odd, tmp_path,
     runs = ("--data", "data", "--steps", 1, *RUN[2:])
     _, text = run("positions", *runs, "--model", "Nano/8", "--seeds", 1, "--output", tmp_path / "positions")
     assert text.count(f"{TOTAL} images for training") == text.count("passed over") / 2 > 3
-
-
-def test_a_list_of_odd_files_is_read_line_by_line(odd, tmp_path, capsys, monkeypatch):
-    """By predict and embed alike; a name with a line break cannot stand in a list."""
-    monkeypatch.chdir(odd)
-    ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=2).save_pretrained(tmp_path / "w")
-    names = [f"test/①/{name}" for name in (*JPEGS, *OTHERS) if "\n" not in name]
-    lines = ["\ufeff" + names[0], f'"{names[1]}"', names[2].replace("/", "\\"), *names[3:]]
-    (tmp_path / "list.txt").write_text("\r\n".join(lines), newline="")
-    more = ("--weights", tmp_path / "w", "--device", "cpu")
-    _, out, err = run_cli(capsys, "predict", tmp_path / "list.txt", *more, "--set", "workers=0")
-    assert f"{len(names)} images, 0 of them without an answer" in err
-    assert [row[0] for row in csv.reader(io.StringIO(out))][1:] == names
-    _, out, _ = run_cli(capsys, "embed", tmp_path / "list.txt", *more, "--output", tmp_path / "v", "--json")
-    assert (json.loads(out)["images"], json.loads(out)["unreadable"]) == (len(names), 0)

@@ -100,7 +100,6 @@ BAD = [
     ("ROOT/a.png --output ROOT/out/found.txt", "found.txt: give a file that ends in .csv or .json"),
     ("ROOT/a.png --json", "found.csv: give a file that ends in .csv or .json, with --json in .json"),
     ("ROOT/a.png --output ROOT/made.csv", "made.csv: give a file"),
-    ("ROOT/a.png --top-k 0", "top_k must be at least 1, got 0"),
     ("ROOT/a.png --weights ROOT/headless", "no classification head"),
 ]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from commands import picture
+from commands import make_folder
 from runs import digits
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from torchvision.datasets import ImageFolder
@@ -124,24 +124,16 @@ def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
 # ---- labels files
 
 
-def folders(root, *names: str, count: int = 2):
-    for number, name in enumerate(names):
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            picture(10 * number + i).save(root / name / f"{i}.png")
-    return root
-
-
 @pytest.mark.parametrize("train, val", [("Train", "Val"), (".", "val"), ("trainIng", "test")])
 def test_splits_by_other_names_are_not_taken_for_classes(tmp_path, train, val):
-    root = folders(tmp_path, *(f"{split}/{name}" for split in (train, val) for name in ("cat", "dog")))
+    root = make_folder(tmp_path, (train, val), ("cat", "dog"), count=2)
     with pytest.raises(InputError, match="and no train/; name the folder of the training images .*/train, and that of"):
         open_folder(root)
 
 
 def test_valid_validates_and_is_a_class_too(tmp_path):
     names = ("invalid", "valid")
-    root = folders(tmp_path, *(f"{split}/{name}" for split in ("train", "valid") for name in names))
+    root = make_folder(tmp_path, ("train", "valid"), names, count=2)
     train, val = open_folder(root)
     assert train.classes == val.classes == [*names] and len(train) == len(val) == 4
     assert all("/valid/" in val.name(i).removeprefix(str(root)) for i in range(4))
@@ -149,7 +141,7 @@ def test_valid_validates_and_is_a_class_too(tmp_path):
 
 
 def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
-    root = folders(tmp_path, "cat", "dog")
+    root = make_folder(tmp_path, [""], ("cat", "dog"), count=2)
     for name in ("eel", ".hidden"):
         (root / name).mkdir()
     (root / "eel" / "notes.txt").write_text("none")
@@ -158,7 +150,7 @@ def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
 
 
 def test_one_image_of_each_class_cannot_validate(tmp_path):
-    root = folders(tmp_path, "cat", "dog", count=1)
+    root = make_folder(tmp_path, [""], ("cat", "dog"), count=1)
     with pytest.raises(InputError, match="has no val/ and one image of each class, of which none can validate"):
         open_data(digits(data=str(root), workers=0), (16, 16), (8, 8), CPU)
 
@@ -231,7 +223,7 @@ def test_a_folder_of_images_without_labels_beside_labelled_ones_is_passed_over(t
     assert f"{root}: reads train/ and passes over test; --data can name another folder" in caplog.text
 
 
-WRONG = [  # what test_lists.py does not have
+WRONG = [  # what test_records.py does not have
     ("labels.csv", "a.png,cat\nz.png,dog\n", "train/labels.csv, line 2: no file .*z.png"),
     ("labels.csv", "a.png,\n", "labels.csv gives no image a class"),
     ("labels.json", "[1]", "must hold an object"),

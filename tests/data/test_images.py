@@ -1,7 +1,9 @@
-"""Images of every mode as 8-bit RGB, the same on the host's path and the device's; files that cannot be read."""
+"""Single images: what is said of those that cannot be read, how EXIF turns them, and how large they may be."""
 
 import io
 import os
+import re
+import threading
 import warnings
 from unittest.mock import Mock
 
@@ -9,79 +11,37 @@ import numpy as np
 import pictures
 import pytest
 import torch
-import torchvision
+from frozen import tiny
 from pictures import encoded
-from PIL import Image, features
+from PIL import ExifTags, Image, ImageOps
 from runs import digits
 
-from vitfast import InputError
+from vitfast import Embedder, InputError
+from vitfast.data import images, jpeg
+from vitfast.data.contents import content, own
 from vitfast.data.datasets import Named
 from vitfast.data.folders import ImageFiles
-from vitfast.data.image_files import SUFFIXES
-from vitfast.data.images import Reading, Unreadable, read_rgb
-from vitfast.data.loader import open_data
+from vitfast.data.images import LARGE, Reading, Unreadable, opened, read_rgb
+from vitfast.data.records import records
+from vitfast.eval import embed
+from vitfast.eval.predict import predict
+from vitfast.run.config import Config
+from vitfast.train.trainer import train
 
-CPU = torch.device("cpu")
-RGB = np.asarray(pictures.smooth(0))  # (60, 80, 3)
-GREY = np.asarray(pictures.smooth(0).convert("L"))
-SIXTEEN = GREY.astype(np.uint16) * 256 + 77  # the high byte is the 8-bit picture
-
-
-def palette() -> tuple[bytes, np.ndarray]:
-    image = Image.fromarray(RGB).quantize(64)
-    return encoded(image, "PNG", transparency=bytes([0] * 32 + [255] * 32)), np.asarray(image.convert("RGB"))
+RGB = np.asarray(pictures.smooth(0, 24, 40))
+GREY = RGB[..., 0]
+KINDS = {"JPEG": dict(quality=95), "PNG": {}, "WEBP": dict(lossless=True), "TIFF": {}}
 
 
-def kinds() -> dict[str, tuple[bytes, np.ndarray]]:
-    """Files, and the RGB pixels of each by arithmetic on what was put in; of CMYK as torchvision converts it."""
-    three = np.repeat(GREY[..., None], 3, 2)
-    alpha = np.full_like(GREY, 7)
-    turned = Image.Exif()
-    turned[0x0112] = 6  # "turn by 90 degrees"
-    turned = encoded(Image.fromarray(GREY), exif=turned)
-    cmyk = encoded(Image.fromarray(RGB).convert("CMYK"), "JPEG")
-    decoded = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(cmyk), dtype=torch.uint8), mode="RGB")
-    return {
-        "16-bit grey": (encoded(Image.fromarray(SIXTEEN)), three),
-        "16-bit RGB": (pictures.png16(RGB.astype(np.uint16) * 256 + 200), RGB),
-        "16-bit PGM": (encoded(Image.fromarray(SIXTEEN.astype(np.int32)), "PPM"), three),
-        "16-bit TIFF": (encoded(Image.fromarray(SIXTEEN), "TIFF"), three),
-        "LA": (encoded(Image.fromarray(np.dstack([GREY, alpha]))), three),
-        "RGBA": (encoded(Image.fromarray(np.dstack([RGB, alpha]))), RGB),
-        "1": (encoded(Image.fromarray(GREY > 127)), np.where(three > 127, 255, 0).astype(np.uint8)),
-        "palette with transparency": palette(),
-        "grey PNG that says it is turned": (turned, three),
-        "CMYK JPEG": (cmyk, decoded.permute(1, 2, 0).numpy()),
-    }
+def exif(tag: int) -> Image.Exif:
+    made = Image.Exif()
+    made[ExifTags.Base.Orientation] = tag
+    return made
 
 
-@pytest.mark.parametrize("kind", kinds())
-def test_every_mode_is_the_picture_on_both_paths(kind, tmp_path):
-    content, truth = kinds()[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = np.asarray(read_rgb(io.BytesIO(content), kind, Reading(upright=False)))
-    assert found.dtype == np.uint8 and np.array_equal(found, truth)
-    for name in "ab":
-        (tmp_path / "train" / name).mkdir(parents=True)
-        for i in range(2):
-            (tmp_path / "train" / name / f"{i}.png").write_bytes(content)
-    settings = dict(data=str(tmp_path), batch_size=2, workers=0, crop_scale=(1, 1), train_crop_mode="squash", hflip=0)
-    settings["exif_orientation"] = False  # test_exif.py turns them
-    for where in ("host", "device"):
-        (images, _, told), *_ = open_data(digits(decode=where, **settings), (60, 80), (8, 8), CPU).train_batches(0, 1)
-        assert not told
-        difference = np.abs(images[0].permute(1, 2, 0).numpy().astype(int) - truth)
-        assert difference.max() <= 1, (where, difference.max())
-
-
-def test_16_bits_keep_their_high_byte():
-    values = np.array([[0, 255, 256, 511, 32768, 65279, 65280, 65535]], np.uint16)
-    for image in (Image.fromarray(values), Image.open(io.BytesIO(encoded(Image.fromarray(values))))):
-        assert np.asarray(read_rgb(image, "x"))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 254, 255, 255]
-    for mode in ("I", "F"):
-        with pytest.raises(Unreadable, match="x.tiff is a broken image .its pixels are 32-bit numbers"):
-            read_rgb(io.BytesIO(encoded(Image.fromarray(GREY).convert(mode), "TIFF")), "x.tiff")
+def tagged(image: Image.Image, tag: int, kind: str = "JPEG") -> bytes:
+    """A file whose pixels are `image` and whose EXIF orientation is the tag."""
+    return encoded(image, kind, exif=exif(tag), **KINDS[kind])
 
 
 def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
@@ -102,33 +62,16 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
         "line\nfeed.jpg": (b"", r"line\\nfeed.jpg cannot be read"),
         os.fsdecode(b"latin-\xe9.jpg"): (b"", r"latin-\\udce9.jpg cannot be read"),
         "näme 图.jpg": (b"", "näme 图.jpg cannot be read"),
-        "small.png": (encoded(Image.fromarray(RGB[:1])), "has 1 x 80 pixels, less than one patch .8 x 8"),
+        "small.png": (encoded(Image.fromarray(RGB[:1])), "has 1 x 40 pixels, less than one patch .8 x 8"),
         "whole.jpg": (closed, "whole.jpg cannot be read as an image .Permission denied"),
     }
-    for name, (content, message) in cases.items():
-        if isinstance(content, bytes):
-            (tmp_path / name).write_bytes(content)
-        monkeypatch.setattr(Image, "open", Mock(side_effect=closed) if content is closed else opened)
+    for name, (data, message) in cases.items():
+        if isinstance(data, bytes):
+            (tmp_path / name).write_bytes(data)
+        monkeypatch.setattr(Image, "open", Mock(side_effect=closed) if data is closed else opened)
         with pytest.raises(Unreadable, match=message) as caught:
             ImageFiles([str(tmp_path / name)], [0], ["a"], Reading(min_size=(8, 8)))[0]
         assert "\n" not in str(caught.value) and str(caught.value).encode()
-
-
-def test_a_file_may_hold_what_pillow_reads_whatever_its_suffix():
-    Image.init()
-    kinds = {Image.EXTENSION[suffix] for suffix in SUFFIXES} | {"TGA", "JPEG2000"}
-    kinds |= {"MPO"} | ({"AVIF"} if features.check("avif") else set())  # MPO: a camera's JPEG with a second picture
-    for kind in kinds:
-        found = np.asarray(read_rgb(io.BytesIO(encoded(Image.fromarray(RGB), kind)), "x.jpg")).astype(int)
-        assert np.abs(found - RGB).mean() < 8, kind
-
-
-def test_animations_are_their_first_frame():
-    frames = [pictures.smooth(i) for i in range(3)]
-    for kind in ("GIF", "WEBP"):
-        content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
-        difference = np.asarray(read_rgb(io.BytesIO(content), "x")).astype(int) - RGB
-        assert np.abs(difference).mean() < 8, kind
 
 
 def test_named_data_sets_say_what_is_broken():
@@ -141,13 +84,173 @@ def test_named_data_sets_say_what_is_broken():
     class Reader(list):
         reader = Gone()
 
-    class Stored(list):
-        reader = [(io.BytesIO(encoded(Image.fromarray(SIXTEEN))), 1)]
-
     for source in (Reader(), Gone()):
         with pytest.raises(Unreadable, match=r"hfds/x\[0\] is a broken image .*No such file"):
             Named("hfds/x", source)[0]
-    image, label = Named("hfds/x", Stored())[0]
-    assert label == 1 and np.array_equal(np.asarray(image)[..., 0], GREY)
     with pytest.raises(InputError, match=r"hfds/x\[0\] has the class -1 .this split has no labels."):
         Named("hfds/x", [(Image.fromarray(RGB), -1)])[0]
+
+
+# ---- EXIF: test_ways_in.py has every orientation in files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_in_memory_are_turned_once(kind):
+    """The truth is PIL.ImageOps.exif_transpose; `own` copies what a caller may change."""
+    for tag in range(1, 9):
+        file = tagged(pictures.smooth(tag, 24, 40), tag, kind)
+        with Image.open(io.BytesIO(file)) as image:
+            truth, stored = np.asarray(ImageOps.exif_transpose(image).convert("RGB")), np.asarray(image.convert("RGB"))
+        assert np.array_equal(read_rgb(io.BytesIO(file), "x", Reading(upright=False)), stored)  # as torchvision reads
+        with opened(io.BytesIO(file), "x") as header:
+            found = jpeg.encoded(header, Reading())
+        assert (found.height, found.width) == truth.shape[:2]
+        (pixels,) = jpeg.decode([found], ["x"], torch.device("cpu"))  # of JPEG files the device's
+        assert np.array_equal(pixels.permute(1, 2, 0), truth)
+        forms = [file]
+        if kind != "TIFF" or tag == 1:  # Pillow turns others of TIFF, and their tag is gone
+            forms += [Image.open(io.BytesIO(file)), Image.open(io.BytesIO(file)).convert("RGB")]
+        for form in forms:
+            for once in (form, own(form, Reading())):
+                made = content(once, "x")
+                assert np.array_equal(made.content.permute(1, 2, 0), truth)
+                assert (made.height, made.width) == truth.shape[:2]
+
+
+def test_a_draft_of_a_jpeg_is_turned_too():
+    with Image.open(io.BytesIO(tagged(pictures.smooth(0, 240, 400), 8))) as image:
+        image.draft("RGB", (100, 60))
+        truth = np.asarray(ImageOps.exif_transpose(image))
+        assert truth.shape == (100, 60, 3) and np.array_equal(content(image, "x").content.permute(1, 2, 0), truth)
+
+
+def test_sides_are_checked_as_they_are_once_turned():
+    file = tagged(pictures.smooth(0, 10, 40), 6)  # 40 high and 10 wide
+    assert read_rgb(io.BytesIO(file), "x", Reading(min_size=(32, 8))).size == (10, 40)
+    with pytest.raises(InputError, match="has 40 x 10 pixels, less than one patch .8 x 32"):
+        read_rgb(io.BytesIO(file), "x", Reading(min_size=(8, 32)))
+
+
+@pytest.mark.parametrize("damaged", [b"Exif\0\0damaged", b"Exif\0\0II*\0\xff\xff\xff\xff", b"", None])
+def test_damaged_or_missing_metadata_costs_no_image(damaged):
+    image, stream = pictures.smooth(0), io.BytesIO()
+    image.save(stream, "JPEG", **({} if damaged is None else dict(exif=damaged)))
+    assert np.array_equal(read_rgb(io.BytesIO(stream.getvalue()), "x"), np.asarray(Image.open(stream).convert("RGB")))
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory):
+    """Two classes of JPEG files, one of each orientation."""
+    root = tmp_path_factory.mktemp("turned")
+    for split in ("train", "val"):
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
+            for tag in range(1, 9):
+                file = tagged(pictures.smooth(10 * tag + ord(name), 40, 64), tag)
+                (root / split / name / f"{tag}.jpg").write_bytes(file)
+    return root
+
+
+def test_a_run_does_not_go_on_with_another_setting(turned, tmp_path):
+    settings = dict(data=str(turned), output=str(tmp_path), workers=0, img_size=16, batch_size=4)
+    train(digits(**settings, steps=2))
+    with pytest.raises(InputError, match="exif_orientation: True there, False now"):
+        train(digits(**settings, steps=4, exif_orientation=False))
+
+
+def test_embeddings_record_the_setting(turned, tmp_path):
+    model = tiny(5)
+    spec = str(turned / "val")
+    old = Embedder(model, exif_orientation=False)
+    embed.embed_to(old, records(spec), tmp_path)
+    assert embed.embed_to(old, records(spec), tmp_path).kept == 16
+    with pytest.raises(InputError, match="holds embeddings with exif_orientation false, not true"):
+        embed.embed_to(Embedder(model), records(spec), tmp_path)
+
+
+# ---- limits
+
+MANY = 12000, 9000  # width and height of a telephone's photograph of 108 megapixels
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    """A JPEG of 108 megapixels that is to be turned: grey steps from left to right, as it is stored."""
+    steps = np.arange(MANY[0], dtype=np.uint32) * 256 // MANY[0]
+    image = Image.fromarray(np.broadcast_to(steps.astype(np.uint8), MANY[::-1]))
+    path = tmp_path_factory.mktemp("photo") / "108.jpg"
+    image.save(path, quality=90, exif=exif(6))
+    return path
+
+
+@pytest.mark.slow
+def test_a_huge_photograph_is_read_smaller_and_amply_large(photo):
+    """Without Pillow's warning, at JPEG's own scale, turned, its size told as it is whole; Pillow's limit stays."""
+    before = Image.MAX_IMAGE_PIXELS
+    for decode in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = content(photo, "x", Reading(min_size=(9001, 1)), decode)
+        assert (made.height, made.width) == MANY and made.content.shape == (3, MANY[0] // 2, MANY[1] // 2)
+        truth = torch.arange(MANY[0] // 2) * 256 // (MANY[0] // 2)
+        assert (made.content[:, :, 17] - truth).abs().max() <= 3
+    with pytest.raises(Unreadable, match="has 12000 x 9000 pixels, less than one patch"):
+        read_rgb(photo, "x", Reading(min_size=(1, 9001)))
+    assert Image.MAX_IMAGE_PIXELS == before and MANY[0] * MANY[1] > LARGE
+    with pytest.warns(Image.DecompressionBombWarning, match="108000000 pixels. exceeds limit of 89478485"):
+        Image.open(photo).close()
+
+
+def test_the_limit_is_a_setting_everywhere(tmp_path):
+    limit, model, photo = dict(max_pixels=1000), tiny(5), tmp_path / "photo.jpg"
+    pictures.smooth(0, 40, 60).save(photo)
+    told = "photo.jpg .*2400 pixels. exceeds limit of 1000 pixels.; make it smaller, or raise max_pixels$"
+    with pytest.raises(InputError, match=told):
+        Embedder(model, **limit).embed([photo])
+    assert len(Embedder(model, workers=2).embed([photo, photo])) == 2
+    for settings, error in ((limit, told), ({}, "^$")):
+        (record,) = predict(model, [str(photo)], Config(task="eval", workers=0, **settings))
+        assert re.search(error, record.get("error", ""))
+    with pytest.raises(InputError, match="max_pixels must be a whole number from 1, got 0"):
+        Embedder(model, max_pixels=0)
+    with pytest.raises(InputError, match="max_pixels must be positive, and at most 2,147,483,648"):
+        Config(max_pixels=0)
+
+
+def test_ordinary_images_are_read_whole_and_a_large_png_too(monkeypatch):
+    """A JPEG just below the size from which on it is scaled, and a PNG above it, here for a size of 3,000 pixels."""
+    monkeypatch.setattr(images, "LARGE", 3000)
+    monkeypatch.setattr(images, "AMPLE", 16)
+    sides = [(60, 50), (60, 51), (512, 512), (16, 4000), (17, 64)]
+    read = [read_rgb(encoded(pictures.smooth(0, *each), "JPEG"), "x").size[::-1] for each in sides]
+    assert read == [(60, 50), (30, 26), (64, 64), (16, 4000), (17, 64)]
+    assert read_rgb(encoded(pictures.smooth(0, 512, 512)), "x").size == (512, 512)
+    given = Image.open(io.BytesIO(encoded(pictures.smooth(0, 512, 512), "JPEG")))
+    assert read_rgb(given, "x").size == given.size == (512, 512)  # somebody's image stays as it is
+
+
+def test_what_this_thread_reads_changes_no_other_thread(monkeypatch):
+    """While a thread reads here, Pillow's own limit, which is the user's, holds in all others, and again afterwards."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    file, found = encoded(Image.fromarray(RGB)), []  # 960 pixels
+    large = encoded(pictures.smooth(0, 60, 40))  # 2,400: Pillow raises
+
+    def elsewhere():
+        try:
+            Image.open(io.BytesIO(large))
+        except Image.DecompressionBombError as error:
+            found.append(str(error))
+
+    with opened(large, "x") as image:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert image.size == (40, 60)
+    elsewhere()
+    assert len(found) == 2 and "(2400 pixels) exceeds limit of 2000 pixels" in found[1] and found[0] == found[1]
+    assert Image.MAX_IMAGE_PIXELS == 1000 and read_rgb(file, "x").size == (40, 24)
+    for limit in (None, 5.5, float("inf")):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        assert read_rgb(large, "x").size == (40, 60)
+        with pytest.raises(Unreadable, match="2,?400 pixels|60 x 40 pixels"):
+            read_rgb(large, "x", Reading(max_pixels=2399))

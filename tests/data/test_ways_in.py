@@ -5,10 +5,8 @@ The truth of each content is arithmetic on the pixels that were put in, or torch
 
 import io
 import os
-import re
 import struct
 import tarfile
-import threading
 import warnings
 from functools import partial
 
@@ -23,12 +21,13 @@ from PIL import ExifTags, Image
 from runs import digits
 from shards import card
 
-from vitfast import Embedder, InputError
-from vitfast.data import images, jpeg
+from vitfast import Embedder
+from vitfast.data import jpeg
 from vitfast.data.contents import content
 from vitfast.data.datasets import open_sources
 from vitfast.data.image_files import image_files
-from vitfast.data.images import LARGE, Reading, Unreadable, opened, read_rgb
+from vitfast.data.images import Reading, Unreadable, read_rgb
+from vitfast.data.loader import open_data
 from vitfast.data.records import records
 from vitfast.eval.predict import Files, predict
 from vitfast.run.config import Config
@@ -285,102 +284,50 @@ def test_every_way_in_refuses_the_same(ways):
     assert not wrong
 
 
-def test_runs_predictions_and_embeddings_are_those_of_the_plain_pixels(ways, tmp_path):
-    """The whole way, from files to what the model says: as of PNG files of the truth."""
-    root, model = ways[0], tiny(5)
-    for name, (_, pixels) in numbered(contents()).items():
-        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{name}.png")
-    files = [next(root.glob(f"folder/train/?/{name}")) for name in numbered(contents())]
-    plain = [str(tmp_path / f"{file.name}.png") for file in files]
-    config = Config(task="eval", workers=0)
-    found, truth = ([each["predictions"] for each in predict(model, map(str, some), config)] for some in (files, plain))
-    assert found == truth and len(found) == len(contents())
-    embedder = Embedder(model)
-    assert torch.equal(embedder.embed(files), embedder.embed(plain))
-    assert torch.equal(embedder.embed([Image.open(file) for file in files]), embedder.embed(plain))
-
-
-# ---- limits
-
-MANY = 12000, 9000  # width and height of a telephone's photograph of 108 megapixels
-
-
 @pytest.fixture(scope="module")
-def photo(tmp_path_factory):
-    """A JPEG of 108 megapixels that is to be turned: grey steps from left to right, as it is stored."""
-    steps = np.arange(MANY[0], dtype=np.uint32) * 256 // MANY[0]
-    image = Image.fromarray(np.broadcast_to(steps.astype(np.uint8), MANY[::-1]))
-    path = tmp_path_factory.mktemp("photo") / "108.jpg"
-    image.save(path, quality=90, exif=tagged(6))
-    return path
+def plain(ways, tmp_path_factory):
+    """Two folders of the same images, by their names: as they come, and as PNG files of the truth."""
+    given, right = (tmp_path_factory.mktemp(name) for name in ("given", "plain"))
+    for i, (name, (file, pixels)) in enumerate(contents().items()):
+        for split in ("train", "val"):
+            for root in (given, right):
+                (root / split / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            (given / split / "ab"[i % 2] / f"{i:02d} {name}").write_bytes(file)
+            Image.fromarray(pixels.astype(np.uint8)).save(right / split / "ab"[i % 2] / f"{i:02d} {name}.png")
+    return given, right
 
 
-def test_a_huge_photograph_is_read_smaller_and_amply_large(photo):
-    """Without Pillow's warning, at JPEG's own scale, turned, its size told as it is whole; Pillow's limit stays."""
-    before = Image.MAX_IMAGE_PIXELS
-    for decode in (False, True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            made = content(photo, "x", Reading(min_size=(9001, 1)), decode)
-        assert (made.height, made.width) == MANY and made.content.shape == (3, MANY[0] // 2, MANY[1] // 2)
-        truth = torch.arange(MANY[0] // 2) * 256 // (MANY[0] // 2)
-        assert (made.content[:, :, 17] - truth).abs().max() <= 3
-    with pytest.raises(Unreadable, match="has 12000 x 9000 pixels, less than one patch"):
-        read_rgb(photo, "x", Reading(min_size=(1, 9001)))
-    assert Image.MAX_IMAGE_PIXELS == before and MANY[0] * MANY[1] > LARGE
-    with pytest.warns(Image.DecompressionBombWarning, match="108000000 pixels. exceeds limit of 89478485"):
-        Image.open(photo).close()
+@pytest.mark.parametrize("sizes", ["", "native"])
+def test_predictions_and_vectors_are_those_of_the_plain_pixels(plain, sizes):
+    """The whole way, from files to what the model says."""
+    model, (files, truth) = tiny(5), (sorted(root.glob("val/?/*")) for root in plain)
+
+    def answers(paths, **options):
+        config = Config(task="eval", workers=0, sizes=sizes, **options)
+        return [record["predictions"] for record in predict(model, map(str, paths), config)]
+
+    right = answers(truth)
+    assert answers(files) == right and len(right) == len(files) == len(contents())
+    assert answers(files, exif_orientation=False) != right
+    options = dict(sizes=sizes or None)
+    right = list(Embedder(model, **options).stream(truth))
+    for decode in ("host", "device"):
+        for forms in (files, [file.read_bytes() for file in files], [Image.open(file) for file in files]):
+            found = list(Embedder(model, decode=decode, workers=2, **options).stream(forms))
+            assert [(each.height, each.width) for each in found] == [(each.height, each.width) for each in right]
+            for ours, theirs in zip(found, right):
+                np.testing.assert_allclose(ours.vector, theirs.vector, rtol=1e-5, atol=1e-6)
+    stored = Embedder(model, exif_orientation=False, **options).embed(files)
+    assert not np.allclose(stored, np.stack([each.vector for each in right]), atol=1e-3)
 
 
-def test_the_limit_is_a_setting_everywhere(photo, tmp_path, monkeypatch, caplog, capsys):
-    limit, model = dict(max_pixels=100_000_000), tiny(5)
-    told = "108.jpg .*108000000 pixels. exceeds limit of 100000000 pixels.; make it smaller, or raise max_pixels$"
-    with pytest.raises(InputError, match=told):
-        Embedder(model, **limit).embed([photo])
-    assert len(Embedder(model, workers=2).embed([photo, photo])) == 2
-    for settings, error in ((limit, told), ({}, "^$")):
-        (record,) = predict(model, [str(photo)], Config(task="eval", workers=0, **settings))
-        assert re.search(error, record.get("error", ""))
-    with pytest.raises(InputError, match="max_pixels must be a whole number from 1, got 0"):
-        Embedder(model, max_pixels=0)
-    with pytest.raises(InputError, match="max_pixels must be positive, and at most 2,147,483,648"):
-        Config(max_pixels=0)
-
-
-def test_ordinary_images_are_read_whole_and_a_large_png_too(monkeypatch):
-    """A JPEG just below the size from which on it is scaled, and a PNG above it, here for a size of 3,000 pixels."""
-    monkeypatch.setattr(images, "LARGE", 3000)
-    monkeypatch.setattr(images, "AMPLE", 16)
-    sides = [(60, 50), (60, 51), (512, 512), (16, 4000), (17, 64)]
-    read = [read_rgb(encoded(pictures.smooth(0, *each), "JPEG"), "x").size[::-1] for each in sides]
-    assert read == [(60, 50), (30, 26), (64, 64), (16, 4000), (17, 64)]
-    assert read_rgb(encoded(pictures.smooth(0, 512, 512)), "x").size == (512, 512)
-    given = Image.open(io.BytesIO(encoded(pictures.smooth(0, 512, 512), "JPEG")))
-    assert read_rgb(given, "x").size == given.size == (512, 512)  # somebody's image stays as it is
-
-
-def test_what_this_thread_reads_changes_no_other_thread(monkeypatch):
-    """While a thread reads here, Pillow's own limit, which is the user's, holds in all others, and again afterwards."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    file, found = encoded(Image.fromarray(RGB)), []  # 960 pixels
-    large = encoded(pictures.smooth(0, 60, 40))  # 2,400: Pillow raises
-
-    def elsewhere():
-        try:
-            Image.open(io.BytesIO(large))
-        except Image.DecompressionBombError as error:
-            found.append(str(error))
-
-    with opened(large, "x") as image:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert image.size == (40, 60)
-    elsewhere()
-    assert len(found) == 2 and "(2400 pixels) exceeds limit of 2000 pixels" in found[1] and found[0] == found[1]
-    assert Image.MAX_IMAGE_PIXELS == 1000 and read_rgb(file, "x").size == (40, 24)
-    for own in (None, 5.5, float("inf")):
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", own)
-        assert read_rgb(large, "x").size == (40, 60)
-        with pytest.raises(Unreadable, match="2,?400 pixels|60 x 40 pixels"):
-            read_rgb(large, "x", Reading(max_pixels=2399))
+@pytest.mark.parametrize("decode", ["host", "device"])
+@pytest.mark.parametrize("split", ["", "train"], ids=["two splits", "one that is held out from"])
+def test_training_and_validation_see_the_plain_pixels(plain, decode, split):
+    given, right = plain
+    batches = []
+    for root, turned in ((given, True), (right, True), (given, False)):
+        options = dict(batch_size=16, steps=2, hflip=0.5, workers=0, exif_orientation=turned, decode=decode)
+        data = open_data(digits(data=str(root / split), **options), (32, 16), (8, 8), CPU)
+        batches.append([images for images, *_ in (*data.train_batches(0, 2), *data.eval_batches())])
+    assert all(map(torch.equal, batches[0], batches[1])) and not all(map(torch.equal, batches[2], batches[1]))

@@ -13,6 +13,7 @@ import transformers
 from embedding_models import CLOSE, IMAGES, TINY, drawn, processors
 from frozen import tiny
 from PIL import Image, ImageSequence
+from speed import first
 from torchvision.io import decode_jpeg
 
 import vitfast
@@ -87,9 +88,9 @@ def test_a_pool_of_the_callers_is_that_of_timm(tmp_path, pool):
 
 
 @pytest.mark.parametrize("name", processors())
-@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("accelerated", first(1, [False, True]))
 def test_models_of_transformers_see_what_their_processor_gives(name, accelerated, tmp_path):
-    model, kind, options, pick = processors()[name]
+    model, kind, options, pick = processors()[name]()
     drawn(model)
     processor = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
     run = getattr(model, "get_image_features", model)
@@ -194,11 +195,11 @@ def test_images_decoded_on_the_device_are_those_of_torchvision(sizes, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["one size", "native", "siglip2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.bfloat16]))
 def test_with_batch_invariance_a_vector_is_the_same_alone_and_in_any_batch(kind, dtype):
     model = tiny(5, img_size=32, depth=2)
     if kind == "siglip2":
-        model = vitfast.accelerate(drawn(processors()["siglip2"][0]), pack=True)
+        model = vitfast.accelerate(drawn(processors()["siglip2"]()[0]), pack=True)
     options = dict(sizes="native") if kind == "native" else {}
     processor = transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=40)
     options |= dict(processor=processor) if kind == "siglip2" else {}
@@ -267,8 +268,7 @@ def test_it_works_in_the_parent_of_a_data_loaders_workers():
     torch.testing.assert_close(torch.cat(found), truth, **CLOSE)
 
 
-@pytest.mark.parametrize("accelerated", [False, True])
-def test_dtypes_are_those_of_the_products(accelerated, tmp_path):
+def test_dtypes_are_those_of_the_products(tmp_path):
     """Loaded weights are cast; a model that is given keeps its parameters, and autocast computes."""
     model = tiny(5)
     model.save_pretrained(tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import run_cli
+from commands import refuses, run_cli
 from frozen import evaluation, save_tiny
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -115,6 +115,7 @@ def own_features(weights, source, transform) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
     """The whole way, against features taken one image at a time."""
     config = evaluation(digits_weights)
@@ -154,6 +155,7 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
 
 def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, capsys):
     base = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu", "--seeds", 2)
+    base += ("--set", "train_images=300")
     table, whole = tmp_path / "new" / "a.csv", tmp_path / "new" / "a.json"
     code, out, err = run_cli(capsys, *base, "--shots", 2, 5, "--output", whole, "--json")
     assert code == 0 and json.loads(whole.read_text()) == json.loads(out), err
@@ -185,6 +187,5 @@ def test_wrong_settings_are_named_before_anything_is_computed(tmp_path, capsys, 
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "a.json").write_text("old")
     words = flags.replace("OUT", str(tmp_path)).split()
-    code, _, err = run_cli(capsys, "fewshot", "--weights", "W", "--data", "digits", *words)
-    assert code == 2 and says in err and err.count("\n") == 1
+    refuses(capsys, says, "fewshot", "--weights", "W", "--data", "digits", *words)
     assert (tmp_path / "a.json").read_text() == "old" and not (tmp_path / "a.txt").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from commands import run_cli
+from commands import run_cli, works
 from frozen import evaluation, of_two, result, tiny
 from PIL import Image
 from processes import done, ranks
@@ -47,12 +47,12 @@ def data(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_learns_several_classes_an_image(data, capsys, tmp_path):
     flags = ("--recipe", "digits", "--data", data, "--device", "cpu", "--img-size", 16)
     settings = ("workers=0", "batch_size=16", "steps=60", "warmup_steps=5", "objective=sigmoid", "eval_every=60")
     settings += ("crop_scale=1,1", "mixup=0.1", "cutmix=0.1", "accumulate=2")
-    code, _, err = run_cli(capsys, "pretrain", *flags, "--output", tmp_path / "run", "--set", *settings)
-    assert code == 0, err
+    works(capsys, "pretrain", *flags, "--output", tmp_path / "run", "--set", *settings)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["map"] > 0.95 and summary["val_images"] == 29 and summary["val_unreadable_images"] == 1
     weights = tmp_path / "run" / "checkpoints" / "last"
@@ -111,6 +111,7 @@ def test_the_metric_is_scikit_learns_over_the_classes_there_are():
     assert mean_average_precision(scores, targets) is None
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_metric(data, tmp_path):
     model = tiny(3)
     model.save_pretrained(tmp_path / "w")

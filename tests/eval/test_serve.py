@@ -131,30 +131,21 @@ def ask(server: str, *contents: bytes | str, **fields) -> tuple[int, dict]:
 def bad(images: list[bytes], number: int) -> tuple[bytes, str]:
     """The body of a bad request, and what its answer must say."""
     rng = random.Random(number)
-    jpeg = encoded(smooth(number, 90, 90), "JPEG")
-    cut, whole = jpeg[: rng.randrange(len(jpeg) // 10, len(jpeg) - 40)], text(images[0])
-    place = rng.randrange(len(whole))
+    whole = text(images[0])
     inputs, says = [
-        ([whole, text(cut)], "input[1] "),
-        ([text(bomb(rng.randrange(1000, 60_000), 50_000))], "pixels"),
-        (
-            [whole, whole, whole[:place] + rng.choice("!*é-") + whole[place:]],
-            "input[2] must be an image file in base64",
-        ),
         (["data:image/jpeg," + whole], "input[0] is a data URI without ;base64"),
         ([whole, text(rng.randbytes(70_000))], "input[1] is larger than 60000 bytes"),
         ([text(rng.randbytes(900_000))], "Payload too large"),
         ([text(rng.randbytes(rng.randrange(2000)))], "input[0] cannot be read as an image"),
-        ([whole] * 5, "input has 5 images; give 1 to 4"),
-        ([[1, 2], None, 7, {}][number // 10 % 4], "Input should be a valid string"),
+        ([[1, 2], None, 7, {}][number // 6 % 4], "Input should be a valid string"),
         ([whole], "JSON"),
-    ][number % 10]
+    ][number % 6]
     body = json.dumps(dict(model="m", input=inputs)).encode()
     return (body[: rng.randrange(1, len(body) - 1)] if says == "JSON" else body), says
 
 
 @pytest.mark.slow
-def test_good_requests_of_many_threads_are_right_among_a_hundred_bad_ones(server, images, vectors):
+def test_good_requests_of_many_threads_are_right_among_many_bad_ones(server, images, vectors):
     """Bad ones get a 4xx that says why, others are answered, and the process lives."""
     url, process = server
 
@@ -173,7 +164,7 @@ def test_good_requests_of_many_threads_are_right_among_a_hundred_bad_ones(server
 
     with ThreadPoolExecutor(6) as pool:
         done = [
-            pool.submit(*call) for i in range(100) for call in ((refused, i), *((good, 3 * i + j) for j in range(3)))
+            pool.submit(*call) for i in range(60) for call in ((refused, i), *((good, 3 * i + j) for j in range(3)))
         ]
         for one in done:
             one.result()

@@ -53,6 +53,7 @@ def test_a_file_of_somebody_else_is_refused_before_the_work(weights, tmp_path, c
         assert err.count("\n") == 1 and content(output) == {name: b"mine"}
 
 
+@pytest.mark.slow
 def test_the_same_command_replaces_its_results_and_no_other_does(weights, tmp_path, capsys, caplog):
     output, tasks = tmp_path / "out", tmp_path / "tasks.yaml"
     tasks.write_text("- digits")

@@ -1,10 +1,10 @@
-"""Accuracy, of the pre-training or of a transfer, against compute."""
+"""Accuracy, of the pre-training or of a transfer, against compute; Table 8's positions from every seed."""
 
 import csv
 import json
 
 import pytest
-from commands import run_cli
+from commands import run_cli, works
 from frozen import evaluation
 from runs import digits
 
@@ -30,9 +30,9 @@ def command(output, *models, lengths=(0.02,)):
     return ("scaling", *recipe, "--output", output, "--models", *models, "--lengths", *lengths)
 
 
+@pytest.mark.slow
 def test_transfer_accuracy_is_what_few_shot_evaluation_of_the_weights_says(tmp_path, capsys):
-    code, out, err = run_cli(capsys, *command(tmp_path, "Nano/8", "timm:test_resnet"), "--transfer", "digits")
-    assert code == 0, err
+    out = works(capsys, *command(tmp_path, "Nano/8", "timm:test_resnet"), "--transfer", "digits")
     rows = json.loads((tmp_path / "scaling.json").read_text())
     table = list(csv.DictReader(open(tmp_path / "scaling.csv")))
     for row, line, run in zip(rows, table, ("Nano-8-0.02ep", "timm-test_resnet-0.02ep")):
@@ -46,11 +46,11 @@ def test_transfer_accuracy_is_what_few_shot_evaluation_of_the_weights_says(tmp_p
     assert [line.get_ydata()[0] for line in axes.lines] == [row["transfer_accuracy"] for row in rows]
 
 
+@pytest.mark.slow
 def test_transfer_by_fine_tuning_has_the_settings_it_is_given(tmp_path, capsys):
     flags = ("--transfer", "digits", "synthetic", "--transfer-method", "finetune", "--set", "workers=0", "early_stop=9")
     settings = ("recipe=finetune/digits", "steps=1", "batch_size=8", "img_size=24", "lr=0.02")
-    code, _, err = run_cli(capsys, *command(tmp_path, "Nano/8"), *flags, "--transfer-set", *settings)
-    assert code == 0, err
+    works(capsys, *command(tmp_path, "Nano/8"), *flags, "--transfer-set", *settings)
     (row,) = json.loads((tmp_path / "scaling.json").read_text())
     run = tmp_path / "Nano-8-0.02ep"
     found = [json.loads((run / f"finetune-{spec}/summary.json").read_text()) for spec in ("digits", "synthetic")]
@@ -85,3 +85,33 @@ def test_every_run_is_looked_at_before_the_first_begins(tmp_path, capsys, monkey
     monkeypatch.setattr(experiments, "train", lambda *_: pytest.fail("a training began"))
     code, _, err = run_cli(capsys, *command(tmp_path / "out", *models, lengths=lengths), *flags)
     assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "out").exists(), err
+
+
+# ---- Table 8
+
+
+def test_every_variant_is_trained_from_every_seed_and_has_its_cell(tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def run(config, resume):
+        seen.append((config.pos_embed, config.pos_embed_at, config.seed))
+        return dict(finished=True, accuracy=len(seen) / 100)
+
+    monkeypatch.setattr(experiments, "train", run)
+    flags = "--recipe digits --data digits --device cpu --seed 4 --seeds 2".split()
+    out = works(capsys, "positions", *flags, "--output", tmp_path)
+    three = ["stem", "layers", "layers_shared"]
+    places = {"none": ["stem"], "learn": three, "learn2d": three, "relative": ["stem"]}
+    variants = [(kind, place) for kind, some in places.items() for place in some]
+    assert seen == [(*variant, seed) for variant in variants for seed in (4, 5)]
+    cells = [f"{2 * i / 100 + 0.015:.4f} ± 0.0071" for i in range(8)]
+    rows = [
+        ["no positions", cells[0], "", ""],
+        ["1-D", *cells[1:4]],
+        ["2-D", *cells[4:7]],
+        ["relative", cells[7], "", ""],
+    ]
+    assert out.splitlines()[2:] == [f"| {' | '.join(row)} |" for row in rows]
+    assert out == (tmp_path / "positions.md").read_text()
+    written = list(csv.DictReader(open(tmp_path / "positions.csv")))
+    assert [(row["positions"], row["at"]) for row in written] == variants and written[0]["accuracies"] == "0.01 0.02"

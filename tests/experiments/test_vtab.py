@@ -9,7 +9,7 @@ import pictures
 import pytest
 import torch
 import yaml
-from commands import run_cli
+from commands import refuses, run_cli, works
 from frozen import evaluation, save_tiny
 from PIL import Image
 from shards import write
@@ -50,6 +50,7 @@ def stripes(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, capsys):
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text(
@@ -57,8 +58,7 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
         f"- {{name: more, group: structured, data: {stripes}}}\n"
     )
     command = ("vtab", "--weights", digits_weights, "--tasks", tasks, "--device", "cpu", "--method", "ridge")
-    code, out, err = run_cli(capsys, *command, "--examples", 200, "--output", tmp_path / "a", "--json")
-    assert code == 0, err
+    out = works(capsys, *command, "--examples", 200, "--output", tmp_path / "a", "--json")
     result = json.loads(out)
     assert result == json.loads((tmp_path / "a" / "vtab.json").read_text())
     digits, first, second = result["tasks"]
@@ -87,6 +87,7 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     assert digits["accuracy"] == pytest.approx(right, abs=2 / 360)
 
 
+@pytest.mark.slow
 def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_weights, stripes, tmp_path, capsys):
     tasks = tmp_path / "tasks.yaml"
     own = f"name: stripes, group: natural, data: {stripes}, crop_scale: [1, 1], lr: 0.05"
@@ -94,8 +95,7 @@ def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_wei
     command = ("vtab", "--weights", digits_weights, "--tasks", tasks, "--device", "cpu")
     command += ("--recipe", "finetune/digits", "--examples", 32, "--output", tmp_path / "a")
     settings = ("--img-size", 16, "--batch-size", 16, "--set", "workers=0", "steps=12", "warmup_steps=0")
-    code, out, err = run_cli(capsys, *command, *settings)
-    assert code == 0, err
+    out = works(capsys, *command, *settings)
     result = json.loads((tmp_path / "a" / "vtab.json").read_text())
     assert [(t["train_images"], t["test_images"]) for t in result["tasks"]] == [(32, 20), (32, 360)]
     assert result["tasks"][0]["accuracy"] >= 0.8 and out == (tmp_path / "a" / "vtab.txt").read_text()
@@ -137,24 +137,15 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
         ("- [", "cannot be read as YAML"),
         ("- {data: digits, colour: red}", "unknown setting 'colour'"),
         ("- {data: digits, name: ../../q}", "the name '../../q' of a task is no name of a folder in --output"),
-        ("- {data: digits, name: a/b}", "the name 'a/b'"),
-        ("- {data: digits, name: /q}", "the name '/q'"),
         ("- {data: digits, name: ..}", "the name '..'"),
         ("- {data: digits, name: ''}", "the name ''"),
     ):
         path.write_text(content)
-        code, _, err = run_cli(capsys, *base, "--tasks", path)
-        assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "a").exists()
+        refuses(capsys, message, *base, "--tasks", path)
+        assert not (tmp_path / "a").exists()
     code, _, err = run_cli(capsys, *base, "--root", tmp_path)
     assert code == 2 and "no task of VTAB" in err and "hf download" in err
     path.write_text("- digits")
-    for flags, message in (
-        (["--examples", 0], "positive number of examples"),
-        (["--method", "ridge", "--l2", 0], "l2 must be positive"),
-        (["--method", "ridge", "--l2", "inf"], "l2 must be positive"),
-    ):
-        code, _, err = run_cli(capsys, *base, "--tasks", path, *flags)
-        assert code == 2 and message in err
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run_cli(capsys, *base, "--tasks", path)
     assert code == 2 and "start it without torchrun" in err
@@ -177,8 +168,7 @@ def test_a_task_found_in_a_folder_is_trained_as_its_classes_allow(digits_weights
     (tmp_path / "dsprites_orientation").symlink_to(stripes)
     flags = ("--weights", digits_weights, "--root", tmp_path, "--output", tmp_path / "out", "--device", "cpu", "--json")
     flags += ("--img-size", 16, "--examples", 32, "--batch-size", 16, "--set", "workers=0", "steps=1")
-    code, out, err = run_cli(capsys, "vtab", *flags)
-    assert code == 0, err
+    out = works(capsys, "vtab", *flags)
     (task,) = json.loads(out)["tasks"]
     assert (task["train_images"], task["unreadable_images"]) == (32, 0)
     used = yaml.safe_load((tmp_path / "out" / "dsprites_orientation-32" / "config.yaml").read_text())

@@ -1,8 +1,7 @@
-"""What children of the tests do: runs of two ranks, runs on a full disk, a run that is killed before its report."""
+"""What children of the tests do: runs of two ranks, runs on a full disk."""
 
 import os
 import resource
-import signal
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -103,8 +102,3 @@ def limited(sizes: list[int], *commands: list[str]) -> int:
         if command_line(argv) != 1:
             return 2
     return 0
-
-
-def killed_before_its_report(config) -> None:
-    trainer.write_report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    train(config)

@@ -33,4 +33,18 @@ def run_cli(capsys, *args) -> tuple[int, str, str]:
     return code, out.out, out.err
 
 
+def works(capsys, *args) -> str:
+    """What a command prints that ends well."""
+    code, out, err = run_cli(capsys, *args)
+    assert code == 0, err
+    return out
+
+
+def refuses(capsys, says: str, *args) -> str:
+    """The one line of a command that ends with exit code 2, which has this text."""
+    code, _, err = run_cli(capsys, *args)
+    assert code == 2 and says in err and err.count("\n") == 1 and "Traceback" not in err, err
+    return err
+
+
 RUN = ("--model", "Nano/8", "--img-size", 16, "--steps", 2, "--batch-size", 4, "--device", "cpu", "--set", "workers=0")

@@ -19,6 +19,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def processors() -> dict:
+    """By name, what makes (model, the processor's class, its options, the output that counts)."""
     cut = dict(size=dict(shortest_edge=56), crop_size=SIDE)
     clip = transformers.CLIPVisionConfig(**TINY, projection_dim=24)
     both = transformers.CLIPConfig(vision_config=TINY, text_config=dict(TEXT), projection_dim=24)
@@ -26,25 +27,30 @@ def processors() -> dict:
     naflex = transformers.Siglip2VisionConfig(**{k: v for k, v in TINY.items() if k != "image_size"}, num_patches=36)
     pooled, states = (lambda output: output.pooler_output), (lambda output: output.last_hidden_state)
     return {
-        "vit": (transformers.ViTModel(transformers.ViTConfig(**TINY)), "ViT", dict(size=SIDE), pooled),
-        "classifier": (
+        "vit": lambda: (transformers.ViTModel(transformers.ViTConfig(**TINY)), "ViT", dict(size=SIDE), pooled),
+        "classifier": lambda: (
             transformers.ViTForImageClassification(transformers.ViTConfig(**TINY)),
             "ViT",
             dict(size=SIDE, resample=3),
             lambda output: output.hidden_states[-1],
         ),
-        "clip": (transformers.CLIPVisionModel(clip), "CLIP", cut, pooled),
-        "projected": (transformers.CLIPVisionModelWithProjection(clip), "CLIP", cut, lambda o: o.image_embeds),
-        "clip of both": (transformers.CLIPModel(both), "CLIP", cut, pooled),
-        "siglip": (
+        "clip": lambda: (transformers.CLIPVisionModel(clip), "CLIP", cut, pooled),
+        "projected": lambda: (transformers.CLIPVisionModelWithProjection(clip), "CLIP", cut, lambda o: o.image_embeds),
+        "clip of both": lambda: (transformers.CLIPModel(both), "CLIP", cut, pooled),
+        "siglip": lambda: (
             transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TINY)),
             "Siglip",
             dict(size=SIDE),
             pooled,
         ),
-        "siglip2": (transformers.Siglip2VisionModel(naflex), "Siglip2", dict(patch_size=8, max_num_patches=40), pooled),
-        "dinov2": (transformers.Dinov2WithRegistersModel(dinov2), "Bit", cut, pooled),
-        "dinov3": (
+        "siglip2": lambda: (
+            transformers.Siglip2VisionModel(naflex),
+            "Siglip2",
+            dict(patch_size=8, max_num_patches=40),
+            pooled,
+        ),
+        "dinov2": lambda: (transformers.Dinov2WithRegistersModel(dinov2), "Bit", cut, pooled),
+        "dinov3": lambda: (
             transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**TINY, num_register_tokens=2)),
             "ViT",
             dict(size=SIDE),

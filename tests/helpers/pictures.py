@@ -22,12 +22,6 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return stream.getvalue()
 
 
-def png16(pixels: np.ndarray) -> bytes:
-    """A 16-bit RGB PNG, which Pillow does not write. pixels (H, W, 3) uint16."""
-    height, width, _ = pixels.shape
-    return _png(height, width, 16, 2, b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels))
-
-
 def bomb(height: int, width: int) -> bytes:
     """A PNG of few bytes with many pixels, all black; beyond a million bytes of them the end is missing."""
     return _png(height, width, 1, 0, bytes(min(1_000_000, height * (1 + -(-width // 8)))))

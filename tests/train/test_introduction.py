@@ -25,13 +25,13 @@ def say(caplog, config) -> str:
 
 
 def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
-    config = digits(tmp_path / "run", img_size=16, steps=6, batch_size=1437, workers=0)
+    config = digits(tmp_path / "run", img_size=16, steps=6, batch_size=90, train_images=90, workers=0)
     said = say(caplog, config)
     parameters = sum(p.numel() for p in ViT.from_pretrained(tmp_path / "run" / "best").parameters())
     for part in (
         f"pre-trains Nano/8 (4 layers of width 64, patches of 8x8, {parameters:,} parameters) on images of 16x16",
-        "digits has 1,437 images for training and 360 for validation, in 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)",
-        "takes 6 steps of 1,437 images, which is 6 epochs, by recipe digits. It computes on the CPU in float32, and",
+        "digits has 90 images for training and 360 for validation, in 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)",
+        "takes 6 steps of 90 images, which is 6 epochs, by recipe digits. It computes on the CPU in float32, and",
         f"and writes to {tmp_path / 'run'}.",
     ):
         assert part in said
@@ -74,6 +74,7 @@ def test_batches_larger_than_the_data_and_very_many_epochs_are_warned_of(tmp_pat
     assert "this run passes over its data 2 times: set --epochs" in said and "batch-size" not in said
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_recipe_is_fine_tuned_at_the_size_of_the_weights_and_keeps_its_best(
     tmp_path, capsys, caplog
 ):
@@ -101,6 +102,7 @@ def test_a_folder_without_a_recipe_is_fine_tuned_at_the_size_of_the_weights_and_
     assert code == 2 and "img_size 0 stands for the size of the weights, and this run has none" in err
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_to_another_length_only_where_it_is_told_to(tmp_path, capsys, caplog):
     run = tmp_path / "run"
     flags = "--recipe digits --data digits --device cpu --img-size 16 --batch-size 16 --set workers=0".split()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import shards
 import torch
-from commands import CLASSES, make_folder, picture, run_cli
+from commands import CLASSES, make_folder, picture, run_cli, works
 
 from vitfast import InputError, ViT
 from vitfast.cli import main
@@ -174,6 +174,7 @@ def sources(root: Path) -> dict[str, str]:
     return {name: str(root / name) for name in ("split", "whole", "listed")} | named
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_takes_its_recipe_by_the_number_of_images_of_any_source(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "vitfast")
     small, large = RECIPES["finetune/small"], RECIPES["finetune/imagenet"]
@@ -190,6 +191,7 @@ def test_a_fine_tuning_takes_its_recipe_by_the_number_of_images_of_any_source(tm
         assert len(open_sources(spec, "", (8, 8), (1, 1), resolve("finetune", dict(data=spec)))[0]) == 12
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_recipe_with_which_it_began(tmp_path, monkeypatch, capsys):
     data = make_folder(tmp_path / "data", count=2)
     ViT.from_preset("Nano/8", img_size=16, num_classes=3).save_pretrained(tmp_path / "w")
@@ -197,8 +199,7 @@ def test_a_run_keeps_the_recipe_with_which_it_began(tmp_path, monkeypatch, capsy
     for name, more in dict(one=(), many=("--runs", 2), rates=("--sweep",)).items():
         command = ["finetune", *flags, "--output", tmp_path / name, *more, "--set", "workers=0", "sweep_hold_out=0.5"]
         monkeypatch.setattr(recipes, "FEW", 5)  # of 6
-        code, _, err = run_cli(capsys, *command)
-        assert code == 0, err
+        works(capsys, *command)
         monkeypatch.undo()
         assert "name: finetune/imagenet" in run_cli(capsys, *command, "--print-config")[1]
         assert run_cli(capsys, *command)[0] == 0
@@ -207,42 +208,34 @@ def test_a_run_keeps_the_recipe_with_which_it_began(tmp_path, monkeypatch, capsy
         assert "name: finetune/small" in run_cli(capsys, *command, "--data", other, "--print-config")[1]
 
 
+OUTSIDE = dict(lr=-1, seed=-1, random_erasing=-0.1, ema_decay=2, weight_decay=-1, workers=-1, steps=0, log_every=0)
+OUTSIDE |= dict(eval_batch_size=0, epochs="inf", batch_size="2.5")
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
         (dict(recipe="digit"), "unknown recipe 'digit'; did you mean digits"),
-        (dict(learning_rate="1"), "unknown setting 'learning_rate'"),
         (dict(lr="fast"), "lr must be a finite number, got 'fast'"),
-        (dict(batch_size="2.5"), "batch_size must be a whole number, got '2.5'"),
         (dict(betas="0.9"), "betas must be numbers"),
         (dict(compile="perhaps"), "compile must be true or false"),
-        (dict(lr=-1), "lr must be positive"),
-        (dict(lr="nan"), "lr must be a finite number"),
-        (dict(epochs="inf"), "epochs must be a finite number"),
-        (dict(seed=-1), "seed must lie in"),
         (dict(betas="2,3"), "betas must lie in"),
         (dict(auto_augment="rand-x9"), "auto_augment must be a policy of timm"),
-        (dict(random_erasing=-0.1), "random_erasing must lie in"),
         (dict(crop_scale="1,0.1"), "crop_scale must be two numbers, the smaller first"),
-        (dict(ema_decay=2), "ema_decay must lie in"),
-        (dict(weight_decay=-1), "weight_decay must be at least 0"),
-        (dict(workers=-1), "workers must be at least 0"),
         (dict(batch_size=10**10), "batch_size must be positive, and at most 1,000,000,000"),
-        (dict(steps=10**400), "steps must be positive, and at most"),
         (dict(model=["B/16"]), "model must be text"),
         (dict(data="a\0b"), "data must be text"),
         ({"recipe": "digits", 5: 1}, "unknown setting '5'"),
         (dict(recipe=["digits"]), "unknown recipe"),
-        (dict(steps=0), "steps must be positive"),
-        (dict(log_every=0), "log_every must be positive"),
-        (dict(eval_batch_size=0), "eval_batch_size must be positive"),
         (dict(optimizer="lion"), "optimizer must be one of adamw, sgd"),
         (dict(dropout=1.5), r"dropout must lie in \[0, 1\)"),
+        *((dict([each]), f"{each[0]} must ") for each in OUTSIDE.items()),
         (dict(objective="masked", mixup=0.5), "masked patch prediction takes its targets from the im"),
         (dict(epochs="none"), "the run has no length"),
     ],
     ids=str,
 )
 def test_wrong_settings_are_named(fields, message):
+    """A kind of error each; tests/cli/test_errors.py draws values for every field."""
     with pytest.raises(InputError, match=message):
         resolve("pretrain", dict(recipe="digits") | fields)

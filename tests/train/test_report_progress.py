@@ -1,4 +1,4 @@
-"""What a report says of its run: the best evaluation, settings, results and commands."""
+"""What a report says of losses, settings, commands and origin, from generated metrics and configs."""
 
 import dataclasses
 import html
@@ -6,49 +6,133 @@ import json
 import os
 import re
 import shlex
+import subprocess
 
+import numpy as np
 import pytest
 from commands import make_folder, run_cli
 from runs import digits, finetuning
 
 from vitfast import ViT
+from vitfast.data.loader import open_data
 from vitfast.run.config import FIELDS, Config
-from vitfast.train.report import SHOWN, best_weights, commands, curves, introduction, results, settings
+from vitfast.train.report import best_weights, commands, introduction, progress, words
 from vitfast.train.trainer import train
 
-
-def test_the_best_evaluation_is_named(tmp_path):
-    lines = ["step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data"]
-    accuracies = [0.5, "nan", 0.7, 0.6, 0.7, ""]
-    lines += [f"{10 * i},{i},val,1.0,{accuracy},,," for i, accuracy in enumerate(accuracies, 1)]
-    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (tmp_path / "none").mkdir()
-    told = curves({"pretrain": tmp_path, "none": tmp_path / "none"})["Curves"][0]
-    assert told == "The dotted line is the best evaluation: accuracy 0.7000 at epoch 3.00 of pretrain."
+FALLING = 2 * np.exp(-np.arange(1, 41) / 8) + 0.2
+RISING = np.array([*FALLING[:30], *(FALLING[29] + 0.02 * np.arange(1, 11))])  # lowest at epoch 30
 
 
-def test_every_setting_is_shown_with_its_meaning():
+def records(val, training=FALLING, accuracy=None) -> list[dict]:
+    """Those of metrics.csv with these losses, one evaluation an epoch of ten steps."""
+    found = []
+    for i, (t, v, a) in enumerate(zip(training, val, np.full(len(val), 0.5) if accuracy is None else accuracy), 1):
+        found.append(dict(step=10 * i, epoch=float(i), split="train", loss=t, accuracy=0.5))
+        found.append(dict(step=10 * i, epoch=float(i), split="val", loss=v, accuracy=a))
+    return found
+
+
+def test_a_rising_validation_loss_is_told_with_its_epoch():
+    told = progress.overfitting(records(RISING))
+    numbers = f"({RISING[29]:.4f}) and rises to {RISING[38]:.4f}"
+    assert told.startswith(f"The validation loss is lowest at epoch 30 {numbers}, while the training loss falls from")
+    assert f"falls from {FALLING[29]:.4f} to {FALLING[39]:.4f}: the model overfits from epoch 31 on." in told
+    assert told.endswith("Accuracy goes from 0.5000 to 0.5000 meanwhile.")
+    both = progress.overfitting(records(RISING, training=RISING))
+    assert "overfits" not in both and "the training loss does not fall either" in both
+    lost = RISING.copy()
+    lost[::2] = np.nan
+    assert "overfits from epoch 32 on" in progress.overfitting(records(lost))
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.01, 0.02])
+def test_noise_neither_hides_a_rise_nor_makes_one(noise):
+    """A rise of 0.2, against noise of up to a tenth of it, in twenty draws."""
+    for draw in noise * np.random.default_rng(0).normal(size=(20, 40)):
+        epoch = int(re.search(r"overfits from epoch (\d+) on", progress.overfitting(records(RISING + draw)))[1])
+        assert 24 <= epoch <= 34
+        for flat in (FALLING, FALLING + 0.5, np.full(40, 0.7)):
+            assert "does not rise" in progress.overfitting(records(flat + draw))
+    spike = FALLING + 3 * (np.arange(40) == 35)
+    assert "does not rise" in progress.overfitting(records(spike))
+    assert progress.overfitting(records(FALLING[:3])) == progress.overfitting([]) == ""
+
+
+def test_why_the_training_loss_is_above_names_what_the_run_used():
+    below = records(FALLING - 0.1)
+    above = f"The training loss ({FALLING[-1]:.4f}) lies above the validation loss ({FALLING[-1] - 0.1:.4f}) because"
+    assert progress.about_losses(below, ["mixup 0.2", "dropout 0.1"]) == (
+        f"{above} training is made harder than evaluation: mixup 0.2, dropout 0.1."
+    )
+    assert progress.about_losses(below, []).startswith(f"{above} it is a mean over the steps before")
+    assert progress.about_losses(records(FALLING + 0.1), ["mixup 0.2"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (dict(label_smoothing=0.0, crop_scale=(1.0, 1.0)), []),
+        (dict(), ["label smoothing 0.1", "random crops of 80% to 100% of an image"]),
+        (dict(data="synthetic", auto_augment="rand-m9", drop_path=0.1), ["label smoothing 0.1", "drop path 0.1"]),
+        (dict(objective="masked", dropout=0.2), ["dropout 0.2", "random crops of 80% to 100% of an image"]),
+        (
+            dict(mixup=0.2, cutmix=1.0, random_erasing=0.25, color_jitter=0.4, ema_decay=0.99, label_smoothing=0.0),
+            "mixup 0.2;cutmix 1;random crops of 80% to 100% of an image;colour jitter 0.4;random erasing of 25% of the "
+            "images;the averaged weights (EMA, decay 0.99) are evaluated".split(";"),
+        ),
+        (
+            dict(objective="sigmoid", label_smoothing=0.0, crop_scale=(1.0, 1.0)),
+            ["its loss is the sigmoid's, summed over the classes, and the validation loss is the softmax's"],
+        ),
+    ],
+)
+def test_reasons_are_settings_in_words(fields, wanted):
+    config = digits(**fields)
+    assert progress.harder(config, open_data(config, (16, 16), (8, 8), None)) == wanted
+
+
+def test_the_best_evaluation_is_marked_among_few_of_many(tmp_path, monkeypatch):
+    accuracy, loss = np.full(400, 0.5), np.full(400, 1.0)
+    accuracy[[123, 300]], loss[7] = 0.7, np.nan
+    told = [record | dict(lr=0.1) for record in records(loss, np.full(400, 1.5), accuracy)]
+    monkeypatch.setattr(progress, "read_metrics", lambda run: told)
+    config = digits(tmp_path)
+    sections = progress.progress_sections(config, open_data(config, (16, 16), (8, 8), None))
+    table = sections["Evaluations"][1]
+    marked = re.findall("<tr class=marked>(.*?)</tr>", table)
+    assert len(marked) == 1 and "<td class=n>124.00</td><td class=n>1,240</td>" in marked[0] and ">best<" in marked[0]
+    assert 40 <= table.count("<tr") <= 45 and "<td class=n>400.00</td>" in table
+    assert sections["Curves"][0] == "The dotted line is the best evaluation."
+
+
+def test_every_setting_has_words():
     config = digits("<run>", lr=0.003, betas=(0.9, 0.95))
-    first, rest = settings(config)[1].split("<details>")
-    rows = [re.findall("<td>(.*?)</td>", row) for part in (first, rest) for row in part.split("<tr>")[2:]]
-    told = {name: (value, meaning) for name, value, meaning in rows}
-    assert told.keys() == set(FIELDS) - {"about"} and len(rows) == len(told)
-    assert told["lr"][0] == "0.003" and told["betas"][0] == "[0.9, 0.95]" and told["output"][0] == "&lt;run&gt;"
-    assert told["compile"] == ("null", "whether to use torch.compile; unset: only on cuda")
-    shown = re.findall(r"<tr><td>(\w+)</td>", settings(Config())[1].split("<details>")[0])
-    assert shown == [name for name in FIELDS if name in SHOWN - {"epochs", "steps"}]
+    both = [row for part in words.settings(config) for row in part]
+    assert {field for *_, field in both} == set(FIELDS) - {"about"} and words.FIELDS.keys() <= set(FIELDS)
+    assert not [text for text, value, _ in both if "_" in text or value in ("None", "", "[]", "True", "False")]
+    told = {field: (text, value) for text, value, field in both}
+    assert told["lr"] == ("learning rate", "0.003") and told["betas"][1] == "0.9, 0.95"
+    assert told["compile"][1] == "default" and told["layer_decay"][1] == "unset" and told["hidden_head"][1] == "yes"
+    assert len({text for text, *_ in both}) == len(both)
+    for model, value in (("B/16", "that of the weights"), ("timm:resnet18", "timm:resnet18")):
+        assert ("model", value, "model") in words.settings(digits("run", model=model, weights="w"))[0]
+    shown = [field for *_, field in words.settings(Config())[0]]
+    assert shown == [name for name in FIELDS if name in words.SHOWN - {"epochs", "steps"}]
 
 
-def test_results_are_those_of_the_summary():
+def test_results_are_words_with_units():
     summary = dict(finished=True, accuracy=0.5, top5=0.9, map=None, val_images=100, images_per_second=1234.5)
-    assert results(summary | dict(stopped_early=False, steps=12345)) == {
+    told = words.results(summary | dict(seconds=3725.2, waiting_for_data=0.14, stopped_early=False))
+    assert told == {
         "accuracy": "0.5000 ± 0.0500",
-        "top5": "0.9000",
-        "val images": "100",
-        "images per second": "1,234.5",
-        "stopped early": "False",
-        "steps": "12,345",
+        "top-5 accuracy": "0.9000",
+        "validation images": "100",
+        "training speed": "1,234 images/s",
+        "time": "1 h 2 min",
+        "time spent waiting for data": "14%",
+        "stopped early": "no",
     }
+    assert [words.duration(seconds) for seconds in (3.14, 59.7, 125)] == ["3.1 s", "1 min 0 s", "2 min 5 s"]
 
 
 @pytest.mark.reports
@@ -105,10 +189,31 @@ def test_the_best_model_is_taken_where_it_is_better(tmp_path):
     assert best_weights(tmp_path, better) == tmp_path / "best"
     assert best_weights(tmp_path, summary) == best_weights(tmp_path, better | dict(best_accuracy=0.7)) == last
     (tmp_path / "summary.json").touch()
-    told = introduction(config := digits(tmp_path), model := ViT.from_preset("Ti/16"), better)
+    config = digits(tmp_path)
+    data = open_data(config, (16, 16), (8, 8), None)
+    told = introduction(config, model := ViT.from_preset("Ti/16"), data, better)
     assert told.startswith("Pre-training of Nano/8 (12 layers of width 192, patches of 16x16, 5,717,416 parameters) on")
-    assert re.search(r" on digits by the recipe digits, finished on \d{4}-\d\d-\d\d at \d\d:\d\d \S+\. ", told)
+    assert " on images of 16x16 pixels of digits by the recipe digits, finished on " in told
     assert (
         "looks at the last model, of step 40, in checkpoints/last/. An earlier one was better, of step 30 with" in told
     )
-    assert "accuracy 0.7500, in best/" in told and "better" not in introduction(config, model, summary)
+    assert "accuracy 0.7500, in best/" in told and "better" not in introduction(config, model, data, summary)
+
+
+def test_origin_names_the_commit_of_a_checkout(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, "-C", tmp_path, *words], capture_output=True, text=True, check=True).stdout
+
+    monkeypatch.setattr(commands, "PACKAGE", tmp_path / "vitfast")
+    assert "commit" not in commands.origin()["versions"]
+    git("init")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = git("rev-parse", "HEAD")[:12]
+    assert f" (commit {commit}), torch" in commands.origin()["versions"]
+    (tmp_path / "file").write_text("b")
+    assert f" (commit {commit}-dirty), torch" in commands.origin()["versions"]
+    monkeypatch.setenv("PATH", "")  # no git
+    assert "commit" not in commands.origin()["versions"]

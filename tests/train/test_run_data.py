@@ -16,6 +16,7 @@ import timm.data.dataset_factory
 from PIL import Image
 from runs import QUICK, digits, same_runs
 from safetensors import safe_open
+from speed import first
 from torchvision.datasets import CIFAR10
 
 from vitfast import InputError
@@ -49,6 +50,7 @@ def later(path: Path, data: bytes | None = None) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_data_elsewhere(tmp_path, monkeypatch, caplog):
     """By another name of the folder, and in a copy whose files are newer, bit for bit as if it had stayed."""
     monkeypatch.chdir(tmp_path)
@@ -74,7 +76,7 @@ def test_a_run_goes_on_with_the_same_data_elsewhere(tmp_path, monkeypatch, caplo
         train(config(tmp_path / "run", tmp_path / "photos", 6))
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("split", first(1, ["train", "val"]))
 def test_a_file_that_was_replaced_by_one_of_equal_size_is_told(split, tmp_path):
     photos, run = make(tmp_path / "photos"), tmp_path / "run"
     train(config(run, photos, 2))
@@ -196,7 +198,10 @@ def _shards(root: Path, numbers: list[int], _) -> dict:
     return dict(data=f"wds/{root}")
 
 
-@pytest.mark.parametrize("build", [_torch_arrays, _torch_files, _hugging_face_files, _hugging_face_table, _shards])
+WAYS = [_torch_arrays, _shards, _torch_files, _hugging_face_files, _hugging_face_table]
+
+
+@pytest.mark.parametrize("build", first(2, WAYS))
 def test_data_of_a_library_is_known_by_its_images(build, tmp_path, monkeypatch):
     """A copy elsewhere is the same; one in which an image was replaced by one of equal size is not."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

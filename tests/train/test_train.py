@@ -12,6 +12,7 @@ import torch
 import yaml
 from commands import make_folder
 from runs import QUICK, changed, cut_at, digits, records, same_runs, weights
+from speed import first
 
 from vitfast import InputError, ViT
 from vitfast.data.transforms import transforms
@@ -81,7 +82,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch,
     assert steps == ["2", "4", "6", "7"]  # rows after the checkpoint were dropped before they were written again
 
 
-@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("warmup", first(1, [True, False]))
 def test_the_average_is_that_of_its_equation_across_a_resume(tmp_path, monkeypatch, warmup):
     """Float64: decay 0 at step 1, then min(d, 1 - n^(-2/3)) at step n, or d."""
     settings = SMALL | dict(steps=7, save_every=4, ema_decay=0.6, accumulate=2)
@@ -108,25 +109,17 @@ def test_the_average_is_that_of_its_equation_across_a_resume(tmp_path, monkeypat
         torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-6)  # 7 roundings of float32
 
 
-def test_the_average_of_few_steps_has_learned_what_the_model_has(tmp_path):
-    """0.9998 over 60 steps; without a warm-up, 99 % of the average are the weights after the first step."""
-    loss = {}
-    for name, fields in dict(
-        plain={}, average=dict(ema_decay=0.9998), late=dict(ema_decay=0.9998, ema_warmup=False)
-    ).items():
-        config = digits(tmp_path / name, steps=60, eval_every=60, lr=3e-3, warmup_steps=5, **SMALL, **fields)
-        loss[name] = train(config)["loss"]
-    assert loss["average"] < 1.25 * loss["plain"] < 0.8 * loss["late"], loss
-
-
 @pytest.mark.parametrize(
     "fields",
-    [
-        dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", cutmix=1.0, init_values=0.1),
-        dict(global_pool="avg", pos_embed="sincos2d", label_smoothing=0.1, residual_in_fp32=True, amp="bf16"),
-        dict(auto_augment="rand-m5-n2", color_jitter=0.3, workers=2),
-        dict(data="synthetic", eval_batch_size=512),
-    ],
+    first(
+        2,
+        [
+            dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", cutmix=1.0, init_values=0.1),
+            dict(global_pool="avg", pos_embed="sincos2d", label_smoothing=0.1, residual_in_fp32=True, amp="bf16"),
+            dict(auto_augment="rand-m5-n2", color_jitter=0.3, workers=2),
+            dict(data="synthetic", eval_batch_size=512),
+        ],
+    ),
     ids=str,
 )
 def test_every_way_of_training_moves_every_parameter(tmp_path, fields):
@@ -183,6 +176,7 @@ def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
     assert re.search(rf"pretrain: 100%.* 4/4 \[\d\d:\d\d<\d\d:\d\d, .*step/s, {numbers}", line), line
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read_are_counted_up_to_a_limit(tmp_path, caplog):
     """Each once, however often it comes up; replaced in training, left out in validation."""
     data = make_folder(tmp_path / "data", count=12)

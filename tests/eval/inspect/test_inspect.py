@@ -1,4 +1,4 @@
-"""`inspect`: measures of models whose answer is known, and the files that it writes."""
+"""`inspect`: measures of models whose answer is known, the files that it writes, and its page."""
 
 import base64
 import csv
@@ -14,6 +14,8 @@ from scipy.spatial.distance import cdist
 from vitfast import InputError, ViT
 from vitfast.cli import main
 from vitfast.eval.inspect import measures
+from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
+from vitfast.eval.inspect.page import columns, gallery, matrix, page, picture, table
 
 SIZE, GRID, PATCH, WIDTH, HEADS = (16, 24), (4, 6), (4, 4), 64, 2  # the grid is not square
 PATCHES = GRID[0] * GRID[1]
@@ -243,7 +245,6 @@ BAD = [
     (dict(data="BROKEN"), "bad.png cannot be read as an image"),
     (dict(data="FILE"), "is a file; give a folder"),
     (dict(weights="FILE"), "not a whole"),
-    (dict(images=0), "--images must be at least 1"),
     (dict(output="FILE"), "is a file; give a folder"),
     (dict(img_size=17), "no multiple of the patch size"),
 ]
@@ -261,3 +262,60 @@ def test_bad_input_is_one_line(capsys, weights, pictures, tmp_path, change, told
     code, said = run(capsys, *(word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", v)))
     assert code == 2 and told in said and said.count("\n") == 1, said
     assert not (tmp_path / "out").exists()
+
+
+# ---- the page that `inspect`, runs and the demo write, and figures in it
+
+
+def test_page_holds_all_it_is_given_in_order_and_escapes_it():
+    sections = {"One & two": ("a < b", picture(b"png", 'a "picture"')), "Bare": ("", "")}
+    text = page("<title>", {"k<": "v&"}, sections, "in the beginning")
+    wanted = [
+        "<title>&lt;title&gt;</title>",
+        "<h1>&lt;title&gt;</h1>",
+        '<p class="small">in the beginning</p>',
+        "<td>k&lt;</td><td class=n>v&amp;</td>",
+        "<h2>One &amp; two</h2>",
+        '<p class="small">a &lt; b</p>',
+        '<img alt="a &quot;picture&quot;" src="data:image/png;base64,cG5n">',
+        "<h2>Bare</h2>",
+        "</html>",
+    ]
+    places = [text.index(piece) for piece in wanted]
+    assert places == sorted(places) and text.count("<p ") == 2
+    assert "<p" not in page("t", {}, {"Heading": ("", "")})
+
+
+def test_galleries_and_tables_escape_what_they_are_given():
+    text = gallery([(picture(b"png", "a"), "<i>", True), (picture(b"png", "b"), "b & c", False)])
+    assert "<figcaption class=marked>&lt;i&gt;</figcaption>" in text and "<figcaption>b &amp; c</figcaption>" in text
+    assert text.count("<figure><img ") == 2
+    assert table({"<k>": "1 < 2"}) == "<table><tr><td>&lt;k&gt;</td><td class=n>1 &lt; 2</td></tr></table>"
+    names = ["<b>", "&"]
+    for text in (columns(names, [names]), matrix(np.eye(2, dtype=int), names)):
+        assert text.count("&lt;b&gt;") >= 2 and text.count("&amp;") >= 2 and "<b>" not in text
+
+
+def test_curves_leave_gaps_where_a_number_is_none():
+    values = [2.0, float("nan"), 1.5, float("inf"), 1.0, None]
+    records = [dict(epoch=i, split="train", loss=v, accuracy=None, lr=0.1) for i, v in enumerate(values)]
+    records += [dict(epoch=5.0, split="val", loss=float("nan"), accuracy=float("nan"), lr=None)]
+    figure = draw_curves({"run": records, "nothing yet": []})
+    lines = {axis.get_ylabel(): axis.lines for axis in figure.axes[::2]}
+    assert np.isnan(lines["loss"][0].get_ydata()).tolist() == [False, True, False, True, False, True]
+    assert np.isnan(lines["accuracy"][0].get_ydata()).all()
+    assert lines["learning rate"][0].get_ydata().tolist() == [0.1] * 6
+    assert as_png(figure).startswith(b"\x89PNG")
+
+
+def test_few_of_many_patches_are_drawn_with_their_own_numbers():
+    table = np.random.default_rng(0).standard_normal((37 * 37, 8))
+    similarity = (table @ table.T / 8).reshape(37, 37, 37, 37)
+    axis = draw_similarity(similarity, pixels=400).axes[0]
+    shown = axis.images[0].get_array()
+    assert max(shown.shape) <= 400
+    tick, label = axis.get_xticks()[1], int(axis.get_xticklabels()[1].get_text())
+    left = int(tick - 18)  # the tile's first column: 37 of them, the tick in the middle
+    row = int(axis.get_yticklabels()[0].get_text())
+    np.testing.assert_array_equal(shown[:37, left : left + 37], similarity[row - 1, label - 1])
+    assert draw_similarity(similarity[:4, :4, :4, :4], pixels=400).axes[0].images[0].get_array().shape == (19, 19)

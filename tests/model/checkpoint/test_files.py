@@ -1,21 +1,24 @@
-"""Our own folders, runs, shards and the hub; and what from_pretrained changes of a checkpoint."""
+"""Our own folders, runs, shards and the hub, also one that is silent."""
 
 import json
-import re
 import shutil
+import socket
 import sys
-from pathlib import Path
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import checkpoints as c
 import pytest
 import safetensors.torch
 import torch
-from timm.layers import resample_abs_pos_embed
 
 from vitfast import InputError, ViT, cli, load_checkpoint
+from vitfast.data.datasets import open_sources
 from vitfast.model.checkpoint.files import last_checkpoint
-from vitfast.model.checkpoint.load import read
 from vitfast.model.checkpoint.writers import save
+from vitfast.run.config import Config
 
 VARIANTS = {
     "plain": dict(),
@@ -70,53 +73,6 @@ def test_save_untidy_tensors(tmp_path):
     again = ViT.from_pretrained(tmp_path)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert all(torch.equal(v, model.state_dict()[k].float()) for k, v in again.state_dict().items())
-
-
-# ---- what from_pretrained changes
-
-
-@pytest.fixture
-def saved(tmp_path):
-    truth = c.small_timm()
-    torch.save(truth.state_dict(), tmp_path / "w.pth")
-    return truth, tmp_path / "w.pth"
-
-
-@pytest.mark.parametrize("size", [64, (16, 56)])
-def test_another_image_size(saved, size):
-    truth, path = saved
-    model = ViT.from_pretrained(path, num_heads=c.HEADS, img_size=size)
-    height, width = (size, size) if isinstance(size, int) else size
-    positions = resample_abs_pos_embed(truth.pos_embed.data, (height // c.P, width // c.P))
-    torch.testing.assert_close(model.pos_embed.data, positions, atol=1e-6, rtol=0)
-    truth.set_input_size((height, width))
-    c.agree(model, truth, c.images(height, width))
-    assert model.config["img_size"] == (height, width)
-
-
-def test_another_number_of_classes(saved):
-    truth, path = saved
-    c.agree(ViT.from_pretrained(path, num_heads=c.HEADS, num_classes=c.CLASSES, img_size=c.SIZE), truth)
-    model, x = ViT.from_pretrained(path, num_heads=c.HEADS, num_classes=9).eval(), c.images()
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), truth.forward_features(x), **c.TOL)
-    assert c.logits(model, x).shape == (2, 9) and not c.logits(model, x).any()
-    headless = ViT.from_pretrained(path, num_heads=c.HEADS, num_classes=0)
-    assert headless.num_classes == 0 and not any(k.startswith("head") for k in headless.state_dict())
-    truth.reset_classifier(0)
-    c.agree(headless, truth)
-
-
-def test_other_arguments(saved):
-    truth, path = saved
-    plain = dict(drop_path_rate=0.2, mean=0.1, dynamic_img_size=True, residual_in_fp32=True)
-    model = ViT.from_pretrained(path, num_heads=c.HEADS, global_pool="avg", embed_dim=c.D, **plain)
-    assert model.blocks[-1].drop_path_rate == 0.2 and model.mean == (0.1,) * 3 and model.config["global_pool"] == "avg"
-    truth.global_pool = "avg"  # timm's own norm stays before the pooling here
-    c.agree(model, truth)
-    assert c.logits(model, c.images(48, 16)).shape == (2, c.CLASSES)
-    state, config = read(path, num_heads=c.HEADS)
-    assert ViT(**config).load_state_dict(state, strict=True)
 
 
 # ---- shards and the hub
@@ -197,8 +153,7 @@ def test_hub_names(tmp_path, offline, monkeypatch):
 
 
 def test_shards_of_a_hub_name(tmp_path, offline):
-    truth = hugging_face()
-    hub_cache(tmp_path, truth, (), max_shard_size="50KB")
+    hub_cache(tmp_path, truth := hugging_face(), (), max_shard_size="50KB")
     c.agree(ViT.from_pretrained("hf-hub:owner/name"), truth)
     shard = next(tmp_path.glob("models--*/snapshots/*/*-00001-of-*"))
     shard.unlink()
@@ -249,24 +204,97 @@ def test_runs_without_a_checkpoint(tmp_path):
     assert last_checkpoint(last.parent) is None
 
 
-@pytest.mark.parametrize(
-    "source, hint",
-    [
-        (
-            "vit_base_patch16_224",
-            "of a timm model write hf-hub:timm/vit_base_patch16_224 .and .TAG, as in hf-hub:timm/",
-        ),
-        ("timm/vit_base_patch16_224.mae", "of a timm model write hf-hub:timm/vit_base_patch16_224.mae$"),
-        ("hf_hub:timm/vit_tiny", "did you mean hf-hub:timm/vit_tiny.$"),
-        ("hf-hub/owner/name", "did you mean hf-hub:owner/name.$"),
-        ("https://huggingface.co/owner/name", "did you mean hf-hub:owner/name.$"),
-        ("B/16", "B/16 is the name of a model, not weights: give a file, a folder or hf-hub:owner/name$"),
-        ("google/vit-base", "for a repository of the Hugging Face hub write hf-hub:google/vit-base$"),
-        ("b16.npy", "did you mean b16.npz.$"),
-        ("my_weights", "$"),
-    ],
-)
-def test_weights_that_are_not_there_get_a_hint(tmp_path, monkeypatch, source, hint):
-    monkeypatch.chdir(tmp_path)
-    Path("b16.npz").touch()
-    c.refused(source, f"{re.escape(source)}: no such file or folder(; .*)?{hint}")
+# ---- a hub that is silent or refuses: one line within seconds, and what is cached is used
+
+
+EVAL = Config(task="eval", epochs=1)
+CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated$"
+ANSWERS = {  # of a repository of this name: status, X-Error-Code, what is said
+    "gated": (403, "GatedRepo", f"GatedRepoError: .*{CHECK}"),
+    "private": (401, "RepoNotFound", f"RepositoryNotFoundError: .*{CHECK}"),
+    "gone": (404, "RepoNotFound", f"RepositoryNotFoundError: .*{CHECK}"),
+    "token": (401, "", f"401 Unauthorized.*{CHECK}"),
+    "revision": (404, "RevisionNotFound", f"RevisionNotFoundError: .*{CHECK}"),
+    "empty": (404, "EntryNotFound", "no model.safetensors or pytorch_model.bin .RemoteEntryNotFoundError"),
+    "down": (503, "", "gives no answer .status 503.; check the network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE"),
+    "limited": (429, "", "gives no answer .status 429."),
+    "portal": (200, "", f"no model.safetensors or .*{CHECK}"),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        status, error, _ = ANSWERS[self.path.split("/")[2]]
+        self.send_response(status)
+        self.send_header("X-Error-Code", error)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def hub_at(address, monkeypatch, cache):
+    """The hub at another address, with ten seconds for what is done there."""
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    changed = dict(ENDPOINT=address, HUGGINGFACE_CO_URL_TEMPLATE=template, HF_HUB_CACHE=str(cache))
+    for name, value in changed.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < 10
+
+
+@pytest.fixture(params=["refuses", "never answers", "has no address"])
+def silent(request):
+    """(address of a hub, why it gives no answer)"""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address, why = f"http://127.0.0.1:{listening.getsockname()[1]}", "Connect(ion)?Error: .*"
+        if request.param == "never answers":
+            listening.listen()
+            why = "(none in [14] s; HF_HUB_ETAG_TIMEOUT=30 waits for longer|ReadTimeout: .*)"
+        yield "http://nowhere.invalid" if request.param == "has no address" else address, why
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_the_hub_answers_is_said(name, tmp_path, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        said, address = f"hf-hub:o/{name}: .*{ANSWERS[name][2]}", f"http://127.0.0.1:{server.server_port}"
+        with hub_at(address, monkeypatch, tmp_path), pytest.raises(InputError, match=said):
+            load_checkpoint(f"hf-hub:o/{name}")
+        server.shutdown()
+
+
+def test_a_silent_hub_is_said_of_weights_and_what_is_cached_is_used(silent, tmp_path, monkeypatch):
+    address, why = silent
+    said = f"hf-hub:o/name: no model.safetensors or .* in the hub's cache, and {address} gives no answer .{why}.; check"
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    with hub_at(address, monkeypatch, tmp_path), pytest.raises(InputError, match=said):
+        load_checkpoint("hf-hub:o/name")
+    truth = ViT.from_preset("Nano/8", img_size=16, num_classes=3)
+    hub_cache(tmp_path, truth, ())
+    with hub_at(address, monkeypatch, tmp_path):
+        assert load_checkpoint("hf-hub:owner/name").keys() == truth.state_dict().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["hfds", "hfids"])
+def test_a_silent_hub_is_said_of_data_once(silent, tmp_path, monkeypatch, caplog, library):
+    pytest.importorskip("datasets")
+    address, why = silent
+    said = f"data set '{library}/o/name', split 'train' in .*: not in the hub's cache, and {address} .*{why}"
+    with hub_at(address, monkeypatch, tmp_path), pytest.raises(InputError, match=said):
+        open_sources(f"{library}/o/name", str(tmp_path), (8, 8), (8, 8), EVAL)
+    assert not [each for each in caplog.records if each.name == "vitfast"]
+
+
+def test_torchvision_without_its_server_is_one_line(silent, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.url", f"{silent[0]}/a.tar.gz")
+    monkeypatch.setattr("vitfast.data.datasets.PATIENCE", 0.5)
+    said = "split 'train' in .* cannot be opened: .*; check the network, or bring its files there"
+    with pytest.raises(InputError, match=said):
+        open_sources("torch/cifar10", str(tmp_path), (8, 8), (8, 8), EVAL)
+    assert not caplog.records and socket.getdefaulttimeout() is None

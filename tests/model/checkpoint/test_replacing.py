@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -94,13 +93,6 @@ def test_targets_where_nothing_can_be(tmp_path, monkeypatch, capsys, target, for
     assert before == {p: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.rglob("*")}
 
 
-def test_sources_that_are_no_vit_leave_nothing(tmp_path, capsys):
-    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "no.pth")
-    code, line = run(capsys, "convert", tmp_path / "no.pth", tmp_path / "made" / "out", "--format", "timm")
-    assert code == 2 and "no.pth: not a Vision Transformer" in line
-    assert [p.name for p in tmp_path.iterdir()] == ["no.pth"]
-
-
 def test_the_current_folder_is_a_target(tmp_path, capsys, monkeypatch):
     model = small()
     model.save_pretrained(tmp_path / "in")
@@ -176,18 +168,11 @@ def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fa
         assert content(tmp_path) == before
 
 
-MEANS = torch.tensor([0.1, 0.2, 0.3]), np.array([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)
-
-
-@pytest.mark.parametrize("mean", MEANS, ids=["tensor", "array", "of images"])
-def test_arrays_as_attributes_are_saved_as_numbers(tmp_path, mean):
-    model = small()
-    model.mean = mean
-    model.save_pretrained(tmp_path / "vitfast")
-    for form in ("vitfast", "timm", "huggingface"):
-        if form != "vitfast":
-            convert(tmp_path / "vitfast", tmp_path / form, form)
-        assert ViT.from_pretrained(tmp_path / form).mean == pytest.approx((0.1, 0.2, 0.3))
+def test_arrays_as_attributes_are_saved_as_numbers(tmp_path):
+    model, mean = small(), torch.tensor([0.1, 0.2, 0.3])
+    for number, model.mean in enumerate((mean, mean.numpy(), mean.view(1, 3, 1, 1))):
+        model.save_pretrained(tmp_path / str(number))
+        assert ViT.from_pretrained(tmp_path / str(number)).mean == pytest.approx((0.1, 0.2, 0.3))
 
 
 # ---- models that are no longer what their arguments make
