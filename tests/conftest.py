@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: children find a test's function by its module, tests.eval.x
@@ -49,8 +50,15 @@ def pytest_configure(config):
         config.pluginmanager.import_plugin("device_guard")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items):
-    """Without a GPU its tests are skipped; on one they run by their urgency."""
+    """Cases behind the n-th of `quick(n)` are slow. Tests of a GPU are skipped without one, or run by their urgency."""
+    cases = Counter()
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            cases[item.function] += 1
+            if cases[item.function] > quick.args[0]:
+                item.add_marker("slow")
     if torch.cuda.is_available():
         place = lambda name: next((i for i, part in enumerate(GPU_ORDER) if part in name), len(GPU_ORDER) - 2)  # noqa: E731
         items.sort(key=lambda item: place(item.nodeid) if "gpu" in item.keywords else -1)

@@ -78,12 +78,14 @@ def test_threads_may_import_torch_and_the_operations_at_once():
     assert {"torch", "vitfast.ops"} <= modules_after(IN_THREADS)
 
 
+@pytest.mark.slow
 def test_torch_is_imported_where_the_operations_cannot_be():
     code = "import sys, vitfast\nsys.modules['vitfast.ops.attention'] = None\nimport torch\nassert torch.zeros(1) == 0"
     code += "\ntry: vitfast.ops\nexcept ImportError as error: assert error.name == 'vitfast.ops.attention'\nelse: 1 / 0"
     assert "torch" in modules_after(code)
 
 
+@pytest.mark.slow
 def test_docstrings_may_be_stripped():
     """As python -OO does."""
     code = f"import vitfast.cli; {PUBLIC}; assert not ops.__doc__"
@@ -91,6 +93,7 @@ def test_docstrings_may_be_stripped():
     subprocess.run([sys.executable, "-OO", "-m", "vitfast", "eval", "--help"], check=True, env=ENVIRONMENT)
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_torch_import_none():
     """Nor does the help of any command."""
     costs = "cost --model L/16 --epochs 14 --images 303e6", "cost --recipe finetune/cifar10"
@@ -112,6 +115,7 @@ def seconds(*arguments: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.slow
 def test_imports_are_quick():
     """`import torch` takes 0.9 to 1.3 s on two cores; vitfast adds 0.15 s to it, and a command takes 0.05 s.
 

@@ -226,6 +226,7 @@ def room(module: str) -> str:
     return module.split(".")[1] if module.startswith("vitfast.") else "bench"
 
 
+@pytest.mark.slow
 def test_imports_go_down_the_floors():
     heights = {place: i for i, floor in enumerate(FLOORS) for place in floor} | {"bench": len(FLOORS)}
     found = {(a, b) for a, targets in imports().items() for b in targets if "vitfast" not in (a, b)}
@@ -236,6 +237,7 @@ def test_imports_go_down_the_floors():
     assert {room(b) for a, b in found if room(a) == "kernels"} == {"kernels"}
 
 
+@pytest.mark.slow
 def test_no_room_uses_a_private_name_of_another_one():
     """No private file, nothing that a file defines for itself, no such attribute. A family of kernels is a room."""
     place = lambda name: name.split(".")[1 : 3 if ".kernels." in name else 2]  # noqa: E731
@@ -303,6 +305,7 @@ def test_no_file_is_longer_than_one_reads_in_one_sitting():
     assert not {str(path): length for path, length in lengths.items() if length > 400}
 
 
+@pytest.mark.slow
 def test_docstrings_say_in_one_short_line_what_a_thing_is():
     wrong = []
     for path in sources("vitfast", "kernels", "bench"):

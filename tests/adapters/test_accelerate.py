@@ -83,6 +83,7 @@ def another_batch(name: str, batch: dict) -> dict:
     return {k: torch.cat([x, x[:1]]) if len(x) == len(tensor(batch)) else x for k, x in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_contract(name):
     found = CASES[name]
@@ -113,6 +114,7 @@ def test_contract(name):
     assert snapshot(model) == before and not any("_compiled_call_impl" in vars(m) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_a_copy_can_be_accelerated_itself():
     model, original = pair(timm_vit(depth=1))
     model(IMAGES)
@@ -128,6 +130,7 @@ ON_KERNELS = {
 }
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(ON_KERNELS)]

@@ -17,6 +17,7 @@ SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_
 FIRST_CALL = "decided at the first call"
 
 
+@pytest.mark.slow
 def test_before_the_first_call_it_is_on_what_a_call_would_do():
     model = hf_vit()
     assert {*left(model)} == {NOT_CALLED}

@@ -98,6 +98,7 @@ CHANGES = {
 QUICK = ("LoRA", "a forward of a layer", "another eps")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(QUICK, CHANGES))
 def test_changed_models_have_the_librarys_numbers(name):
     start, change, least = CHANGES[name]
@@ -117,6 +118,7 @@ def test_changed_models_have_the_librarys_numbers(name):
     assert same == (name == "frozen layers" or "calls none" in name)
 
 
+@pytest.mark.slow
 def test_every_kind_of_hook_is_called_until_it_is_removed(capsys):
     """Also after Dynamo was reset, which takes out the callbacks by which layers are compiled with guards on hooks."""
     model, original = pair(timm_vit())

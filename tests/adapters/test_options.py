@@ -59,6 +59,7 @@ def test_residual_dtype_can_be_chosen_under_autocast():
     assert stream(model)[0] == fp32, "the last call decides"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 def test_what_backward_would_compute_again_can_be_kept():
     """Of each layer two norms' outputs and the input of the MLP's last layer."""

@@ -95,6 +95,7 @@ def packed(model: nn.Module) -> list[str | None]:
     return [entry.why for entry in vitfast.acceleration_report(model) if entry.part == "packing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([NAFLEX], TOWERS))
 def test_valid_tokens_and_gradients_are_the_padded_runs(name):
     models = pair(state(name))
@@ -199,6 +200,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["in a block"], HOOKS))
 def test_hooks_see_the_librarys_tokens(kind):
     ours, theirs = pair(naflex(fc_norm=False))
@@ -289,6 +291,7 @@ def test_texts_keep_their_padding():
     assert not packed(models[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([PIXTRAL], TOWERS))
 def test_copies_and_restored_models_run_the_librarys_code(name):
     library = pytest.importorskip("transformers.models.pixtral.modeling_pixtral")

@@ -36,6 +36,7 @@ def check(name: str, dtype: torch.dtype, batches, count: int = 7) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], DTYPES), ids=str)
 @pytest.mark.parametrize("name", slow_but(["timm EVA-02"], FAMILIES))
 def test_on_plain_pytorch(name, dtype):

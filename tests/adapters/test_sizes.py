@@ -34,6 +34,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["drop path"], MAKERS))
 def test_equal_layers_are_compiled_together(name, compiled):
     model, original = pair(MAKERS[name]().train())
@@ -44,6 +45,7 @@ def test_equal_layers_are_compiled_together(name, compiled):
     assert Counter(entry.part for entry in report(model).replaced)["attention block"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(["train"], ["train", "eval", "no gradients", "autocast"]))
 def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
     """A batch of one once more: Dynamo takes lengths of one for constants."""

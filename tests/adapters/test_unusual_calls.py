@@ -23,6 +23,7 @@ def doubled(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_replica_of_data_parallel_runs_its_own_weights():
     """It has the attributes of the original, also the call in place of its code."""
     model, original = pair(timm_vit().eval())
@@ -81,6 +82,7 @@ class Doubling(TorchFunctionMode):
         return found * 2 if func is F.linear else found
 
 
+@pytest.mark.slow
 def test_a_mode_for_torchs_functions_sees_the_librarys_calls():
     model, original = pair(timm_vit().eval())
     model(IMAGES)
@@ -96,6 +98,7 @@ def raises(*_):
     raise ValueError("the user's")
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_loses_no_operation_of_later_ones():
     """Calls that fail in the library's code, and some that Dynamo cannot capture whole."""
     model, original = pair(timm_vit())

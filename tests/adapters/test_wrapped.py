@@ -47,6 +47,7 @@ def rewritten():
     return look
 
 
+@pytest.mark.slow
 def test_compiled_before_and_after_accelerate():
     model = randomize(timm_vit(**TINY))
     original = copy.deepcopy(model)
@@ -146,6 +147,7 @@ def test_checkpointing_gives_the_same_bits(make):
     assert not left(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_sees_the_librarys_code(called):
     models = [each.eval() for each in pair(timm_vit(**TINY))]
@@ -158,6 +160,7 @@ def test_export_sees_the_librarys_code(called):
     assert torch.equal(program.module()(x), plain.module()(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_and_symbolic_tracing_see_the_librarys_code():
     model, original = (each.eval() for each in pair(timm_vit()))
@@ -171,6 +174,7 @@ def test_torch_jit_and_symbolic_tracing_see_the_librarys_code():
         torch.jit.trace(vitfast.ViT(32, 16, embed_dim=32, num_heads=2, depth=1), torch.randn(1, 3, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_transforms_of_torch_func_and_meta_tensors():
     """Per-sample gradients go through the library's code: no kernel has a rule for them."""

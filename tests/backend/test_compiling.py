@@ -40,6 +40,7 @@ FUSED = {
 }
 
 
+@pytest.mark.quick(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_but(["causal, padding", "post norm", "autocast"], FUSED))
 def test_the_parts_of_pytorchs_fused_encoder_layer_are_replaced(name, monkeypatch):
@@ -90,6 +91,7 @@ def test_equal_regions_are_compiled_once(graphs):
     assert compare(model, IMAGES, compiled=compiled) == {"attention block": 1, "MLP block": 1} and len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_each_graph_between_breaks_is_rewritten(graphs):
     model = of_timm()
 
@@ -144,6 +146,7 @@ def differentiated(model, x):
     return torch.func.grad(lambda x: model(x).square().sum())(x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transform", [vmapped, differentiated])
 def test_blocks_inside_transforms_are_left(transform, caplog):
     model, x = plain_block("", ""), torch.randn(3, 7, 32, dtype=torch.float64)
@@ -154,6 +157,7 @@ def test_blocks_inside_transforms_are_left(transform, caplog):
     assert "error in recognition" not in caplog.text
 
 
+@pytest.mark.slow
 def test_blocks_of_tensor_subclasses_are_left():
     """Those of distributed or quantised weights keep their values elsewhere, where no kernel looks."""
     model, x = plain_block("", ""), torch.randn(3, 7, 32, dtype=torch.float64)
@@ -172,6 +176,7 @@ def test_a_model_without_values_is_left(caplog):
     assert "error in recognition" not in caplog.text and "on the device meta" in str(backend.report())
 
 
+@pytest.mark.slow
 def test_inference(graphs):
     model = of_timm(depth=1).eval()
     with torch.inference_mode():
@@ -210,6 +215,7 @@ def already() -> Counter:
 MODES = pytest.mark.parametrize("kernels", ["auto", pytest.param("on", marks=[interpreted, pytest.mark.slow])])
 
 
+@pytest.mark.slow
 @MODES
 def test_operations_are_not_replaced_again(kernels):
     torch.manual_seed(0)
@@ -219,6 +225,7 @@ def test_operations_are_not_replaced_again(kernels):
     assert "6 vitfast's already" in str(backend.report()) and "already   2 x MLP block" in str(backend.report())
 
 
+@pytest.mark.slow
 def test_accelerated_models_are_replaced_once():
     """The graph around accelerated layers is the library's, and the backend replaces it as any other."""
     torch.manual_seed(0)
@@ -228,6 +235,7 @@ def test_accelerated_models_are_replaced_once():
     assert not backend.report().left and not already()
 
 
+@pytest.mark.slow
 @MODES
 def test_a_block_around_an_operation_is_left_on_every_device(kernels):
     """Where the operation's kernel runs, the graph has nothing to prove the block by."""
@@ -244,6 +252,7 @@ def test_a_block_around_an_operation_is_left_on_every_device(kernels):
 WHERE = ["inside", "around", "weights", "stream in bf16", "stream in fp32"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", slow_but(["inside", "stream in bf16"], WHERE))
 def test_outputs_keep_their_dtype_or_have_the_chosen_one(where):
     """Under autocast timm's residual stream is fp32, and bf16 without positions; of a model in bf16 it is bf16."""
@@ -276,6 +285,7 @@ def test_outputs_keep_their_dtype_or_have_the_chosen_one(where):
             assert error(given[name], g) <= 2 * error(wanted[name], g) + 1e-4 * most + floor, name
 
 
+@pytest.mark.slow
 def test_what_backward_computes_again_can_be_kept_and_other_choices_are_refused():
     model = of_timm()
     graphs: list = []
@@ -300,6 +310,7 @@ def dinov3() -> nn.Module:
     return transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**sizes, num_register_tokens=2))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rotary_positions_of_images_of_any_size():
     """How many tokens come before those that are turned, and how many are turned, only a call knows."""

@@ -18,6 +18,7 @@ from vitfast.backend import proof, rewrite
 X = torch.randn(3, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_a_fresh_process_finds_the_backend_by_its_name(tmp_path):
     script = """
 import sys, torch
@@ -44,6 +45,7 @@ def test_options_reach_the_inner_compiler(monkeypatch):
     assert patches["max_autotune"] and patches["shape_padding"] is False
 
 
+@pytest.mark.slow
 def test_options_that_mean_nothing_are_refused():
     for inner, word in (("vitfast", "another backend"), ("nobody", "nobody"), (None, "or a callable, got None")):
         torch._dynamo.reset()
@@ -53,6 +55,7 @@ def test_options_that_mean_nothing_are_refused():
         backend._inner_compiler("inductor", None, {"no_such_option": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["prove"], ["prove", "additions", "parts_of"]))
 def test_an_error_in_recognition_breaks_no_compilation(name, monkeypatch, caplog):
     def broken(*_):
@@ -76,11 +79,13 @@ def test_a_root_that_is_no_norm_is_no_error(caplog):
     assert "error in recognition" not in caplog.text and not backend.report(3)
 
 
+@pytest.mark.slow
 def test_an_error_while_writing_leaves_the_graph_as_it_was(monkeypatch):
     monkeypatch.setattr(rewrite._Rewriter, "_value_free_users", lambda *_: 1 / 0)
     assert not compare(block("", ""), X, tolerance=1e-12)
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_done():
     compare(torch.nn.Sequential(*(block("", "")[0] for _ in range(2))).double(), X, tolerance=1e-9)
     report = backend.report()
@@ -115,6 +120,7 @@ def test_the_reason_names_the_obstacle(name):
     assert any(reason in entry.why for entry in backend.report().left), backend.report()
 
 
+@pytest.mark.slow
 def test_equal_layers_are_proven_once(monkeypatch):
     proven = []
     monkeypatch.setattr(proof, "_prove", lambda *a, real=proof._prove: [proven.append(a), real(*a)][1])
@@ -123,6 +129,7 @@ def test_equal_layers_are_proven_once(monkeypatch):
     assert len(proven) == 4 and len(backend.report().replaced) == 8  # in place, operators are captured as methods
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_proofs_of_a_b16_layer_draw_its_attention_three_times_and_its_mlp_once(dynamic, monkeypatch):
     drawn, real, width = [], proof._random, 768
@@ -165,6 +172,7 @@ def test_proofs_take_few_units_of_hidden_layers(monkeypatch):
     assert units == {24, 48} and halves(done) == "am"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(["narrowed", "a norm"], OF_PLACE))
 @pytest.mark.parametrize("whole", slow_but([False], [True, False]))
 def test_units_that_are_not_alike_are_all_there(name, whole, monkeypatch):
@@ -172,12 +180,14 @@ def test_units_that_are_not_alike_are_all_there(name, whole, monkeypatch):
     assert not units and halves(done) == "a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", slow_but([False], [False, True]))
 def test_tokens_that_are_not_alike_are_all_there(dynamic):
     text = "a = self.attention(h); a = torch.cat([a[:, :20], 2 * a[:, 20:]], 1)"
     assert halves(compare(block(A, text), X.repeat(1, 6, 1), tolerance=1e-9, dynamic=dynamic)) == "m"
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_users_state_is_left_alone():
     torch._dynamo.reset()

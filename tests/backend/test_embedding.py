@@ -79,6 +79,7 @@ OTHERS = {
 QUICK = ("registers after", "rearranged", "one factor", "overlapping", "pixels squared")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", slow_but(QUICK, [*FLOATS, *PIXELS, *OTHERS]))
 def test_a_patch_embedding_is_replaced_and_equal_or_left(name):
     generator = torch.Generator().manual_seed(0)
@@ -111,6 +112,7 @@ def test_a_projection_alone_is_replaced_and_keeps_its_layout(after):
     assert compiled(images).stride() == model(images).stride()
 
 
+@pytest.mark.slow
 def test_images_of_any_size_are_replaced():
     torch._dynamo.reset()
     model = Embedding(lambda s, x, B: s.tokens(x, s.cls))

@@ -101,6 +101,7 @@ def images(layout: str, side: int) -> torch.Tensor:
     return x.contiguous(memory_format=FORMATS[layout])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 @pytest.mark.parametrize("way", slow_but([("channels-last", "aot_eager")], INNER), ids=" ".join)
 def test_hybrids_compute_the_same_and_callers_get_the_strides_of_the_model(name, way):

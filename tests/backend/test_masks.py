@@ -79,6 +79,7 @@ LEFT = {
 QUICK = ("masked_fill", "module", "hides the first ones", "places changed in place", "fills by a small number")
 
 
+@pytest.mark.slow
 def test_lengths_of_samples_prove_nothing_for_lengths_of_queries():
     """Both masks are (B, H, N, N) and computed alike; one is expanded, the other has a length for each query."""
     x, queries = torch.randn(3, 7, 32, dtype=torch.float64), torch.randint(1, 8, (3, 4, 7, 1))
@@ -89,6 +90,7 @@ def test_lengths_of_samples_prove_nothing_for_lengths_of_queries():
         assert done["attention block"] == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(QUICK, [*LENGTHS, *BIAS, *LEFT]))
 def test_a_mask_is_lengths_where_it_is_computed_as_such(name):
     used = []

@@ -143,11 +143,13 @@ GRID = [(base, *site, edit) for base in BASES for site in sites(SOURCES[base]) f
 CASES = GRID[::17]  # no multiple of the edits: each comes at many values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", slow_but(["gated, rotary, RMSNorm"], BASES))
 def test_both_halves_are_replaced(base):
     assert halves(compare(block(source=SOURCES[base]), inputs(base), tolerance=1e-9)) == "am"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", slow_but(CASES[::16], CASES), ids=str)
 def test_a_changed_value_is_respected(case):
     base, line, name, edit = case
@@ -299,6 +301,7 @@ LENGTHS = {  # what depends on a length that may be another one in the next call
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but([*MUTANTS][::10], MUTANTS))
 def test_a_changed_block_is_replaced_and_equal_or_left(name):
     *texts, expected = MUTANTS[name]
@@ -310,6 +313,7 @@ def test_a_changed_block_is_replaced_and_equal_or_left(name):
     assert done["attention"] or name not in ALONE
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(["samples as many as tokens"], INPUTS))
 @pytest.mark.parametrize("over", ["tokens", "samples"])
 def test_inputs_of_many_kinds(name, over):
@@ -336,6 +340,7 @@ NUMBERS = {  # that dynamic=True makes inputs
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["eps"], NUMBERS))
 def test_numbers_that_dynamic_true_makes_inputs(name):
     torch._dynamo.reset()
@@ -347,6 +352,7 @@ def test_numbers_that_dynamic_true_makes_inputs(name):
         assert halves(Counter(entry.kind for entry in backend.report().replaced)) == "am"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("equal", [False, True])
 def test_lengths_that_are_equal_by_chance_are_two(equal):
     """Dynamo gives equal lengths one symbol, unless told not to."""

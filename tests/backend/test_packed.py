@@ -121,6 +121,7 @@ def model_of(pieces, layers=1, norm=None) -> nn.Module:
     return Model().double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", slow_but([True], [None, True]))
 @pytest.mark.parametrize("pieces", slow_but([heads_first], [plain, heads_first]))
 def test_layers_are_replaced_for_all_lengths(pieces, dynamic):
@@ -142,11 +143,13 @@ def test_one_axis_of_samples_is_kept():
     assert done == {"attention block": 1, "MLP block": 1}
 
 
+@pytest.mark.slow
 def test_attention_is_replaced_alone_where_its_block_is_none():
     done, _ = compared(model_of(plain, norm=nn.LayerNorm(16)), [0, 5, 14], [0, 11, 14])
     assert done["attention"] == 1 and done["MLP block"] == 1 and not done["attention block"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pieces", slow_but([masked, other_order], LEFT))
 def test_what_is_no_attention_of_packed_samples_is_left(pieces):
     offsets = [0, 5, 14], [0, 7, 14]

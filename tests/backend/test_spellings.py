@@ -126,6 +126,7 @@ QUICK = ("layer norm written out", "einsum alone", "module, padding", "keywords"
 SHAPES = {"attention on a grid": (2, 3, 4, 32), "tokens without samples": (21, 32)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_a_part_is_replaced_and_equal(name):
     forward, expected = CASES[name]
@@ -135,6 +136,7 @@ def test_a_part_is_replaced_and_equal(name):
     assert ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in sorted(done.items())) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_rms_norm_without_eps_has_that_of_its_dtype(dtype):
     model = block("nn.LayerNorm(32), nn.LayerNorm(32)", "nn.RMSNorm(32), nn.RMSNorm(32)").to(dtype)

@@ -244,6 +244,7 @@ def test_clock_and_power_are_those_of_the_gpu_that_torch_uses(gpu, tmp_path, mon
     assert found == [{"clocks.sm": 1755.0}]
 
 
+@pytest.mark.slow
 def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch):
     wrong = lambda x, weight, bias: 1.01 * ref.layer_norm(x, weight, bias)  # noqa: E731
     functions = dict(quick=ref.layer_norm, slow=slow, wrong=wrong, tires=Tires(), raises=lambda x: x)
@@ -274,6 +275,7 @@ def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch
     assert set(late.failed) == set(functions) and "too little time" in late.failed["quick"]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_implementation_has_no_time(tmp_path):
     run = rivals.Run(Rivals("layer_norm forward", "B/16 224 B256", ("vitfsat", "eager")), tmp_path / "x.json")
     assert not run.all() and "no implementation 'vitfsat', only vitfast, eager" in run.failed["vitfsat"]

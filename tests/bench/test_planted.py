@@ -99,6 +99,7 @@ def test_twice_as_slow_is_reported_as_twice_as_slow(planted):
     assert 1.8 < median["slow"] / median["quick"] < 2.2 and 0.018 < median["quick"] < 0.022
 
 
+@pytest.mark.slow
 def test_json_schema(planted):
     facts = planted["machine_info"]["vitfast"]
     assert (facts["commit"], facts["device"]) == ("abc1234", "cpu")

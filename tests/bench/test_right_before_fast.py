@@ -46,6 +46,7 @@ def test_every_operation_is_its_formula_in_the_order_that_is_timed(name):
     assert all(o.shape[0] == NANO.batch for o in outputs) and case.work.forward[0][1] > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("library", [name for name in peers.BUILDERS if name != "vitfast"])
 def test_peers_compute_the_same_function(library):
     peer = Peer(Setting(library, "eager", "fp32"), NANO, training=True)
@@ -95,6 +96,7 @@ def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(m
     assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
 
 
+@pytest.mark.slow
 def test_hugging_face_makes_no_mask():
     """Traced by torch.compile: forced flash refuses one, and cuDNN would be slower for it."""
     nodes = []
@@ -164,6 +166,7 @@ def test_mixes_and_their_work():
     assert model_work(same, 2) == model_work(of_shape, 2)
 
 
+@pytest.mark.slow
 def test_ours_and_flex_compute_packed_attention(monkeypatch):
     from torch.nn.attention import flex_attention
 
@@ -180,6 +183,7 @@ def test_ours_and_flex_compute_packed_attention(monkeypatch):
     assert error(case, "flex compile", flex, "forward") < 1e-6
 
 
+@pytest.mark.slow
 def test_one_lost_token_among_many_images_gets_no_time():
     """Its share of the whole result's norm would be below the limit of bf16."""
     many = Mix("many", "Ti/16", ((16, 16),) * 2000 + ((16, 32),), 2)

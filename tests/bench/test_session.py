@@ -150,6 +150,7 @@ def test_a_stage_ends_in_time_whatever_hangs_and_keeps_what_it_has(stage):
     assert stage.end(process) == 130 and stage.states() == {FIRST: "interrupted"}
 
 
+@pytest.mark.slow
 def test_what_not_even_sigkill_ends_is_given_up(tmp_path, monkeypatch):
     running = session.Session("decide", tmp_path, tmp_path, 10)
     monkeypatch.setattr(session.os, "killpg", lambda group, number: None)

@@ -56,6 +56,7 @@ def test_missing_packages_are_named_with_a_command_that_works_today(capsys, monk
     assert "pip install '.[train]' in a checkout of vitfast" in said
 
 
+@pytest.mark.slow
 def test_folder_pretrain_finetune_eval(capsys, tmp_path):
     data, tuned = make_folder(tmp_path / "data"), tmp_path / "b"
     command = ("pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "a")
@@ -74,6 +75,7 @@ def test_folder_pretrain_finetune_eval(capsys, tmp_path):
     assert code == 2 and "3 classes" in err and "10" in err
 
 
+@pytest.mark.slow
 def test_a_streamed_data_set_has_the_length_of_its_card(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = make_folder(tmp_path / "data", splits=("train", "validation"), classes=("a", "b"))

@@ -136,6 +136,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_mean_nothing_are_one_line(name, tmp_path, capsys):
     model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
@@ -166,6 +167,7 @@ SHORT = dict(recipe="digits", data="digits", steps=1, batch_size=4, device="cpu"
 RUN_FIELDS = sorted(set(FIELDS) - {"steps", "epochs", "output", "device"})
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(FIELDS), VALUES)
 def test_a_field_takes_a_value_or_names_itself(name, value):

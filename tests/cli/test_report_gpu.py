@@ -63,6 +63,7 @@ def test_in_a_checkout_the_archive_names_the_commit_and_that_files_differ(script
         (script.parents[2] / "pytest.ini").write_text("[pytest]\n")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_script_and_leaves_nothing_running(number, script, tmp_path, capfd):
     ends = 'mkdir "$2"; trap "touch $2/ended; exit 130" TERM'

@@ -96,6 +96,7 @@ class Stream(list):
     set_loader_cfg = set_epoch = lambda self, *args, **kwargs: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label, said", [(2.7, "class 2.7"), (None, "class None"), (2, "class 2;"), ("x", "class 'x'")])
 def test_a_label_of_a_stream_that_is_no_class_is_one_error(label, said):
     grey = Image.new("L", (8, 8))
@@ -202,6 +203,7 @@ def test_images_decoded_on_the_device_are_those_of_the_host(photos):
     assert (sides[0][0][0].float() - sides[0][1][0].float()).abs().mean() > 5  # other crops would show
 
 
+@pytest.mark.slow
 def test_a_broken_jpeg_is_replaced_by_the_next_of_its_batch(photos, tmp_path):
     """Cut off: known before, as GPU decoders fill up what is missing. With an end: only decoding finds out."""
     path = shutil.copytree(photos, tmp_path / "data") / "train" / "a" / "3.jpg"

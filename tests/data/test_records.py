@@ -146,6 +146,7 @@ def test_parquet_files_hold_bytes_structs_or_paths(tmp_path):
         listed(tmp_path / "d.parquet")
 
 
+@pytest.mark.slow
 def test_a_row_group_is_let_go_with_its_last_image(tmp_path):
     """So a job holds the images that it reads, not the file."""
     import gc

@@ -46,12 +46,14 @@ def check(cases: list[tuple], name: str) -> None:
         assert got.is_contiguous() and torch.equal(got, by_pillow(*case, name)), (case[0].shape, *case[1:])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILTERS)
 def test_bytes_are_those_of_pillow(name, count):
     check(draw(list(FILTERS).index(name), count), name)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("count, most", [(8, 40), pytest.param(334, 150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FILTERS)
 def test_kernels_give_the_bytes_of_pillow(name, count, most):
@@ -97,6 +99,7 @@ def digest(results) -> str:
     return hashlib.sha256(b"".join(image.contiguous().numpy().tobytes() for image in results)).hexdigest()[:16]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FILTERS)
 def test_both_orders_give_the_stored_bytes(name):
     """One order is the installed Pillow's; the other is held to what that other Pillow gave."""
@@ -123,6 +126,7 @@ def test_what_is_cropped_is_a_part_of_the_whole():
                 assert torch.equal(got, whole[:, top : top + height, left : left + width])
 
 
+@pytest.mark.slow
 def test_images_of_any_strides_and_what_is_given_back():
     """One image gives one, a list a list; nothing shares memory with what came in, or is changed."""
     whole = tensor(noise(40, 60))
@@ -141,6 +145,7 @@ def test_images_of_any_strides_and_what_is_given_back():
                 assert resize(whole, (3, 3)).device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_several_images_share_a_launch():
     images, counts = [tensor(noise(*size[:2])) for size in SIZES[-4:]], []
     for pillow in PILLOWS:

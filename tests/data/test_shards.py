@@ -44,6 +44,7 @@ def test_local_shards_are_read_by_index(tmp_path):
     assert sorted(few.train.labels) == [0, 0, 1, 1, 2, 2] and sorted(few.val.labels) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
     contents = files(8)
     contents[3] = contents[3][:150]
@@ -60,6 +61,7 @@ def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
     assert len(seen[1][1]) == 1 and f"{root}/val-1.tar, s/003.png is a broken image" in seen[1][1][0]
 
 
+@pytest.mark.slow
 def test_an_epoch_of_a_stream_has_as_many_images_for_any_number_of_ranks_and_workers(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -137,6 +137,7 @@ def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(array).permute(2, 0, 1) for array in arrays]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [32, (24, 40), (57, 33)], ids=str)
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
 def test_pixels_are_those_of_timm(mode, size):

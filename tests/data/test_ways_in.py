@@ -247,6 +247,7 @@ def ways(tmp_path_factory):
     return root, found
 
 
+@pytest.mark.slow
 def test_every_content_has_the_same_pixels_by_every_way_in(ways):
     truth, wrong = numbered(contents()), []
     for way, found in ways[1].items():
@@ -263,6 +264,7 @@ def test_every_content_has_the_same_pixels_by_every_way_in(ways):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_every_way_in_leaves_images_as_they_are_stored_where_asked(ways):
     for way, found in by_sources(ways[0], exif_orientation=False).items():
         (read,) = (read for name, read in found.items() if str(name).endswith("turned 6.png"))

@@ -108,6 +108,7 @@ def execute(block: Block, file: Path, names: dict) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.long if p in SLOW else ()) for p in PYTHON])
 def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkeypatch, capsys, _no_downloads):
     monkeypatch.chdir(tmp_path)
@@ -165,6 +166,7 @@ def test_every_block_compiles_and_finds_what_it_imports():
             exec(compile(tree, str(block), "exec"), {})
 
 
+@pytest.mark.slow
 def test_commands_are_ones_that_their_program_takes(capsys):
     for block, command in COMMANDS:
         found = words(command)

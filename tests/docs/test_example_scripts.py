@@ -44,6 +44,7 @@ def test_the_table_has_every_example():
     assert "examples/README.md:table" in (ROOT / "docs/index.md").read_text()
 
 
+@pytest.mark.slow
 def test_train_from_scratch(tmp_path, capsys):
     data = folder(tmp_path / "data", size=40)
     flags = ["--data", str(data), "--output", str(tmp_path / "run"), "--epochs", "1"]
@@ -56,6 +57,7 @@ def test_train_from_scratch(tmp_path, capsys):
     assert module.main(flags) == summary  # the same command does not train it again
 
 
+@pytest.mark.slow
 def test_fine_tune(tmp_path, weights, capsys):
     data = coloured(tmp_path / "data")
     options = "--epochs 6 --batch-size 16 --lr 2e-3".split()

@@ -26,6 +26,7 @@ def rows_of(text: str) -> list[list[str]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(FEW, NAMES))
 def test_an_encoder_has_the_row_of_the_page(name):
     encoder = NAMES[name]
@@ -33,6 +34,7 @@ def test_an_encoder_has_the_row_of_the_page(name):
     assert [encoder.library, *row(encoder)] in rows_of(PAGE.read_text())
 
 
+@pytest.mark.slow
 def test_the_page_has_every_encoder_and_the_share_of_blocks():
     rows = rows_of(PAGE.read_text())
     libraries = list(dict.fromkeys(encoder.library for encoder in ENCODERS))

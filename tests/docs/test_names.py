@@ -114,6 +114,7 @@ def variables() -> set[str]:
     return {name for source in read for name in re.findall(r"(?:[\"']|\$\{?)(VITFAST_[A-Z_]+)", source)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gone", [gone_names, gone_files, gone_commands])
 def test_nothing_that_is_named_is_gone(gone):
     wrong = {name: sorted(gone(text)) for name, text in texts().items()}

@@ -32,6 +32,7 @@ def rows(page: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_name_beside_a_flag_of_timm_is_one_that_pretrain_takes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("lr: 0.5\n")
@@ -98,6 +99,7 @@ def test_the_warning_of_the_requirements_is_the_one_that_comes():
     assert f"vitfast attention: {unsupported_reason(20, 1.0)}; plain PyTorch runs in its place" in text
 
 
+@pytest.mark.slow
 def test_the_messages_of_the_troubleshooting_page_are_the_codes():
     """Each part of a message that does not change is in one string of the source."""
     strings = set()

@@ -57,6 +57,7 @@ def imagenet(tmp_path_factory):
     return root / "w", root / "data", labels, np.mean([guess == k for _, guess, k in found[12:]])
 
 
+@pytest.mark.slow
 def test_real_labels_leave_out_what_has_none_or_cannot_be_read(imagenet, capsys, tmp_path):
     weights, data, labels, accuracy = imagenet
     (tmp_path / "real.json").write_text(json.dumps(labels))
@@ -107,6 +108,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("content, says", OTHERS)
 def test_real_labels_of_something_else_are_refused(imagenet, capsys, tmp_path, content, says):
     weights, data, labels, _ = imagenet

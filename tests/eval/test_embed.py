@@ -300,6 +300,7 @@ def test_damage_is_one_line(source, capsys):
     refuses(capsys, "is a file; give a folder", *given)
 
 
+@pytest.mark.slow
 def test_a_rank_that_did_not_start_again_leaves_no_vectors_of_other_weights(source, capsys):
     tiny(5, seed=1).save_pretrained(source / "w")
     first = Child(command_line, arguments(source, "out", "--resume", "never"), RANK="0", WORLD_SIZE="2")
@@ -312,6 +313,7 @@ def test_a_rank_that_did_not_start_again_leaves_no_vectors_of_other_weights(sour
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_half_shard(source, capsys):
     """At the manifest, and then at a shard's second file."""
     child = Child(limited, [600, 1000], *[arguments(source, "new")] * 2)
@@ -350,6 +352,7 @@ def test_a_terminal_shows_the_speed_and_the_share_of_the_time_that_waits(source,
     assert code == 0 and re.search(r"24image \[00:0\d, +[\d.]+image/s, \d+% waiting\]", err), err
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_one_output(source, capsys):
     first = Child(_slowed, arguments(source, "new"), 0.5)
     while not (source / "new" / "rank-0.lock").exists():

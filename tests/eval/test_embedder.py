@@ -33,6 +33,7 @@ def as_timm_does(model, images) -> torch.Tensor:
         return model.forward_head(model.forward_features(torch.stack([transform(i) for i in images])), pre_logits=True)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode, share, kind", [("center", 0.8, "bilinear"), ("squash", 1.0, "lanczos"), (None,) * 3])
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_weights_give_the_vectors_that_timm_computes(tmp_path, mode, share, kind, pool):
@@ -87,6 +88,7 @@ def test_a_pool_of_the_callers_is_that_of_timm(tmp_path, pool):
     torch.testing.assert_close(unit, truth / truth.norm(dim=1, keepdim=True), **CLOSE)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", processors())
 @pytest.mark.parametrize("accelerated", first(1, [False, True]))
 def test_models_of_transformers_see_what_their_processor_gives(name, accelerated, tmp_path):
@@ -194,6 +196,7 @@ def test_images_decoded_on_the_device_are_those_of_torchvision(sizes, monkeypatc
     assert [index for index, _ in found.skipped] == [5, 6] and "truncated" in found.skipped[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one size", "native", "siglip2"])
 @pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.bfloat16]))
 def test_with_batch_invariance_a_vector_is_the_same_alone_and_in_any_batch(kind, dtype):

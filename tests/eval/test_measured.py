@@ -48,6 +48,7 @@ def evaluate(own, capsys, caplog):
     return found
 
 
+@pytest.mark.slow
 def test_the_data_of_the_weights_own_run_is_measured_by_the_tenth_that_it_held_out(own, evaluate, tmp_path):
     data, weights = own
     tenth = f"measures the 2 images of {data} that training holds out; the run of these weights trained on the others; "

@@ -64,6 +64,7 @@ def probabilities(model: ViT, files: list[str], **options) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("mode", ["center", "squash", "border", None])
 @pytest.mark.parametrize("size", [32, (24, 40)], ids=str)
 def test_timms_functions_give_predicts_answers(mode, size, files, tmp_path):

@@ -127,6 +127,7 @@ def cut_weights(request, tmp_path):
     return tmp_path / "cut"
 
 
+@pytest.mark.quick(1)
 def test_the_cut_of_images_goes_into_every_format_and_comes_back(weights, cut_weights, wide, tmp_path):
     """transformers, which reads what was written, sees the same pixels; test_embedder.py asks timm."""
     from transformers import AutoImageProcessor
@@ -237,6 +238,7 @@ def test_processors_that_say_something_odd_are_a_note(tmp_path, wide, size, capl
     assert "how images are resized and cut is not taken over" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_order_of_another_pillow_is_said_once(tmp_path, capsys, caplog, monkeypatch):
     """A run writes the order in which its images were resized; who evaluates with the other is told."""
     train(digits(tmp_path / "run", steps=1, **QUICK))
@@ -254,6 +256,7 @@ def test_the_order_of_another_pillow_is_said_once(tmp_path, capsys, caplog, monk
             assert all(f"resized images as Pillow {INSTALLED} does" in text and remedy in text for text in said)
 
 
+@pytest.mark.slow
 def test_the_size_of_an_evaluation_is_set_in_either_way(tmp_path, capsys):
     weights, command = save_tiny(tmp_path / "w"), ("eval", "--data", "digits", "--device", "cpu", "--json")
 

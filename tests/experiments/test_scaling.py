@@ -15,6 +15,7 @@ from vitfast.experiments.scaling import scaling, training_flops
 from vitfast.train.recipes import resolve
 
 
+@pytest.mark.slow
 def test_scaling_counts_compute_as_the_paper_does(tmp_path):
     config = resolve("pretrain", dict(recipe="vit-l16/jft-14ep"))
     exaflops = training_flops(config, 1000) * 14 * 303e6 / 1e18

@@ -96,6 +96,7 @@ def test_a_rate_that_diverges_counts_as_0_and_the_sweep_goes_on(pretrained, tmp_
     assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["finished"]
 
 
+@pytest.mark.slow
 def test_where_every_rate_diverges_the_sweep_says_so(pretrained, tmp_path, capsys):
     command = (
         "finetune",
@@ -183,6 +184,7 @@ def test_what_the_run_after_a_sweep_cannot_replace_is_told_before_the_sweep(pret
     assert not told and not (tmp_path / "fine" / "sweep").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", first(1, [(signal.SIGTERM, 0), (signal.SIGINT, 130)]))
 def test_a_signal_at_the_end_of_a_run_starts_no_other_one(tmp_path, monkeypatch, capsys, number, code):
     def signalled(trainer, result):

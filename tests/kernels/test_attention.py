@@ -84,6 +84,7 @@ def by_flash(qkv, do, scale):
     return {"o": o.detach(), "dqkv": torch.autograd.grad(o, qkv, do)[0]}
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [30.0, 0.0, -1.0], ids=["peaked", "flat", "far below zero"])
 def test_peaked_and_flat_rows(size, dtype, each_path, dots_rounded_once):
@@ -99,6 +100,7 @@ def test_peaked_and_flat_rows(size, dtype, each_path, dots_rounded_once):
     compare(by_launchers(qkv, do, 1.0), by_flash(qkv, do, 1.0), truth, dtype)
 
 
+@pytest.mark.slow
 def test_what_keys_have_in_common_cancels_in_dq():
     """Keys share an offset of ten times their spread: dQ of one block of keys is far larger than dQ.
 
@@ -120,6 +122,7 @@ def test_what_keys_have_in_common_cancels_in_dq():
 # Few rows after the last whole block
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("N", [1, 16, 63, 64, 65, 80, 81, 197])
 def test_few_rows_after_the_last_whole_block(N, each_path):
     """Up to 16 of them take a block of 16, and the sums of the bias's gradient have theirs."""
@@ -144,6 +147,7 @@ def for_backward(qkv, as_one=True):
     return q, k, v, torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1]), q, 0.2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("N", [1, 16, 17, 64, 65, 80, 81, 128, 129, 145, 192, 197, 208])
 def test_a_resident_head_of_every_division_into_parts(N):
     with path("whole"):
@@ -189,11 +193,13 @@ def test_far_logits_give_no_nan_in_a_resident_head(far):
 # Where things lie in memory
 
 
+@pytest.mark.quick(1)
 def test_any_strides(each_path):
     for qkv, do in any_strides({}):
         check_attention(qkv, do)
 
 
+@pytest.mark.quick(1)
 def test_a_neighbours_nan_stays_there(each_path, N=69):
     """Tiles of 64 rows reach past an image of N: what lies there is the next one's."""
     qkv, do = random(3, N, 2, 64, torch.bfloat16)
@@ -245,6 +251,7 @@ def check_logits(qkv, do, tensors, **options):
     compare(ours, theirs, {name: t for name, t in truth.items() if name != "bias gradient"}, qkv.dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype, layout, N, D, prefix, lead, full",
     [
@@ -263,6 +270,7 @@ def test_rotary_tables_of_every_form(dtype, layout, N, D, prefix, lead, full):
     check_logits(*random(2, N, 2, D, dtype), acting(N, 2, D, prefix, lead, full), **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype, bias, N, lengths",
     [
@@ -291,6 +299,7 @@ def test_hidden_keys_may_hold_anything(tiled):
         torch.testing.assert_close(ours[name].double(), truth[name], **CLOSE)
 
 
+@pytest.mark.slow
 def test_minus_infinity_in_a_bias_hides_keys(tiled):
     """Whole blocks of keys, whole rows: those queries give zeros, and take none."""
     qkv, do = random(1, 130, 2, 16)
@@ -305,6 +314,7 @@ def test_minus_infinity_in_a_bias_hides_keys(tiled):
         torch.testing.assert_close(ours[name].double(), truth[name].nan_to_num(), **CLOSE)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_mask_of_least_numbers(dtype, tiled):
     """As libraries write masks: padding's queries see nothing, so they see all keys alike; and come to no account."""
@@ -318,6 +328,7 @@ def test_a_mask_of_least_numbers(dtype, tiled):
     torch.testing.assert_close(out.double(), alike, atol=ATOL[dtype], rtol=0)
 
 
+@pytest.mark.slow
 def test_strides_of_tables_and_bias(tiled):
     """cos and sin of unlike strides, a bias with its keys outside, a mask that is read where it lies."""
     (qkv, do), given = random(2, 21, 2, 16), acting(21, 2, 16, 1, (2,), True, ())
@@ -352,6 +363,7 @@ def test_providers_that_know_no_logits_stand_back():
 # Packed samples
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_the_others():
     """Bit for bit: the embedding of an image may not change with its batch."""
     q, k, v = (torch.randn(sum(PACKED_SIZES), 2, 32) for _ in range(3))

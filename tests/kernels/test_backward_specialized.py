@@ -220,6 +220,7 @@ def launched(qkv, do, o, lse, dqkv, totals):
     specialized.launch_specialized(common, inputs, (dqkv[:, :, 0], dqkv[:, :, 0].stride()[:3]), totals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N", [193, 197, 207])
 def test_in_any_order_of_events(N):
     for seed, dtype in enumerate((torch.bfloat16, torch.float16) * 3):
@@ -242,6 +243,7 @@ FAULTS = {  # what the source has, and in its place
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     with pytest.raises((AssertionError, TypeError)):
@@ -258,6 +260,7 @@ def test_on_a_gpu_the_same_bits_twice(N):
             assert torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_machine_code():
     registers, spills, hgmma, waits, touched, setmaxnreg, notes = json.loads(uninterpreted(__file__))
     assert registers <= 128 and spills <= (27 if triton.__version__ >= "3.9" else 0) and not touched and setmaxnreg

@@ -68,6 +68,7 @@ def stub(compiled_with_the_stub, afresh, monkeypatch):
     return found
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "channels-last"])
 @pytest.mark.parametrize("stream_dtype", [None, torch.float32], ids=["residual in 16 bit", "in fp32"])

@@ -134,6 +134,7 @@ def test_the_negative_tail_has_digits(on_a_grid, least, largest):
     assert relative < largest and relative < before
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_16_bits_are_as_exact_as_pytorchs(dtype, activation):
@@ -164,6 +165,7 @@ def test_16_bits_are_as_exact_as_pytorchs(dtype, activation):
             assert worst <= 1.1 * most + 1e-12, f"on [{low}, {high}]: {worst:.2e}, PyTorch's {most:.2e}"
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("mean, deviation", [(0.0, 1.0), (-1.0, 1.5)])

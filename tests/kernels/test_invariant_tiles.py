@@ -45,6 +45,7 @@ def differing(name: str, sm: int, dtype: torch.dtype, sizes=SIZES) -> list:
     return [size for size, other in zip(sizes[1:], others) if other != first]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sm", tiles.GENERATIONS)
 def test_the_number_of_rows_chooses_nothing(sm):
     dtypes = (torch.bfloat16, torch.float32) if sm == 80 else (torch.bfloat16,)  # fp32 has few rules

@@ -39,6 +39,7 @@ def test_rows_with_a_large_mean(dtype):
     assert (y.double() - truth).abs().max() < (2e-3 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("width", [20, 1280, 1664, 5000, 8192])
 def test_widths_of_every_class_of_tiles(width, dtype=torch.bfloat16):
     """Beyond the grid's, with every gradient; an uneven number of rows."""

@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(6)
 @interpreted
 @pytest.mark.parametrize("by", ["triton", "cublas"])
 @pytest.mark.parametrize("case", CASES)
@@ -152,6 +153,7 @@ def test_bytes_are_centred_exactly(device):
         assert torch.equal(out.double(), pixels.double() - 128)
 
 
+@pytest.mark.slow
 @interpreted
 def test_rows_of_a_weight_have_any_size():
     """A power of two times a row of a bf16 weight gives as many times its tokens, though fp16 multiplies raw pixels."""

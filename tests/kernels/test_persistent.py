@@ -41,6 +41,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, roundings: float = 1, atol: 
 
 
 # k of one, two and five steps: fewer than those that what is read early is ahead, and more
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k, pieces, ahead", [(24, 1, 2), (40, 2, 2), (136, 4, 2), (136, 2, 0), (72, 2, 1)])
 def test_linear_and_residual(dtype, k, pieces, ahead):
@@ -67,6 +68,7 @@ def test_linear_and_residual(dtype, k, pieces, ahead):
         close(linear.input_grad(x, weight.T.contiguous(), stream), exact + stream.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_mlp_forward_and_backward(dtype, activation):

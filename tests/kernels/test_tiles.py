@@ -16,6 +16,7 @@ from vitfast.kernels.tiles import config
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@pytest.mark.slow
 def test_every_shape_class_has_configurations_that_a_launch_takes():
     """Those of one provider differ in their values alone, and no number is one that no kernel runs with."""
     names: dict[tuple[str, str], set[str]] = {}

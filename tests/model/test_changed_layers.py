@@ -98,6 +98,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick(16)
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("change, name", [(kind, name) for kind, (_, names) in CHANGES.items() for name in names])
 def test_what_is_put_into_a_layer_runs(twins, change, name):

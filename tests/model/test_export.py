@@ -105,6 +105,7 @@ def test_onnx_metadata_suffices_for_predicts_answers(raw, tmp_path):
             assert abs(row[names.index(found["label"])].item() - found["probability"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_torch_export_is_plain_pytorch_even_with_kernels_on(model, tmp_path):
     model.train()
     with ops.use_kernels("on"):
@@ -130,6 +131,7 @@ def test_aoti_package(model, tmp_path, device, monkeypatch):
         torch.testing.assert_close(compiled(x), model(x), **TOL)
 
 
+@pytest.mark.slow
 def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):
     def wrong(program, path):
         run = exporting._torch(program, path)
@@ -141,6 +143,7 @@ def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys, monkeypatch):
     (tmp_path / "there.onnx").write_text("old")
     for name, form, message in (
@@ -160,6 +163,7 @@ def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys,
     assert [p.name for p in tmp_path.iterdir()] == ["there.onnx"] and (tmp_path / "there.onnx").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_without_onnxruntime_nothing_is_claimed(weights, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     written = SimpleNamespace(model=SimpleNamespace(metadata_props={}), save=lambda path: Path(path).write_text("onnx"))

@@ -49,6 +49,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_papers_parameters(name):
     parameters, peer = PRESETS[name]

@@ -95,6 +95,7 @@ def pair(family: str):
     return original.eval(), model.eval()
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_timms(family):
     original, model = pair(family)

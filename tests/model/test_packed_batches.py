@@ -67,6 +67,7 @@ def close(actual, truth, tolerance=1e-5, least=1.0):
     assert actual.shape == truth.shape and (actual - truth).abs().max().item() <= limit
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(
     "kind, how",
     [

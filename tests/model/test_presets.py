@@ -39,6 +39,7 @@ def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", TIMM)
 def test_parameters_are_timms(name):
     theirs, key_biases = TIMM[name]
@@ -75,6 +76,7 @@ def test_a_preset_is_timms_function(name, tmp_path):
     assert {key: found[key] for key in same.split()} == {key: wanted[key] for key in same.split()}
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", TIMM)
 def test_training_keeps_what_a_preset_says(name):
     """A recipe's positions, pooling and activation are for the paper's models."""

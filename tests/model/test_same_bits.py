@@ -70,6 +70,7 @@ def invariant():
         yield
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*FAST, *(pytest.param(*c, marks=pytest.mark.slow) for c in EVERY if c not in FAST)]
 )
@@ -92,6 +93,7 @@ def test_on_plain_pytorch_in_batches_of_2_to_64(invariant, kind, dtype, threads)
 on_kernels = pytest.mark.skipif(not INTERPRETED, reason="the interpreter's; the GPU has a test of its own")
 
 
+@pytest.mark.slow
 @on_kernels
 @pytest.mark.parametrize(
     ("kind", "dtype"), [FAST[0], *(pytest.param(*c, marks=pytest.mark.long) for c in EVERY if c != FAST[0])]

@@ -150,6 +150,7 @@ def test_compile_is_one_graph_and_recompiles_once():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_for_a_gpu_the_model_is_one_graph_of_operations_and_dynamo_warns_of_nothing(monkeypatch):
     """On fake tensors: Dynamo traces what it would on a GPU, which kernel can run there too."""
     monkeypatch.setattr(tiles, "_generation", functools.cache(lambda index: 90))  # a cache, as on a GPU

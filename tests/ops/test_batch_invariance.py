@@ -170,6 +170,7 @@ def differences(operation, x, batches) -> int:
     return found
 
 
+@pytest.mark.quick(57)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_of_pytorchs_gives_a_sample_its_bits(name, dtype):

@@ -175,6 +175,7 @@ def expected(mean, std):
     return F.conv2d((RAW.double() / 255 - mean) / std, KERNEL.double(), stride=4).flatten(2).mT
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_mean_and_std_in_any_clothes(mode):
     """Those of one channel each, and one for all; none are 0 and 1; positions of the prefix tokens too."""
@@ -191,6 +192,7 @@ def test_mean_and_std_in_any_clothes(mode):
         assert_close(out.double(), plain + positions, atol=1e-4)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_tensor_of_means_where_no_kernel_can_take_it():
     """Differentiated, or compiled, plain PyTorch runs; switched on, an error says why not."""

@@ -62,6 +62,7 @@ def described(t: Tensor) -> tuple:
     return t.shape, t.dtype, t.stride(), t.storage_offset()
 
 
+@pytest.mark.slow
 @interpreted
 @EACH
 def test_fakes_have_the_strides_of_results(layout):
@@ -103,6 +104,7 @@ QUICK = [("on", "aot_eager", "convolved"), ("off", "aot_eager", "convolved")]
 CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in MODES]
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("mode, backend, layout", CASES)
 def test_compiled_code_computes_the_same(mode, backend, layout):

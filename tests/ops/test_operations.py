@@ -81,6 +81,7 @@ def test_plain_pytorch_is_the_formula(name):
         close(results(off(name), given, trained), results(operation.formula, given, trained), 1e-10)
 
 
+@pytest.mark.quick(1)
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, FP16, torch.bfloat16], ids=str)
 def test_kernels_match_float64(name, dtype):
@@ -99,6 +100,7 @@ def test_kernels_match_float64(name, dtype):
     close(results(on(name), strided, OPERATIONS[name].trained), found)
 
 
+@pytest.mark.quick(1)
 @QUICK
 def test_each_argument_alone(name):
     """Left out, or the only one that is trained: the gradients of float64, and fewer launches for fewer of them."""
@@ -153,6 +155,7 @@ def test_frozen_arguments_cost_nothing(name, key):
 # What torch asks of an operation
 
 
+@pytest.mark.quick(1)
 @QUICK
 def test_opcheck(name):
     """Every custom operation that an operation calls, with all tensors trained, with some, and with none."""
@@ -223,6 +226,7 @@ KEPT_OF |= dict.fromkeys(("attention, apart", "attention_block"), ("bias",))
 KEPT_OF |= dict.fromkeys(("patch_embed", "patch_embed, packed"), ("images", "bias", "cls_token", "pos_embed"))
 
 
+@pytest.mark.quick(2)
 @EVERY
 @pytest.mark.parametrize("mode", ["on", "off"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
@@ -244,6 +248,7 @@ def test_autocast_casts_what_products_read(name, mode, dtype):
     assert all(o.dtype == dtype for o in found[:count]) and all(g.dtype == torch.float32 for g in found[count:])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name.split(",")[0] != "attention"])
 def test_outputs_may_be_changed_in_place(name):
     """As those of torch's modules may, but for attention's: none is a view, whose change autograd would refuse."""
@@ -283,6 +288,7 @@ def test_keeping_all_gives_the_same_bits(name):
         assert all(torch.equal(a, b) for a, b in zip(least, everything, strict=True))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_the_slope_may_be_kept_in_place_of_the_pre_activation(dtype, activation):
@@ -302,6 +308,7 @@ def test_the_slope_may_be_kept_in_place_of_the_pre_activation(dtype, activation)
     assert kept == {"slope"}
 
 
+@pytest.mark.quick(1)
 @FUSED
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_an_fp32_stream_over_16_bit_parameters(name, dtype):
@@ -315,6 +322,7 @@ def test_an_fp32_stream_over_16_bit_parameters(name, dtype):
     assert (found[0] - exact[0]).abs().max() < 20 * torch.finfo(dtype).eps
 
 
+@pytest.mark.quick(1)
 @FUSED
 def test_blocks_have_rms_norm(name, monkeypatch):
     """As the formula with RMSNorm in the place of LayerNorm; gated MLPs without their inner norm."""

@@ -144,6 +144,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.quick(96)
 @pytest.mark.parametrize("op, change, error, message", TABLE, ids=[f"{row[0]}-{row[3][:30]}" for row in TABLE])
 def test_what_means_nothing_is_refused(op, change, error, message, mode):
     with pytest.raises(error, match=f"^{op}: .*{message}"):

@@ -66,6 +66,7 @@ def tensors_for(name, dtype):
     return tuple(drawn[key].to(dtype) / 2 for key in OPERATIONS[name].trained)
 
 
+@pytest.mark.quick(45)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_plain_pytorch_takes_every_transform(name, transform):
@@ -84,6 +85,7 @@ def test_kernels_refuse_every_transform(name, transform):
         TRANSFORMS[transform](by_place(name, OPERATIONS[name].function), tensors_for(name, torch.float32))
 
 
+@pytest.mark.slow
 @interpreted
 def test_compiled_kernels_have_no_false_tangents():
     torch._dynamo.reset()
@@ -99,6 +101,7 @@ ADVICE = (
 )
 
 
+@pytest.mark.quick(3)
 @interpreted
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_advice_on_a_second_derivative_works(name):

@@ -82,6 +82,7 @@ def test_calls_entries_and_exits_act_as_those_of_set_grad_enabled(order):
     assert found == ["on" if on else "off" for on in expected]
 
 
+@pytest.mark.slow
 def test_many_calls_and_many_threads_keep_nothing():
     """torch 2.11 gives back a reference that it never took, when a thread ends: memory was freed that was in use."""
 
@@ -171,6 +172,7 @@ def test_compiled_code_follows_the_mode_without_end_of_compilations():
     assert len(graphs) == 3
 
 
+@pytest.mark.quick(1)
 @interpreted
 @pytest.mark.parametrize("outer", ["auto", "on"])
 def test_the_mode_is_chosen_in_compiled_code(outer):

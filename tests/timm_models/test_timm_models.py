@@ -50,6 +50,7 @@ def images(*size, batch=2, chans=3):
     return torch.randn(batch, chans, *(size or (32, 32)))
 
 
+@pytest.mark.slow
 def test_names_and_twins():
     """Every entry point has the configuration, keys and shapes of the timm model it is named after."""
     names = [n for n in vitfast.timm_models.__all__ if n.startswith("vit_")]

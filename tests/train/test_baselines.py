@@ -58,6 +58,7 @@ def google_names(model) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_baselines_take_raw_images_and_are_timms():
     with torch.device("meta"):
         for name, theirs in (("R50x1", "resnetv2_50x1_bit"), ("R152x2", "resnetv2_152x2_bit")):
@@ -125,6 +126,7 @@ def test_a_wrong_config_is_one_line(tmp_path, tiny_resnet, change):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_timm_reads_a_run_and_fine_tuning_starts_from_its_body_with_a_zero_head(tmp_path):
     train(digits(tmp_path / "pre", model="timm:test_resnet", steps=1, lr=1e-3, train_images=32))
     before = weights(tmp_path / "pre")

@@ -224,6 +224,7 @@ def refusals():
         yield "four", harm, before.format(said), {}
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("source, harm, said, fields", first(8 - len(DAMAGED), refusals()))
 def test_a_fault_is_one_line_and_nothing_is_touched(request, tmp_path, monkeypatch, capsys, source, harm, said, fields):
     root = shutil.copytree(request.getfixturevalue(source), tmp_path / source, dirs_exist_ok=True)
@@ -290,6 +291,7 @@ GOES_ON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm, said, fields", first(3, GOES_ON))
 def test_a_run_goes_on_bit_for_bit(four, six_steps, tmp_path, monkeypatch, capsys, caplog, harm, said, fields):
     caplog.set_level("INFO")

@@ -24,6 +24,7 @@ def say(caplog, config) -> str:
     return caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
     config = digits(tmp_path / "run", img_size=16, steps=6, batch_size=90, train_images=90, workers=0)
     said = say(caplog, config)
@@ -38,6 +39,7 @@ def test_a_run_says_what_it_does_before_its_first_step(tmp_path, caplog):
     assert said.index("This run") < said.index("validation accuracy") and "WARNING" not in said
 
 
+@pytest.mark.slow
 def test_it_says_what_is_special_about_a_run(tmp_path, caplog):
     options = dict(img_size=16, steps=1, batch_size=1, train_images=1, workers=0)
     said = say(caplog, digits(tmp_path / "one", **options))
@@ -65,6 +67,7 @@ def test_names_of_classes_are_short_and_in_one_line_and_the_first_rank_alone_say
     assert r"in 2 classes (new\nline, xxxxxxxxxxxxxxxxxx ... xxxxxxxxxxxxxxxxx). The run" in caplog.text
 
 
+@pytest.mark.slow
 def test_batches_larger_than_the_data_and_very_many_epochs_are_warned_of(tmp_path, caplog, monkeypatch):
     said = say(caplog, digits(tmp_path / "a", img_size=16, steps=2, batch_size=64, train_images=40, workers=0))
     assert "a step takes 64 images and the data has 40, so each step repeats images: set --batch-size, such" in said

@@ -32,6 +32,7 @@ def test_each_image_weighs_as_much():
         torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.reports
 def test_what_is_told_is_counted(tmp_path):
     summary = train(digits(tmp_path, **QUICK))
@@ -49,6 +50,7 @@ def test_what_is_told_is_counted(tmp_path):
     assert "padding not computed" in text and "{&#x27;16" not in text and "{'16" not in text
 
 
+@pytest.mark.slow
 def test_epochs_are_passes_over_the_data(tmp_path):
     config = digits(tmp_path, **QUICK | dict(steps=None, epochs=2, train_images=400))
     summary = train(config)
@@ -69,6 +71,7 @@ def test_digits_of_many_sizes_reach_the_demos_accuracy(tmp_path):
     assert sum(found) / 3 >= 0.9889 - 2 * 0.0055, found
 
 
+@pytest.mark.slow
 def test_finetuning_takes_sizes(tmp_path):
     """Weights of one size go on at many; the mode of drop path is the recipe's."""
     ViT.from_preset("Nano/8", img_size=32, num_classes=10).save_pretrained(tmp_path / "weights")

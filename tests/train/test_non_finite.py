@@ -40,6 +40,7 @@ def test_a_step_that_spoils_the_weights_is_not_saved(tmp_path, value, optimizer,
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     first(1, [dict(clip_norm=None), dict(optimizer="sgd", amp="bf16", ema_decay=0.9), dict(optimizer="lamb")]),
@@ -60,6 +61,7 @@ def test_a_step_is_skipped_where_the_recipe_says_so(tmp_path, caplog, monkeypatc
     assert losses[1] == "nan" and losses[:1] + losses[2:] == truth[:1] + truth[2:]
 
 
+@pytest.mark.slow
 def test_skipping_changes_nothing_where_all_is_finite_and_ends_where_nothing_is(tmp_path):
     for name in ("stop", "skip"):
         train(digits(tmp_path / name, steps=3, non_finite=name, **QUICK))
@@ -69,6 +71,7 @@ def test_skipping_changes_nothing_where_all_is_finite_and_ends_where_nothing_is(
         poisoned(digits(tmp_path / "skip", steps=60, non_finite="skip", **QUICK | dict(save_every=60)), every).fit()
 
 
+@pytest.mark.slow
 def test_the_scaler_of_fp16_goes_on_with_its_factor(tmp_path):
     fields = dict(amp="fp16", clip_norm=1.0, **QUICK)
     poisoned(digits(tmp_path, steps=2, **fields), {2}).fit()  # fp16 leaves such a step out itself
@@ -80,6 +83,7 @@ def test_the_scaler_of_fp16_goes_on_with_its_factor(tmp_path):
 # ---- the log
 
 
+@pytest.mark.slow
 def test_a_validation_loss_that_is_no_number_breaks_nothing(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     evaluate = trainer_module.evaluate
@@ -97,6 +101,7 @@ def test_a_validation_loss_that_is_no_number_breaks_nothing(tmp_path, monkeypatc
     assert [loss == "nan" for loss in records(tmp_path, "val", "loss")] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_metrics_csv_says(tmp_path, monkeypatch):
     """A resumed run too: the events of the steps that it takes again count once."""
     config = digits(tmp_path, steps=8, log_every=1, **QUICK | dict(save_every=4))

@@ -20,6 +20,7 @@ def filled(run) -> list[dict]:
     return [{name: value for name, value in row.items() if value is not None} for row in read_metrics(run)]
 
 
+@pytest.mark.slow
 def test_it_gets_the_rows_of_the_log_and_may_change_them(tmp_path, monkeypatch):
     """Also those after a resume; what it does to a row reaches no file, and the run is that without it."""
     rows = []
@@ -43,6 +44,7 @@ def test_it_gets_the_rows_of_the_log_and_may_change_them(tmp_path, monkeypatch):
     assert train(config, on_metrics=take) == summary and len(rows) == 5  # a finished run has no new rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_an_error_stops_the_run_in_the_first_row_of_a_split_alone(split, tmp_path, caplog):
     config, seen = digits(tmp_path, **FIELDS), []
@@ -65,6 +67,7 @@ def test_an_error_stops_the_run_in_the_first_row_of_a_split_alone(split, tmp_pat
     assert len(warned) == 1 and "no route to wandb.ai; the run goes on" in warned[0]
 
 
+@pytest.mark.slow
 def test_a_slow_one_is_named_and_its_seconds_are_not_those_of_training(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log, "SLOW_CALL", 0.15)
     train(digits(tmp_path, **FIELDS), on_metrics=lambda row: time.sleep(0.2))
@@ -74,6 +77,7 @@ def test_a_slow_one_is_named_and_its_seconds_are_not_those_of_training(tmp_path,
     assert seconds[-1] < 0.4  # two calls between these steps
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_it_did_not_get_comes_again_in_the_next_run(tmp_path):
     """Here the last one, which is after the last checkpoint: nothing else is left to do."""
     config, rows = digits(tmp_path, **FIELDS | dict(eval_every=6)), []

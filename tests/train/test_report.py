@@ -87,6 +87,7 @@ def said(tmp_path_factory):
     return read(Path(config.output))[0], config, (val.labels, found.tolist(), probabilities.tolist())
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_a_report_of_what_its_model_says(said):
     text, config, (truth, found, _) = said
     assert read(Path(config.output))[1] == [*PROGRESS, *ANSWERS, *INSIDE, *ENDS]
@@ -122,6 +123,7 @@ def test_wrong_images_are_all_there_the_most_confident_first(said):
     assert len(captions(text.partition("<details>")[0])) == module.OPEN
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(said):
     """The last evaluation is gone, and the model looks again; nothing else is written."""
     text, config, _ = said
@@ -173,6 +175,7 @@ def test_other_models_show_what_they_have(tmp_path, kind):
     assert ("±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]) == (kind != "masked")
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, monkeypatch, caplog):
     def broken(*_):
         raise ValueError("no such\ncolour")
@@ -287,6 +290,7 @@ def test_what_is_read_in_order_shows_wrong_images_of_its_beginning(monkeypatch):
     assert [caption.split("%")[1] for caption in captions(text)] == [", is 1", ", is 3"]
 
 
+@pytest.mark.slow
 def test_images_of_several_classes_have_their_own_numbers(tmp_path):
     """The names of classes and files are no markup."""
     rng, names = np.random.default_rng(0), ("a", "<b>", "c", "d")

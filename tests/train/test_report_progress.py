@@ -91,6 +91,7 @@ def test_reasons_are_settings_in_words(fields, wanted):
     assert progress.harder(config, open_data(config, (16, 16), (8, 8), None)) == wanted
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_marked_among_few_of_many(tmp_path, monkeypatch):
     accuracy, loss = np.full(400, 0.5), np.full(400, 1.0)
     accuracy[[123, 300]], loss[7] = 0.7, np.nan

@@ -31,6 +31,7 @@ def test_a_finished_run_resumed_elsewhere_is_evaluated_again(four_steps, tmp_pat
     assert same_runs(tmp_path / "new", four_steps) and records(tmp_path / "new", "val", "step") == ["4"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_whose_optimiser_has_no_state_for_a_parameter_without_gradients(tmp_path, monkeypatch):
     accumulate = TrainStep.accumulate
 
@@ -44,6 +45,7 @@ def test_a_run_goes_on_whose_optimiser_has_no_state_for_a_parameter_without_grad
         assert train(digits(tmp_path, steps=steps, **QUICK))["steps"] == steps
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("there", [True, False])
 def test_a_run_computes_its_steps_in_its_own_way_whatever_wrote_the_checkpoint(tmp_path, there):
     """SGD is fused, but not under FSDP2, which cannot shard that; the scaler of non_finite=skip asks which it is."""
@@ -133,6 +135,7 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_up_for(tmp_path, mon
     assert same_runs(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_evaluated_is_not_evaluated_again(four_steps, tmp_path, monkeypatch):
     run = shutil.copytree(four_steps, tmp_path / "run")
     evaluated, evaluate = [], trainer_module.evaluate
@@ -157,6 +160,7 @@ def best(run: Path) -> dict:
     return load_file(run / "best" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_on_held_out_images_and_starts_again_with_the_run(tmp_path):
     config = stopping(tmp_path / "run", steps=8, lr=0.01, early_stop=9)
     summary = train(config)
@@ -255,6 +259,7 @@ def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tm
         assert content(run) == before
 
 
+@pytest.mark.slow
 def test_the_best_of_a_run_whose_best_is_gone_is_one_that_is_kept(scripted, tmp_path):
     """An earlier vitfast kept a best/ only with early_stop."""
     run = tmp_path / "run"

@@ -76,6 +76,7 @@ def test_a_run_goes_on_with_the_same_data_elsewhere(tmp_path, monkeypatch, caplo
         train(config(tmp_path / "run", tmp_path / "photos", 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", first(1, ["train", "val"]))
 def test_a_file_that_was_replaced_by_one_of_equal_size_is_told(split, tmp_path):
     photos, run = make(tmp_path / "photos"), tmp_path / "run"
@@ -94,6 +95,7 @@ def test_a_file_that_was_replaced_by_one_of_equal_size_is_told(split, tmp_path):
     assert train(config(run, photos, 4))["steps"] == 4
 
 
+@pytest.mark.slow
 def test_what_is_hashed_late_is_recorded_later(tmp_path, monkeypatch):
     """A run does not wait for more images than can be read in WAIT seconds; what is not known is not compared."""
     photos, run = make(tmp_path / "photos"), tmp_path / "run"
@@ -201,6 +203,7 @@ def _shards(root: Path, numbers: list[int], _) -> dict:
 WAYS = [_torch_arrays, _shards, _torch_files, _hugging_face_files, _hugging_face_table]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("build", first(2, WAYS))
 def test_data_of_a_library_is_known_by_its_images(build, tmp_path, monkeypatch):
     """A copy elsewhere is the same; one in which an image was replaced by one of equal size is not."""
@@ -215,6 +218,7 @@ def test_data_of_a_library_is_known_by_its_images(build, tmp_path, monkeypatch):
         train(digits(**fields, steps=4, **other))
 
 
+@pytest.mark.slow
 def test_shards_of_other_sizes_are_other_data_where_the_order_goes_by_them(tmp_path, monkeypatch):
     """Above WINDOW images, which are then read file by file."""
     numbers = [0, 200, 10, 210, 20, 220, 30, 230]

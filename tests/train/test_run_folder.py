@@ -33,6 +33,7 @@ HERE = socket.gethostname()
 # ---- what vitfast did not write
 
 
+@pytest.mark.slow
 def test_nothing_of_somebody_else_is_removed(tmp_path):
     theirs = {
         "checkpoints/best.pt": b"mine",
@@ -300,6 +301,7 @@ def die(work: Path, killed_at: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     template, work, points = tmp_path / "template", tmp_path / "work", 0
     for step in (1, 2):

@@ -24,6 +24,7 @@ from vitfast.train.trainer import Trainer, TrainingError, train
 SMALL = dict(img_size=16, batch_size=16)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_promises(tmp_path):
     config = digits(tmp_path, steps=6, log_every=2, eval_every=100, ema_decay=0.9, **SMALL)
     summary = train(config)
@@ -82,6 +83,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch,
     assert steps == ["2", "4", "6", "7"]  # rows after the checkpoint were dropped before they were written again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", first(1, [True, False]))
 def test_the_average_is_that_of_its_equation_across_a_resume(tmp_path, monkeypatch, warmup):
     """Float64: decay 0 at step 1, then min(d, 1 - n^(-2/3)) at step n, or d."""

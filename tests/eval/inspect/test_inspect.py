@@ -184,6 +184,7 @@ def run(capsys, *args) -> tuple[int, str]:
     return code, out.out + out.err
 
 
+@pytest.mark.slow
 def test_command_writes_figures_numbers_and_a_page(capsys, caplog, weights, pictures, tmp_path):
     output = tmp_path / "new" / "look"
     flags = ("--weights", weights, "--data", pictures, "--output", output, "--img-size", 16, 24)
@@ -223,6 +224,7 @@ def test_command_writes_figures_numbers_and_a_page(capsys, caplog, weights, pict
     np.testing.assert_allclose(arrays["rollout"][0], measures.attention_rollout(model, same)[0], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_command_without_positions_on_digits(capsys, tmp_path):
     torch.manual_seed(0)
     output = tmp_path / "out"
@@ -296,6 +298,7 @@ def test_galleries_and_tables_escape_what_they_are_given():
         assert text.count("&lt;b&gt;") >= 2 and text.count("&amp;") >= 2 and "<b>" not in text
 
 
+@pytest.mark.slow
 def test_curves_leave_gaps_where_a_number_is_none():
     values = [2.0, float("nan"), 1.5, float("inf"), 1.0, None]
     records = [dict(epoch=i, split="train", loss=v, accuracy=None, lr=0.1) for i, v in enumerate(values)]

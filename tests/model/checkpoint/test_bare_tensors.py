@@ -32,6 +32,7 @@ def said(caplog):
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("grid", [(2, 4), (3, 5), (4, 6), (4, 4), (4, 5), (1, 3), (2, 8), (3, 4), (7, 8)], ids=str)
 @pytest.mark.parametrize("extra", TABLES, ids=lambda extra: ",".join(extra))
 def test_the_callers_size_is_that_of_the_table(tmp_path, grid, extra):

@@ -258,6 +258,7 @@ def silent(request):
         yield "http://nowhere.invalid" if request.param == "has no address" else address, why
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_the_hub_answers_is_said(name, tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -268,6 +269,7 @@ def test_what_the_hub_answers_is_said(name, tmp_path, monkeypatch):
         server.shutdown()
 
 
+@pytest.mark.quick(1)
 def test_a_silent_hub_is_said_of_weights_and_what_is_cached_is_used(silent, tmp_path, monkeypatch):
     address, why = silent
     said = f"hf-hub:o/name: no model.safetensors or .* in the hub's cache, and {address} gives no answer .{why}.; check"
@@ -291,6 +293,7 @@ def test_a_silent_hub_is_said_of_data_once(silent, tmp_path, monkeypatch, caplog
     assert not [each for each in caplog.records if each.name == "vitfast"]
 
 
+@pytest.mark.quick(1)
 def test_torchvision_without_its_server_is_one_line(silent, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("torchvision.datasets.CIFAR10.url", f"{silent[0]}/a.tar.gz")
     monkeypatch.setattr("vitfast.data.datasets.PATIENCE", 0.5)

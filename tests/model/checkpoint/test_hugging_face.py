@@ -97,6 +97,7 @@ def back(model, truth, out):
         assert names.keys() == theirs.keys() and all(torch.equal(names[key], theirs[key]) for key in names)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("layout", first(1, ["every field", "in memory", "bare"]))
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_is_transformers_model(tmp_path, name, layout):
@@ -132,6 +133,7 @@ def test_every_layout_is_transformers_model(tmp_path, name, layout):
 GATED = dict(use_gated_mlp=True, hidden_act="silu")
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "name, changes",
     [

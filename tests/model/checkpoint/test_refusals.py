@@ -331,6 +331,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.quick(34)
 @pytest.mark.parametrize("make, says", REFUSED, ids=[f"{i}-{says[:24]}" for i, (_, says) in enumerate(REFUSED)])
 def test_refused(tmp_path, root, make, says):
     source, calls, known = make(root, tmp_path)

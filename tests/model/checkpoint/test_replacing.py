@@ -68,6 +68,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("target, form, says", TARGETS, ids=lambda value: repr(value)[:25])
 def test_targets_where_nothing_can_be(tmp_path, monkeypatch, capsys, target, form, says):
     """Of conversions, and of saves where a folder is wanted; whatever is there stays as it was."""
@@ -115,6 +116,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("make, asked, flags", ASKED, ids=[flags for *_, flags in ASKED])
 def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog, make, asked, flags):
     """What errors and log ask for, of bare files: on the command line as from Python."""

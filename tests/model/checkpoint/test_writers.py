@@ -33,6 +33,7 @@ def run(capsys, *args):
 # ---- the other libraries load it
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -63,6 +64,7 @@ def test_timm_loads_the_folder(tmp_path, changes):
 # ---- round trips on the command line
 
 
+@pytest.mark.slow
 def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
     """Google's file through all formats and back.
 
@@ -152,6 +154,7 @@ LACKS = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("what", LACKS)
 def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, what):
     """Another library would read another function; all formats that do not refuse it return its bits."""

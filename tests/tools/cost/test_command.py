@@ -51,6 +51,7 @@ def test_recipes_and_presets_give_model_and_length(capsys):
         assert as_json(capsys, "--model", name)["params"] == wanted
 
 
+@pytest.mark.slow
 def test_a_resnets_recipe_has_no_times(capsys):
     """Parameters as timm has them, FLOPs, fixed memory; and no time, for which there is no basis."""
     found = as_json(capsys, "--recipe", "bit-r50x1/jft-7ep")
@@ -141,6 +142,7 @@ def test_bad_input_is_one_line(capsys, tmp_path, args, told):
     assert code == 2 and told in err and err.count("\n") == 1 and not out, err
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [dict(qk_norm=True), dict(scale_mlp_norm=True), dict(pos_embed="relative")])
 def test_what_is_not_counted_is_refused(options):
     with pytest.raises(InputError, match="not counted"):

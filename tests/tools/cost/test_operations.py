@@ -21,6 +21,7 @@ from vitfast.tools.cost.training import EFFICIENCY, estimate, estimate_baseline
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -68,6 +69,7 @@ def test_flops_are_the_papers(name, epochs, published):
     assert 3 * flops_per_image(on_meta(name)) * 303e6 * epochs == pytest.approx(published * 1e18, rel=0.025)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name, epochs, published", [("R50x1", 7, 50), ("R50x2", 7, 199), ("R152x2", 14, 1126)])
 def test_flops_of_resnets_are_the_papers(name, epochs, published):
     with torch.device("meta"):

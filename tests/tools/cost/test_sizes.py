@@ -34,6 +34,7 @@ def check(model: ViT) -> None:
     assert state_bytes(config) == state_bytes(model)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", [name for name, shape in PRESETS.items() if "backbone" not in shape])
 def test_sizes_of_presets(name):
     check(on_meta(name))
@@ -44,6 +45,7 @@ def test_sizes_of_options(options):
     check(ViT(**TINY | options, weight_init="skip"))
 
 
+@pytest.mark.slow
 def test_arguments_cost_what_the_model_does():
     """A hybrid's arguments too, whose ResNet timm makes."""
     for name in ("B/16", "SigLIP2-So400m/14", "R50+B/16"):

@@ -26,6 +26,7 @@ def compiled_ahead(folder: Path, gpu: str, *models: str) -> dict:
     return json.loads(uninterpreted(script, folder, gpu, *models, CUDA_VISIBLE_DEVICES="").splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_model_compiles_nothing_after_its_kernels_were_packed(tmp_path):
     """An inference of a small model, on a stub GPU whose compiler raises, as it does for another dtype."""
     found = compiled_ahead(tmp_path, "sm_80")["found"]

@@ -77,6 +77,7 @@ def test_a_broken_gpu_and_an_interruption_keep_what_was_found(table, monkeypatch
     assert re.search(said, found.err) and "1 tiles faster than before, kept in" in found.out and len(table()) == 1
 
 
+@pytest.mark.slow
 def test_a_candidate_that_hangs_ends_the_command(table, monkeypatch, capsys):
     ended = threading.Event()
     monkeypatch.setattr(tune, "HANGS", -399.5)  # seconds past the time of the problem

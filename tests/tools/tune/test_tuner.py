@@ -15,6 +15,7 @@ from vitfast.tools.tune import tuner
 from vitfast.tools.verify.launcher import Launcher
 
 
+@pytest.mark.slow
 def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher():
     ops = [p.op for p in problems()]
     assert {*ops} == {*tune.OPERATIONS} - {"mlp_kept"}  # which is no launch

@@ -90,6 +90,7 @@ def check(cases) -> None:
 
 
 # `make test` runs fp32, and no variants ("attention, packed").
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.slow), FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("," in n)) for n in edges.names()])
 def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
@@ -120,6 +121,7 @@ def test_attention_at_every_head_size(head):
     check(edges.Case(name, sizes, dtype, "odd") for name in names for dtype in (BF16, FP32))
 
 
+@pytest.mark.slow
 def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
     """Without running it: every provider of the tables that runs here; descriptors where it is tma."""
     ran, kernels, described, layouts = set(), set(), set(), set()
@@ -153,6 +155,7 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
 # Planted bugs
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "mutant",
     [pytest.param(m, marks=pytest.mark.long if i % 10 else ()) for i, m in enumerate(MUTANTS)],
