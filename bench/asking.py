@@ -43,7 +43,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Command:
-    """What else a question runs: "bench" and "tests" pytest with these arguments, "doctor" `vitfast doctor`."""
+    """Another command of a question: pytest ("bench", "tests") with arguments, or "doctor"."""
 
     kind: str
     arguments: tuple[str, ...] = ()

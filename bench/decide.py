@@ -111,7 +111,7 @@ def following(known: dict[str, dict], tried: Iterable[str], left: float, only: l
 
 
 def announcement(question: Question, known: dict[str, dict]) -> str:
-    """What is asked, what is predicted, and how long it takes."""
+    """A line on what is asked, what is predicted, and how long it takes."""
     last = known.get(question.name, {})
     expected = f"{seconds(question, known)} s" + ("" if last or question.measured else " by estimate")
     return f"{question.asks} Predicted: {question.prediction.text} ({expected})"
@@ -162,7 +162,7 @@ def answer(folder: Path, step: dict, machine: str) -> dict:
 
 
 def read_result(folder: Path, step: dict) -> dict:
-    """What a step's files say: its JSON, its exit code, how its log ends, and whether a test ran."""
+    """The contents of a step's files: its JSON, exit code, end of the log, and whether a test ran."""
     log, path = (folder / f"{step['name']}.{kind}" for kind in ("log", "json"))
     text = log.read_text(errors="replace") if log.is_file() else ""
     last = next(filter(None, (line.strip(" =") for line in reversed(text.splitlines()))), "")

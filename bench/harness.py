@@ -165,7 +165,7 @@ class Timed:
         self.errors = self.errors | dict(error_after=found["error"]) if after else found
 
     def setup(self) -> tuple:
-        """What a case of pytest-benchmark starts from."""
+        """The beginning of a case of pytest-benchmark."""
         return self.prepare()
 
     def facts(self, seconds: float, **more) -> dict:

@@ -60,7 +60,7 @@ def quack_layer_norm() -> Callable:
 
 
 def quack_linear_gelu() -> Callable:
-    """gelu(x W^T + b) by one GEMM, forward alone: GELU's gradient is the epilogue of a product that is not in this."""
+    """gelu(x W^T + b) by one GEMM, forward alone: GELU's gradient needs another product."""
     gemm_act = imported("quack-kernels", "quack.gemm_interface", "gemm_act")
 
     def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

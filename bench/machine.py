@@ -226,7 +226,7 @@ def _measured_ceilings() -> dict[str, float]:
 
 
 def write_results(path: str | os.PathLike, benchmarks: list, failed: list, skipped: list, **more) -> None:
-    """Writes a file for result_files.py, whole or not at all: cases, and the machine with the ceilings of this run."""
+    """Writes a file for result_files.py, whole or not at all: cases, the machine and its ceilings."""
     content = dict(datetime=datetime.datetime.now(datetime.timezone.utc).isoformat())
     content |= dict(machine_info=dict(vitfast=description()), benchmarks=benchmarks, failed=failed, skipped=skipped)
     write_text(path, json.dumps(content | more, indent=1, default=str) + "\n")

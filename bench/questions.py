@@ -48,18 +48,18 @@ PROFILE = ("README and the backend's page have it", "a profile says what is more
 def rivals(
     name: str, asks: str, what: str, names: tuple[str, ...], prediction: Prediction, follows, **more
 ) -> Question:
-    """Rivals at B/16's main shape, if no other is given; their files are those of the operation or of the models."""
+    """Rivals at B/16's main shape, if no other is given; their files are the operation's or the models'."""
     ours = ADAPTERS if any(library in name for library in (BACKEND, ACCELERATED) for name in names) else OURS
     files, shape = FILES.get(what.rpartition(" ")[0], ours), more.pop("shape", B16)
     return Question(name, asks, Rivals(what, shape, names), prediction, follows, files=files, **more)
 
 
 def variant(name: str, asks: str, what: str, others: str, says: str, least: float, follows, worth: float) -> Question:
-    """Whether what ships is so many times as fast as others: "OPERATION=PROVIDER", with commas between them.
+    """Whether what ships is so many times as fast as others.
 
-    A candidate in place of these, "candidate OPERATION=PROVIDER", should be so many times as fast as what ships.
-    Instructions were counted, not timed (`tests/codegen.csv`): at the power limit each costs time, so fewer should be
-    faster. The loser leaves.
+    These are "OPERATION=PROVIDER", with commas between them. A candidate in place of these, "candidate
+    OPERATION=PROVIDER", should be so many times as fast as what ships. Instructions were counted, not timed
+    (`tests/codegen.csv`): at the power limit each costs time, so fewer should be faster. The loser leaves.
     """
     ours = BF16 if what == "train" else "vitfast"
     names = (ours, *(f"{ours} | {other}" for other in others.removeprefix("candidate ").split(", ")))
@@ -80,7 +80,7 @@ def backend(what: str, precision: str, rival: str, says: str, least: float, wort
 
 
 def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, worth: float = 0.0) -> Question:
-    """A model's training step where ours and timm's run as CUDA graphs: in amp where ours is `accelerate`."""
+    """A model's training step as CUDA graphs, ours and timm's: in amp where ours is `accelerate`."""
     precision, accelerate = ("amp", "accelerate ") if ours == ACCELERATED else ("bf16", "")
     names, figure = tuple(f"{each} reduce-overhead {precision}" for each in (ours, "timm")), f"{accelerate}{precision}"
     row = (STEP, f"{figure} by timm {precision}") if model == "B/16 224" else (OTHERS, f"{model} {figure}")

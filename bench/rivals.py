@@ -71,7 +71,7 @@ def free_memory() -> None:
 
 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
-    """A configuration by a provider for 16 bits on this GPU, another than the shipped one if there is one, or None."""
+    """A configuration of a provider for 16 bits on this GPU, if possible not the shipped one, or None."""
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if machine.GPU else "cpu")
     shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # and products
     shape = next((shape for word, shape in shapes.items() if op.startswith(word)), "768x3072")
@@ -149,7 +149,7 @@ class Rival:
             self.timed.judge(after=True)
 
     def summary(self) -> dict:
-        """What the question reads: milliseconds a call and a turn, power and clock, and the errors."""
+        """The numbers that the question reads: milliseconds a call and a turn, power and clock, and the errors."""
         calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
         for name, key in SAMPLED.items():
@@ -159,7 +159,7 @@ class Rival:
         return found | self.timed.errors
 
     def entry(self) -> dict:
-        """What the tables read."""
+        """The numbers that the tables read."""
         calls = sum(self.turns, [])
         median, (low, _, high) = statistics.median(calls), statistics.quantiles(calls, n=4)
         stats = dict(median=median, iqr=high - low, rounds=len(calls))

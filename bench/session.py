@@ -166,7 +166,7 @@ class Session:
         return self.device_errors > 1
 
     def benchmarks(self) -> None:
-        """Every benchmark, each in a process of its own: an illegal access in one kernel spoils that one alone."""
+        """Every benchmark in a process of its own, since an illegal access in one kernel spoils its process."""
         self.step("collect", 600, [PYTHON, "-m", "pytest", "bench", "--collect-only", "-q", "-p", "no:warnings"])
         found = re.findall(r"^(bench/bench_\w+\.py::test_(\w+))\[", (self.out / "collect.log").read_text(), re.M)
         for test, name in dict.fromkeys(found):

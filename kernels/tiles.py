@@ -169,7 +169,7 @@ def _configs(op: str, shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 
 def shipped(op: str, x: torch.Tensor, shape: str, providers: tuple[str, ...] = ()) -> KernelConfig:
-    """The best configuration of an operation, by one of `providers` if there are any, whatever the user has."""
+    """The best configuration, by one of `providers` if any are given, whatever the user's table says."""
     known = _configs(op, shape, _bits(x), generation(x.device))
     return next(config for config in known if not providers or config.provider in providers)
 

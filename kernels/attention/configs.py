@@ -1,4 +1,4 @@
-"""Launch configurations of attention: (warps, stages, BLOCK_M, BLOCK_N) unless other numbers are named.
+"""Launch configurations of attention, as (warps, stages, BLOCK_M, BLOCK_N) where nothing is named.
 
 Each is, of a few tried from large to small, the first that compiled without spills and with every product on the tensor
 cores: in Triton 3.9 for every case in tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. Only those were

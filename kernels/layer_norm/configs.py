@@ -15,11 +15,11 @@ def layer_norm_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 
 def layer_norm_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """Two warps share 768 or 1024 numbers of a row, so that the sums of three columns leave room for PER_SM programs.
+    """Programs of several rows, whose sums of three columns leave room for PER_SM programs.
 
-    Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6 bytes * PER_SM = 81, 108 and 90 KiB of a
-    multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide rows get a stage less. Every program
-    writes a row of each workspace, so many small programs would write more.
+    Two warps share 768 or 1024 numbers of a row. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6
+    bytes * PER_SM = 81, 108 and 90 KiB of a multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide
+    rows get a stage less. Every program writes a row of each workspace, so many small programs would write more.
     """
     chunks, block = map(int, re.match(r"(\d)x(\d+)", shape).groups())
     fp32, tight = bits == "32", sm in (89, 120) and (block == 512 or shape.startswith("4x256"))

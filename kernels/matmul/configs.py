@@ -44,7 +44,7 @@ def _modelled(shape: str) -> bool:
 
 
 def _linear(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces: int = 0) -> list[KernelConfig]:
-    """A product by `best`, and by all others; pieces: of the result in the loop that Triton flattens, if it has one."""
+    """A product by `best` and by all others; pieces: of the result in the flattened loop, if it has one."""
     pointers = _pointers(bits, sm)
     if bits == "32" or sm not in (90, 100):
         return [best, pointers, CUBLAS]
@@ -55,7 +55,7 @@ def _linear(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces:
 
 
 def linear_gelu_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """On an H100 at ViT-B/16, batch 256, with two loops that Triton flattens ("flattened"), fc1 + GELU took 482 us.
+    """fc1 + GELU: 482 us in two loops that Triton flattens, on an H100 at ViT-B/16, batch 256.
 
     The pointers took 563, descriptors 517, cuBLAS and a GELU 560. One loop ("persistent") issues a third to a half
     fewer instructions outside the product (counted, not timed; persistent.py).
@@ -68,11 +68,12 @@ def linear_gelu_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 
 def linear_residual_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """As above, fc2 and its residual took 329 us, descriptors and a program for each block 415, cuBLASLt 320.
+    """fc2 and its residual: flattened 329 us, where it was measured as above; cuBLASLt 320.
 
-    proj and its residual took 132 (139, 116). Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue
-    under the other's product. Flattened, they were faster only where 256 columns do not fit, as in S/16: fc2 and its
-    residual 271 us (in blocks of 256 305), proj 105 (113). What is read ahead would leave room for one program.
+    Descriptors and a program for each block took 415. proj and its residual took 132 (139, 116). Blocks of 128 x 128
+    run two programs on a multiprocessor, one's epilogue under the other's product. Flattened, they were faster only
+    where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105 (113). What
+    is read ahead would leave room for one program.
     """
     narrow = shape.endswith("x384")
     best = CUBLAS if shape.endswith("f") else _persistent(4, columns=128, ahead=0) if narrow else _persistent(4)
@@ -80,12 +81,13 @@ def linear_residual_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 
 def dgelu_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """On an H100 (as above, act not written), with descriptors and a program for each block 569 us in one piece.
+    """dGELU: by descriptors, a program for each block, 569 us in one piece, as above, act not written.
 
-    In two it was 573 and in four 611; the pointers 726, cuBLAS and a second kernel 704, the flattened loop, which read
-    pre in its epilogue, at least 645. One loop that reads pre ahead issues 19 instructions an element outside the
-    product, where those of 569 us issued 33 (counted, not timed), and from the slope ("s") 5. Where act is written
-    ("a"), fewer pieces than eight spill, and so do descriptors without a loop; flattened blocks of 128 x 128 took 754.
+    In two pieces it was 573 and in four 611; the pointers 726, cuBLAS and a second kernel 704, the flattened loop,
+    which read pre in its epilogue, at least 645. One loop that reads pre ahead issues 19 instructions an element
+    outside the product, where those of 569 us issued 33 (counted, not timed), and from the slope ("s") 5. Where act is
+    written ("a"), fewer pieces than eight spill, and so do descriptors without a loop; flattened blocks of 128 x 128
+    took 754.
     """
     pointers, act = _pointers(bits, sm), shape.endswith("a")
     if bits == "32" or sm not in (90, 100):
@@ -119,10 +121,10 @@ def dgated_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 
 def weight_grad(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """SPLIT_K times the blocks of the output fill whole waves of two programs on each of 132 multiprocessors.
+    """SPLIT_K times the blocks of the output fill whole waves of programs on 132 multiprocessors.
 
-    That is 36, 108 and 144 blocks x 7, 64 and 192 x 4; or of one program where blocks are wide: 18, 54 and 72 x 7, 32,
-    96 and 128 x 4.
+    Of two programs on each, that is 36, 108 and 144 blocks x 7, 64 and 192 x 4; or of one program where blocks are
+    wide: 18, 54 and 72 x 7, 32, 96 and 128 x 4.
     """
     if bits == "32" or sm not in (90, 100):
         blocks = (4, 32, 128, 128, 4) if bits == "16" else (3, 32, 64, 64, 2)

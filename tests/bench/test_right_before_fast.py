@@ -158,7 +158,7 @@ def test_mixes_and_their_work():
     """As docs/kernels/packed.md has them; of one size the work is what every other benchmark counts."""
     page = (ROOT / "docs" / "kernels" / "packed.md").read_text()
     for m in shapes.MIXES_ON_GPU:
-        row = f"| {m.label} | {m.batch} | {m.rows:,} | {min(m.lengths)} | {m.longest:,} | {len(set(m.images))} |"
+        row = f"| {m.label} | {m.batch} | {m.rows:,} |"
         pairs = 1 - sum(n * n for n in m.lengths) / (m.batch * m.longest**2)
         assert f"{row} {m.padded_tokens:.1%} | {pairs:.1%} |".replace("%", " %") in page
     assert math.isclose(SMALL.padded_tokens, 1 - 37 / 84)

@@ -175,13 +175,6 @@ def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_p
         assert [config["crop_mode"], config["crop_pct"]] == wanted
 
 
-def test_weights_written_before_the_cut_was_kept_are_read(weights):
-    config = json.loads((weights / "config.json").read_text())
-    del config["crop_mode"], config["crop_pct"], config["interpolation"]
-    (weights / "config.json").write_text(json.dumps(config))
-    assert ViT.from_pretrained(weights).crop_mode is None
-
-
 def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, caplog):
     """So `eval` gives the accuracy and loss that the run's own validation gave."""
     flags = ("--recipe", "finetune/vtab", "--data", wide, "--device", "cpu", "--model", "Nano/8", "--img-size", 16)

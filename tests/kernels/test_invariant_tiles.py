@@ -89,7 +89,7 @@ def test_a_choice_by_rows_is_found(monkeypatch, name):
 def test_a_users_table_and_an_override_do_not_count(monkeypatch):
     x = torch.empty(4, 768, device="meta", dtype=torch.bfloat16)
     other = tiles.config(provider="cublas")
-    monkeypatch.setattr(tiles, "_find", lambda *_: other)
+    monkeypatch.setattr(tiles, "_of_user", lambda *_: other)
     with tiles.using("linear_fwd", other, sm=90):
         assert tiles.lookup("linear_fwd", x, "768x768") == other
         with vitfast.batch_invariant(True):

@@ -187,6 +187,9 @@ class ViTConfig:
     )
 
     def __post_init__(self):
+        for name in ("mean", "std"):  # of a tensor or an array, one number for each channel
+            if hasattr(value := getattr(self, name), "reshape"):
+                object.__setattr__(self, name, value.reshape(-1).tolist())
         for name, check in CHECKS.items():
             object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
         for name in ("mean", "std"):
@@ -345,9 +348,15 @@ def grid_size(img_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
 def channels_hint(given: int, chans: int, batched: bool = True) -> str:
     """How to make images of `chans` channels of those of `given`, (B, C, H, W) or one (C, H, W)."""
     images, before, kept = ("images", ":, ", "-1, ") if batched else ("image", "", "")
-    if given > chans:
-        return f"leave the last ones out with {images}[{before}:{chans}]"
-    return f"repeat the first one with {images}[{before}:1].expand({kept}{chans}, -1, -1)"
+    if given == 1:
+        return f"repeat the grey channel with {images}.expand({kept}{chans}, -1, -1)"
+    if given == chans + 1:
+        return f"leave out the last one (alpha) with {images}[{before}:{chans}]"
+    if given == 2:
+        return f"of grey and alpha repeat the first, {images}[{before}:1].expand({kept}{chans}, -1, -1)"
+    if (given, chans) == (3, 1):
+        return f"make them grey with torchvision.transforms.functional.rgb_to_grayscale({images})"
+    return f"choose {chans} of them" if given > chans else f"give it images of {chans}"
 
 
 def block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:

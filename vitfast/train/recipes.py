@@ -1,6 +1,6 @@
-"""The recipes by name; a run's Config out of a recipe, a file and flags; the ViT's arguments out of a Config.
+"""The recipes by name, a run's Config out of them, and the arguments of its ViT.
 
-All of this needs no PyTorch.
+A Config comes out of a recipe, a file and flags. All of this needs no PyTorch.
 """
 
 import logging

@@ -61,7 +61,6 @@ class Trainer:
         self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
-        self.config = config
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.index, self.images = run_data(self.data, record, self.checkpoint)
         introduce(config, model, self.data, self.device, self.dtype)
