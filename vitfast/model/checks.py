@@ -81,6 +81,20 @@ def one_or_some(check: Check, lengths: range, text: str) -> Check:
     return Check(text, lambda value: (every if isinstance(value, (list, tuple)) else check)(value))
 
 
+def each_channel(check: Check, text: str) -> Check:
+    """A check for one value or one for each channel, also in a tensor or an array."""
+    listed = one_or_some(check, range(1, 2**16 + 1), text)
+    return Check(text, lambda value: listed(_listed(value)))
+
+
+def _listed(value):
+    """The numbers of a tensor or an array as a list; None if it is sparse or without values (meta)."""
+    try:
+        return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 flag = Check("True or False", lambda value: only(value, isinstance(value, bool)))
 
 

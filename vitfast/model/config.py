@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_arg
 
 from ..errors import InputError
 from ..values import LEAST_STD, MOST_PIXEL, Activation
-from .checks import Check, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
+from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
 
 Keep = Literal["auto", "all", "least"]  # see activation_memory.py
 Pool = Literal["token", "avg", "map", ""]
@@ -32,7 +32,6 @@ FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
-CHANNELS = range(1, 2**16 + 1)  # how many there may be
 ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
 NOT_NEGATIVE = number(f"a number from 0 to {FLOAT32:.1e}", lambda x: 0 <= x <= FLOAT32)
 PIXEL = number("", lambda x: abs(x) <= MOST_PIXEL)
@@ -121,14 +120,12 @@ class ViTConfig:
     mean: float | Sequence[float] = argument(
         0.5,
         "the mean of raw uint8 images, on the 0..1 scale",
-        one_or_some(PIXEL, CHANNELS, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
+        each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
     )
     std: float | Sequence[float] = argument(
         0.5,
         "the standard deviation of raw uint8 images, on the 0..1 scale",
-        one_or_some(
-            SPREAD, CHANNELS, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"
-        ),
+        each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
     )
     residual_in_fp32: bool = argument(False, "keep the residual stream in fp32 when the matrix products run in 16 bits")
     pos_embed_at: PosEmbedPlace = argument(
@@ -187,9 +184,6 @@ class ViTConfig:
     )
 
     def __post_init__(self):
-        for name in ("mean", "std"):  # of a tensor or an array, one number for each channel
-            if hasattr(value := getattr(self, name), "reshape"):
-                object.__setattr__(self, name, value.reshape(-1).tolist())
         for name, check in CHECKS.items():
             object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
         for name in ("mean", "std"):
