@@ -25,6 +25,7 @@ from adapter_models import (
     timm_vit,
 )
 from checks import assert_close, randomize, slow_but
+from timm.models.vision_transformer import Attention, Block
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -191,3 +192,40 @@ def test_lora_is_switched_off_and_merged():
     merged = model.merge_and_unload()
     torch.testing.assert_close(tensor(merged(IMAGES)), adapted, atol=1e-4, rtol=1e-3)
     assert counted(merged, dict(pixel_values=IMAGES))["attention_block"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [Block, Attention])
+def test_a_library_that_was_patched_is_seen_by_the_next_accelerate(cls, monkeypatch):
+    """Dynamo does not guard on the functions of inner classes, as little as in a plain torch.compile."""
+    model, original = pair(timm_vit())
+    model(IMAGES)
+    forward = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x, **kwargs: 2 * forward(self, x, **kwargs))
+    assert_same(vitfast.accelerate(model), original, dict(x=IMAGES))
+    monkeypatch.undo()
+    assert_same(vitfast.accelerate(model), original, dict(x=IMAGES))
+    assert len(report(model).replaced) == ALL_PARTS
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per", "ignore::UserWarning")
+def test_quantised_linear_layers_are_called():
+    models = pair(hf_vit())
+    quantised = [torch.ao.quantization.quantize_dynamic(each.eval(), {nn.Linear}, dtype=torch.qint8) for each in models]
+    vitfast.accelerate(quantised[0])
+    assert_close(*(tensor(each(IMAGES)) for each in quantised), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hf_vit, timm_vit])
+def test_lora_draws_its_dropout_as_without_accelerate(make):
+    base, wrapped = randomize(make()).train(), lora(*Q_AND_V, "qkv", lora_dropout=0.5)
+    truth = wrapped(copy.deepcopy(base))
+    model, found = wrapped(vitfast.accelerate(base)), []
+    for each in (model, truth):
+        torch.manual_seed(7)
+        found.append(tensor(each(IMAGES)))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    torch.manual_seed(8)
+    assert not torch.allclose(tensor(model(IMAGES)), found[0], atol=1e-3)

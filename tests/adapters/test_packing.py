@@ -314,3 +314,15 @@ def test_compiled_code_keeps_the_padding(name):
     with torch.no_grad():
         assert_close(*(outputs(each, batch)[0] for each in (compiled, theirs)), atol=2e-5)
     assert packed(ours) == [padding.AT_THE_FIRST_CALL]
+
+
+@pytest.mark.slow
+def test_lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(5)
+    models = pair(peft.get_peft_model(copy.deepcopy(state(SIGLIP)), config).eval())
+    batch = batch_of(SIGLIP, *BATCHES[0])
+    same(models, batch)
+    found = [offsets for _, offsets in attention_in(models[0], batch)]
+    assert packed(models[0]) == [None] and [0, 4, 7, 8] in found

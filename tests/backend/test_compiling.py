@@ -13,6 +13,8 @@ from compiled import block as plain_block
 from processes import Child, done
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -323,3 +325,23 @@ def test_rotary_positions_of_images_of_any_size():
         torch.testing.assert_close(compiled(x)[0], model(x)[0], atol=1e-9, rtol=1e-9)
         kinds = Counter(e.kind for e in backend.report().replaced)
         assert kinds["attention block"] == kinds["MLP block"] == 2 and not backend.report().left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_reach_inductor(mode, monkeypatch):
+    seen, real = [], GraphLowering.run
+
+    def run(self, *inputs):
+        seen.append((config.triton.cudagraphs, config.max_autotune, config.shape_padding))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    model = of_timm(depth=1)
+    asked = (dict(options={"mode": mode, "shape_padding": False}), dict(mode=mode))
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
+        for given in asked:
+            torch._dynamo.reset()
+            assert_close(torch.compile(model, backend="vitfast", **given)(IMAGES), model(IMAGES), atol=1e-5)
+            assert len(backend.report().replaced) == 4
+    assert seen == [(True, mode == "max-autotune", padding) for padding in (False, config.shape_padding)]

@@ -5,6 +5,7 @@ group norms (of which PyTorch's fake tensors say other strides than there are) a
 """
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from checks import randomize, slow_but
@@ -112,3 +113,18 @@ def test_hybrids_compute_the_same_and_callers_get_the_strides_of_the_model(name,
     done = compare(model, x, compiled=compiled, tolerance=1e-4)
     assert {kind: done[kind] for kind in expected} == expected, backend.report()
     assert inner == "inductor" or compiled(x).stride() == model(x).stride()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lowformer_b0", "efficientvit_b0", "mobilevit_xxs", "edgenext_xx_small"])
+@pytest.mark.parametrize("layout", FORMATS)
+def test_hybrids_of_timm(name, layout):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3).eval().to(memory_format=FORMATS[layout])
+    x = images(layout, 64)
+    with torch.inference_mode():
+        expected = model(x)
+        torch._dynamo.reset()
+        found = backend.compile(model, options={"inner": "aot_eager"})(x)
+    torch.testing.assert_close(found, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+    assert backend.report().replaced
