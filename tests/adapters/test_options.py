@@ -82,9 +82,11 @@ def test_what_backward_would_compute_again_can_be_kept():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_model_in_16_bits(name):
-    model, original = (each.to(torch.bfloat16) for each in pair(NAMED[name].make()))
-    images = IMAGES.to(torch.bfloat16)
-    assert dtypes(model, images) == dtypes(original, images) == [torch.bfloat16] * 3
-    assert_close(*(outputs(each, [images])[0] for each in (model, original)), atol=0.05)
+def test_a_model_in_one_dtype(name, dtype):
+    model, original = (each.to(dtype) for each in pair(NAMED[name].make()))
+    images = IMAGES.to(dtype)
+    assert dtypes(model, images) == dtypes(original, images) == [dtype] * 3
+    atol = 0.05 if dtype == torch.bfloat16 else 1e-12
+    assert_close(*(outputs(each, [images])[0] for each in (model, original)), atol=atol)

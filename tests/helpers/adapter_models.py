@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from checks import assert_equal, outputs, randomize, results
+from checks import assert_close, outputs, randomize, results
 from same_bits import floats
 from torch import Tensor, nn
 from vision_families import FAMILIES, Family, hugging_face_model, timm_model
@@ -87,9 +87,15 @@ def tensor(output) -> Tensor:
     return floats(output)[0]
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", tolerance: float = 5e-5) -> None:
+def assert_same(ours: nn.Module, theirs: nn.Module, batch: dict, valid: str = "", atol=2e-5, rtol=1e-4) -> None:
     """Two models give the same outputs and the same gradients, of the same parameters."""
-    assert_equal(results(ours, ours, batch, valid), results(theirs, theirs, batch, valid), tolerance)
+    (outs, given), (expected, wanted) = results(ours, ours, batch, valid), results(theirs, theirs, batch, valid)
+    for i, (out, truth) in enumerate(zip(outs, expected, strict=True)):
+        assert_close(out, truth, atol=atol, rtol=rtol, name=f"output {i}")
+    assert [name for name in given if given[name] is not None] == [name for name in wanted if wanted[name] is not None]
+    for name, truth in wanted.items():
+        if truth is not None:
+            assert_close(given[name], truth, atol=atol, rtol=rtol, name=name)
 
 
 def snapshot(model: nn.Module) -> tuple:
