@@ -153,7 +153,7 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool, also: Set[str
 
 def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
-    names = ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "maxnreg")
+    names = ("SUBTILES", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "maxnreg")
     given = [(k, v) for k, v in launch.arguments.items() if (k.startswith("BLOCK") or k in names) and v]
     given.sort(key=lambda pair: pair[0] == "maxnreg")
     named = " ".join(f"{k}={v}" for k, v in given if isinstance(v, int) and not isinstance(v, bool))
@@ -307,7 +307,7 @@ FEW_SPILLS = {"_attention_bwd_resident_kernel": 11, "_attention_bwd_specialized_
 # Of a kernel's HGMMAs, the share that may wait for all before them: at most 6 of 9 do (dQ at heads of 16, Triton 3.6).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
-PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
+PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 # The most instructions of mma.sync in kernels whose column sums are a product with 16 rows of ones.
 OF_ONES = {"persistent_kernel": 64, "dgelu_matmul_kernel": 16}

@@ -120,24 +120,6 @@ def dgated_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     return _gated(half if bits == "16" else _pointers(bits, sm), half, bits, sm)
 
 
-def weight_grad(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """SPLIT_K times the blocks of the output fill whole waves of programs on 132 multiprocessors.
-
-    Of two programs on each, that is 36, 108 and 144 blocks x 7, 64 and 192 x 4; or of one program where blocks are
-    wide: 18, 54 and 72 x 7, 32, 96 and 128 x 4.
-    """
-    if bits == "32" or sm not in (90, 100):
-        blocks = (4, 32, 128, 128, 4) if bits == "16" else (3, 32, 64, 64, 2)
-        return [CUBLAS, _split(4, *blocks, splits=7)]
-    splits = 4 if shape.startswith("1024x") else 7
-    pointers = [_split(8, 3, 64, 128, 128, 4, splits), _split(8, 4, 64, 128, 256, 4, splits)]
-    return [CUBLAS, *pointers, *(replace(config, provider="tma") for config in pointers)]
-
-
-def _split(warps: int, stages: int, m: int, n: int, k: int, subtiles: int, splits: int) -> KernelConfig:
-    return config(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_N=8, SPLIT_K=splits, SUBTILES=subtiles)
-
-
 def mlp_kept(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Not a launch: what forward keeps of a plain MLP where it keeps all.
 
@@ -158,6 +140,4 @@ OPERATIONS = {
     "gated_linear_fwd": gated_linear_fwd,
     "dgated_matmul": dgated_matmul,
     "gated_bwd": lambda *_: [config(4, 1, BLOCK_M=64, BLOCK_N=32)],
-    "weight_grad": weight_grad,
-    "weight_grad_sum": lambda *_: [config(4, 1, BLOCK_N=2, BLOCK_K=512)],
 }

@@ -94,4 +94,4 @@ def test_a_users_table_and_an_override_do_not_count(monkeypatch):
         assert tiles.lookup("linear_fwd", x, "768x768") == other
         with vitfast.batch_invariant(True):
             assert tiles.lookup("linear_fwd", x, "768x768").provider == "triton"
-            assert tiles.lookup("weight_grad", x, "768x768") == other, "backward is as it was"
+            assert tiles.lookup("input_grad", x, "768x768") == other, "backward is as it was"

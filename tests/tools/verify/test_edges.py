@@ -40,13 +40,11 @@ def in_short(case) -> bool:
     name, s, single = case.name, case.sizes, case.dtype == FP32
     if name.startswith("attention"):
         return (s.tokens, s.head) == (50, 64) if single else (s.tokens, s.head) in ATTENTIONS
-    if name.startswith("patch"):  # at a width of 100: 92 x 92 pixels have several slices of a weight gradient
+    if name.startswith("patch"):  # at a width of 100: 92 x 92 pixels have several slices of the weight gradient
         small = s.width <= 100 or name == "patch embedding" or "oblong" in name
         return small and not (single and (s.image != 28 or case.layout != "odd" or not name.endswith("backward")))
     if single:
         return s.tokens == 577
-    if name.startswith("weight gradient"):
-        return s.width <= (384 if name.endswith("fc2") else 100)
     described = s.width == 384 and (name == "dgelu, act kept" or name not in VARIANTS)
     return s.width == 100 or described
 

@@ -24,7 +24,7 @@ LARGEST = {"BLOCK_K": 512, "PROGRAMS": 2112}  # the largest values that are trie
 GAIN = 0.98  # a tile must take less than this share of another's time to count as faster
 REACH = 1.5  # a tile that takes longer than this times the best is not climbed from
 # Operations that run inside of others. They are settled first, so that the others are timed with the best of these.
-INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_bwd_dq", "attention_bwd_dkdv")
+INNER = ("column_sums", "scale_rows", "gelu_bwd", "attention_bwd_dq", "attention_bwd_dkdv")
 KEPT = "faster tiles are kept; tune the other operations with --only NAME"
 
 
