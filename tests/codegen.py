@@ -38,7 +38,7 @@ import triton  # noqa: E402
 from every_launcher import candidates, in_training, variants  # noqa: E402
 from hazards import hazards  # noqa: E402
 
-from vitfast.kernels import archives, tiles  # noqa: E402
+from vitfast.kernels import archives, gpus, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
@@ -274,8 +274,8 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: {r['spills']} local loads and stores")
         elif r["stack"] and not r["spills"] and r["dtype"] != "fp32":
             found.append(f"{name}: {r['stack']} bytes of stack")
-        if r["shared"] > tiles.SHARED_LIMIT[r["sm"]]:
-            found.append(f"{name}: {r['shared']} bytes of shared memory, limit {tiles.SHARED_LIMIT[r['sm']]}")
+        if r["shared"] > cubin.SHARED_LIMIT[r["sm"]]:
+            found.append(f"{name}: {r['shared']} bytes of shared memory, limit {cubin.SHARED_LIMIT[r['sm']]}")
         elif r["programs_per_sm"] < 1:
             found.append(f"{name}: no program fits a multiprocessor")
         product = r["dtype"] != "fp32" and any(word in r["kernel"] for word in PRODUCTS)
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
     parser.add_argument("--also", nargs="+", default=[], help="with --quick: variants to be taken, as in 'linear, qkv'")
     parser.add_argument("--kernels", nargs="+", help="those that have changed; rows of others stay")
-    parser.add_argument("--sm", type=int, nargs="+", default=list(tiles.GENERATIONS))
+    parser.add_argument("--sm", type=int, nargs="+", default=list(gpus.GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     sizes = QUICK_SIZES if args.quick else TABLE_SIZES

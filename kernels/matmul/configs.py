@@ -37,10 +37,9 @@ def _pointers(bits: str, sm: int) -> KernelConfig:
     return large if bits == "16" else _product(4, 3, 64, 64, 32, 2)
 
 
-def _modelled(shape: str) -> bool:
-    """Whether K is a width of models. Where BLOCK_K does not divide K, masks would spill."""
-    k = int(shape.partition("x")[0])
-    return k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+def _unmasked(shape: str) -> bool:
+    """Whether a BLOCK_K of 64 divides K. Elsewhere masks would spill."""
+    return int(shape.partition("x")[0]) % 64 == 0
 
 
 def _linear(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces: int = 0) -> list[KernelConfig]:
@@ -96,7 +95,7 @@ def dgelu_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     if sm == 100:
         return [pointers, CUBLAS, WIDE]
     # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
-    pointers = replace(pointers, maxnreg=128) if _modelled(shape) else pointers
+    pointers = replace(pointers, maxnreg=128) if _unmasked(shape) else pointers
     described = [] if act else [_product(8, 3, 128, 128, 64, 2, "tma", maxnreg=128)]
     return [_persistent(8 if act else 4), pointers, CUBLAS, WIDE, *described]
 
@@ -109,7 +108,7 @@ def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list
 def gated_linear_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Two products at once have blocks like one product's, with half the columns for each."""
     widest = _product(8, 3, 128, 64, 64, 2)
-    half = widest if sm in (90, 100) and _modelled(shape) else _product(4, 3, 64, 64, 32, 2)
+    half = widest if sm in (90, 100) and _unmasked(shape) else _product(4, 3, 64, 64, 32, 2)
     # In fp32 each of the two would spill on the other's GPUs, with Triton 3.6 or with 3.9.
     return _gated(half if bits == "16" else _product(4, 3, 64, 32, 32, 1 if sm == 120 else 2), widest, bits, sm)
 

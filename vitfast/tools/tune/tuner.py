@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...errors import both_ends
-from ...kernels import tiles
+from ...kernels import gpus, tiles
 from ...kernels.launch import record
 from ...kernels.tiles import KernelConfig
 from ..verify import Judge, poisoned
@@ -78,7 +78,7 @@ class Tuner:
         """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
         for launcher in (each for sizes in models for each in launchers(sizes).values()):
-            with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
+            with tiles.using(sm=gpus.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
                 if (op, bits, shape) in found and found[op, bits, shape][0] <= len(used):
@@ -131,14 +131,14 @@ class Tuner:
                 for each in (p.best, config):
                     p.times[each] = self._seconds(p, each, judge)
                 if p.times[config] < GAIN * p.times[p.best]:
-                    user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, config))
+                    user_table.keep(config, op=p.op, gpu=self.gpu, bits=p.bits, shape=p.shape)
                     print(f"    {_ms(p.times[config])} in place of {_ms(p.times[p.best])}: {config}", flush=True)
                     p.best = config
 
     def _compile(self, p: Problem, config: KernelConfig) -> list[Future]:
         """Has the launches of a tile compiled in the background."""
         try:
-            with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
+            with tiles.using(sm=gpus.generation(self.device)), tiles.using(p.op, config, p.shape):
                 return [self.compiler.submit(launch) for launch in record(lambda: self._on_meta(p.launcher))]
         except Exception:  # what refuses the tile here refuses it again when it runs
             return []
