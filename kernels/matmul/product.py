@@ -48,7 +48,7 @@ def product(
     first,  # row and column that this program begins at
     sizes,  # M, N, K
     strides,  # of a along M, K and of b along K, N
-    LOADS: tl.constexpr,  # as `operands` says
+    LOADS: tl.constexpr,  # as `row_product` says
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,26 +178,20 @@ def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; a and b become descriptors for the providers DESCRIBED.
-
-    blocks: the sizes of a block in rows, columns and k. kind: "nn" is a (M, K) times b (K, N); "nt" times b (N, K)
-    transposed. LOADS: for descriptors, the kind; for pointers, "even" where BLOCK_K divides K (`even`), else "masked".
-    """
-    if provider in DESCRIBED:
-        m, n, k = blocks
-        return described(a, m, k), described(b, n, k) if kind == "nt" else described(b, k, n), kind
-    return a, b, "even" if even else "masked"
-
-
 def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
-    (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
-    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
-    a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, k % blocks[2] == 0)
+    """Grid and common arguments of a kernel that writes a (M, K) times b: (K, N) for kind "nn", (N, K) for "nt".
+
+    a and b become descriptors for the providers DESCRIBED. LOADS: for descriptors, the kind; for pointers, "even" where
+    BLOCK_K divides K, else "masked".
+    """
+    (m, k), transposed = a.shape, kind == "nt"
+    rows, columns, depth = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    n, block = (b.shape[0], (columns, depth)) if transposed else (b.shape[1], (depth, columns))
+    strides = (a.stride(0), 1), (1, b.stride(0)) if transposed else (b.stride(0), 1)
+    programs, loads = cdiv(m, rows) * cdiv(n, columns), "masked" if k % depth else "even"
+    if config.provider in ("flattened", "persistent"):
+        programs = row_programs(a.device, 2 if columns == 128 else 1, programs)
+    if config.provider in DESCRIBED:
+        a, b, loads = described(a, rows, depth), described(b, *block), kind
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
-    programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
-    if config.provider == "flattened":
-        programs = row_programs(a.device, 2 if blocks[1] == 128 else 1, programs)
-    return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)
+    return (programs,), dict(a_ptr=a, b_ptr=b, **sizes, **config.meta)
