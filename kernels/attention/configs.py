@@ -62,9 +62,8 @@ def _forward(c: Case) -> Tile:
         (c.masked and (c.medium or c.head == 64 and not c.padded), (8, 2, 128, 64)),
         (c.masked and c.sm == 90, (8, 2, 128, 16) if c.large else (8, 2, 32, 32)),
         (c.masked, (8, 1, 64, 32)),
-        (c.sm == 90 and c.narrow, (8, 2, 128, 32)),
         (c.sm == 100 and c.medium and c.rope, (4, 3, 64, 64) if c.options == "rp" else (8, 2, 64, 64)),
-        (c.rope, (8, 3 if c.head <= 64 else 2, 128, 64)),
+        (c.rope, (8, 3 if c.head <= 64 else 2, 128, 32 if c.sm == 90 and c.narrow else 64)),
         (c.tokens == "long" or c.sm == 100 and c.plain and c.tokens != "320", (8, 3, 128, 64)),
         # Of 257 tokens, heads of 80: 112 us, with 3 stages 118, 128 queries 136. Most packed samples are short.
         (True, (4, 2 if c.sm == 90 and c.tokens == "320" and c.head == 80 else 3, 64, 64)),
@@ -111,8 +110,7 @@ def _dkdv(c: Case) -> Tile:
     return first(
         (c.sync and c.packed, c.of_heads((8, 2, 32, 64), (8, 2, 16, 64), (8, 1, 32, 32))),
         (c.sync and c.plain, c.of_heads((4, 2, 32, 64), (8, 1, 16, 64), (8, 1, 32, 32))),
-        (c.sm == 120 and c.rope and c.head == 16, (8, 1, 32, 64)),
-        (c.sm == 120 and c.rope and c.medium, (8, 2, 16, 32)),
+        (c.sm == 120 and c.rope and (c.head == 16 or c.medium), (8, 2, 16, 32) if c.medium else (8, 1, 32, 64)),
         (c.sync, c.of_heads((8, 1, 16, 64), (8, 1, 32, 32), (8, 1, 32, 16 if c.rope else 32))),
         (c.masked and c.sm == 90 and c.head == 80 and c.padded, (4, 1, 32, 64)),
         (c.masked and c.sm == 90, (8, 2, 32, 128) if c.medium else (8, 2, 32, 64)),
