@@ -84,9 +84,8 @@ class Tuner:
                 if (op, bits, shape) in found and found[op, bits, shape][0] <= len(used):
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
-                start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                others = dict.fromkeys([start, shipped, *tiles.candidates(op, like, shape)])
-                found[op, bits, shape] = len(used), Problem(op, bits, shape, launcher, start, list(others)[1:])
+                start, others = tiles.lookup(op, like, shape), tiles.candidates(op, like, shape)
+                found[op, bits, shape] = len(used), Problem(op, bits, shape, launcher, start, others)
         return sorted((problem for _, problem in found.values()), key=lambda p: p.op not in INNER)
 
     def _on_meta(self, launcher: Launcher):
