@@ -18,11 +18,12 @@ import warnings
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
+
+from .gpus import capability
 
 MANIFEST = "vitfast.json"
 FIELDS = set("gpu triton ptxas python key kernels models count".split())  # of the manifest
@@ -164,12 +165,11 @@ def install_named(named: Path, device: int) -> None:
 
     Warns if it does not, or cannot be added. In a folder, archives that do not fit are passed over if another one does.
     """
-    major, minor = torch.cuda.get_device_capability(device)
     refused, failed, used = {}, {}, 0
     folder = os.path.isdir(named)
     for archive in sorted(named.glob("*.tar.xz")) if folder else [named]:
         try:
-            if reason := refusal(manifest(archive), {10 * major + minor}):
+            if reason := refusal(manifest(archive), {capability(device)}):
                 refused[archive] = reason
                 continue
             if not _stamp(archive, cache_folder()).exists():

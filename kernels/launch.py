@@ -213,7 +213,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
             _run(kernel, grid, arguments, key)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
-        missing = missing_for_launchers() if building and not INTERPRETED else None
+        missing = missing_for_launchers() if building else None
         if missing is None:
             raise
         raise RuntimeError(f"Triton cannot build what launches kernels: {missing}") from error

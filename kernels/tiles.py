@@ -8,7 +8,6 @@ whoever looks for a faster one: `vitfast tune`, whose table of a user's own ($VI
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -17,18 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+from . import gpus
 from .launch import batch_invariant
 
-GENERATIONS = (80, 89, 90, 100, 120)
-# Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
-# sm_86 has no more shared memory than sm_89, and less than sm_80.
-TABLE_OF = {86: 89, 87: 80, 103: 100, 121: 120}
-# Shared memory a program may use, bytes.
-SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 # Kernels of ours in which a row, or a query, sums in one order wherever it lies, whatever the sizes beside it.
 INVARIANT = ("triton", "tiled")
 
@@ -78,15 +71,9 @@ def operations() -> dict[str, Callable[[str, str, int], list[KernelConfig]]]:
     return {name: function for file in files for name, function in file.OPERATIONS.items()}
 
 
-class _Scope(NamedTuple):
-    """The settings of `using` for the lookups inside it."""
-
-    sm: int | None = None
-    overrides: dict[tuple[str, str | None], KernelConfig] = {}  # by operation, and shape class or None
-    taken: dict[tuple[str, str, str], KernelConfig] | None = None
-
-
-_scope = _Scope()
+# What `using` has set: configurations by operation, and shape class or None; and what the open ones yield.
+_overrides: dict[tuple[str, str | None], KernelConfig] = {}
+_watching: list[dict] = []
 
 
 @contextlib.contextmanager
@@ -98,46 +85,30 @@ def using(
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
     lookups are for this compute capability whatever the device, as in offline compilation.
     """
-    global _scope
+    global _overrides
     if op and op not in operations():
         raise ValueError(f"tiles.using: no operation {op!r}")
-    overrides = _scope.overrides | ({(op, shape): config} if op else {})
-    outer, _scope = _scope, _Scope(_scope.sm if sm is None else table_of(sm), overrides, {})
+    outer, taken = (_overrides, gpus.assumed), {}
+    _overrides = _overrides | ({(op, shape): config} if op else {})
+    gpus.assumed = gpus.assumed if sm is None else gpus.table_of(sm)
+    _watching.append(taken)
     try:
-        yield _scope.taken
+        yield taken
     finally:
-        if outer.taken is not None:
-            outer.taken.update(_scope.taken)
-        _scope = outer
+        _watching.pop()
+        _overrides, gpus.assumed = outer
 
 
-def capability(device: torch.device) -> int:
-    """The compute capability that Triton compiles for, as 90 for 9.0."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
+    """What an operation's function is given for x."""
+    return shape, "32" if x.dtype == torch.float32 else "16", gpus.generation(x.device)
 
 
-def table_of(exact: int) -> int:
-    """The generation whose tiles a GPU of this compute capability takes; 0 if it is older than all."""
-    return TABLE_OF.get(exact) or max((sm for sm in GENERATIONS if sm <= exact), default=0)
-
-
-@functools.cache
-def _generation(index: int) -> int:
-    return table_of(capability(torch.device("cuda", index)))
-
-
-def generation(device: torch.device) -> int:
-    """The one of GENERATIONS whose tiles the device takes, 0 if it is older; without a GPU it is 90."""
-    if _scope.sm is not None:
-        return _scope.sm
-    if device.type != "cuda":
-        return 90
-    return _generation(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def _bits(x: torch.Tensor) -> str:
-    return "32" if x.dtype == torch.float32 else "16"
+@functools.cache  # since a launcher asks at every call
+def _configs(op: str, shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    if sm not in gpus.GENERATIONS:
+        raise KeyError(f"no configuration of {op} for a GPU older than sm_{gpus.GENERATIONS[0]}")
+    return list(dict.fromkeys(operations()[op](shape, bits, sm)))
 
 
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
@@ -148,36 +119,28 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
     layer scale. They are skipped even where one is the override, because one override may cover calls that need the
     missing feature and calls that do not; what `using` yields tells which ran.
     """
+    case = _case(x, shape)
     if op.endswith("_fwd") and batch_invariant():
         found = shipped(op, x, shape, INVARIANT)
     else:
-        overrides = _scope.overrides
-        found = (overrides.get((op, shape)) or overrides.get((op, None))) if overrides else None
-        found = found or _of_user(op, x, shape)
+        found = _overrides.get((op, shape)) or _overrides.get((op, None)) or _of_user(op, x, *case)
         if found is None or found.provider in without:
-            found = next(c for c in _configs(op, shape, _bits(x), generation(x.device)) if c.provider not in without)
-    if _scope.taken is not None:
-        _scope.taken[op, _bits(x), shape] = found
+            found = next(config for config in _configs(op, *case) if config.provider not in without)
+    for taken in _watching:
+        taken[op, case[1], shape] = found
     return found
-
-
-@functools.cache  # since a launcher asks at every call
-def _configs(op: str, shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    if sm not in GENERATIONS:
-        raise KeyError(f"no configuration of {op} for a GPU older than sm_{GENERATIONS[0]}")
-    return list(dict.fromkeys(operations()[op](shape, bits, sm)))
 
 
 def shipped(op: str, x: torch.Tensor, shape: str, providers: tuple[str, ...] = ()) -> KernelConfig:
     """The best configuration, by one of `providers` if any are given, whatever the user's table says."""
-    known = _configs(op, shape, _bits(x), generation(x.device))
+    known = _configs(op, *_case(x, shape))
     return next(config for config in known if not providers or config.provider in providers)
 
 
 def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
     """The configurations that could do the operation in place of what `lookup` returns."""
     now = lookup(op, x, shape)
-    return [config for config in _configs(op, shape, _bits(x), generation(x.device)) if config != now]
+    return [config for config in _configs(op, *_case(x, shape)) if config != now]
 
 
 def user_table_path() -> Path:
@@ -186,52 +149,34 @@ def user_table_path() -> Path:
     return Path(os.environ.get("VITFAST_TILES") or cache / "vitfast" / "tiles.json")
 
 
-@functools.cache
-def _user_table() -> dict[tuple[str, str, str, str], KernelConfig]:
-    """(op, GPU name, bits, shape class) -> the tuner's KernelConfig."""
+@functools.cache  # vitfast tune, which writes the table, empties it
+def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
+    """(op, shape class, bits) -> the tuner's KernelConfig for this GPU, given by its index."""
     path = user_table_path()
     if not path.is_file():
         return {}
     try:
-        records = json.loads(path.read_text())["tiles"]
-        return {(r["op"], r["gpu"], r["bits"], r["shape"]): from_record(r) for r in records}
+        name, records = torch.cuda.get_device_name(gpu), json.loads(path.read_text())["tiles"]
+        return {(r["op"], r["shape"], r["bits"]): from_record(r) for r in records if r["gpu"] == name}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
 
 
-def reload_user_table() -> None:
-    """Makes the next lookup read the user's own table again."""
-    _user_table.cache_clear()
+def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> KernelConfig | None:
+    """The configuration in the user's own table, if a launcher of this version takes it."""
+    row = user_table(x.device.index).get((op, shape, bits)) if x.is_cuda and gpus.assumed is None else None
+    return row if row and _fits(row, op, shape, bits, sm) else None
 
 
 @functools.cache
-def _gpu_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
-
-
-def _of_user(op: str, x: torch.Tensor, shape: str) -> KernelConfig | None:
-    if not x.is_cuda or _scope.sm is not None or not _user_table():
-        return None
-    found = _user_table().get((op, _gpu_name(x.device.index), _bits(x), shape))
-    return found if found and _fits(found, op, shape, _bits(x), generation(x.device)) else None
-
-
-@functools.cache
-def _fits(row: KernelConfig, op: str, shape: str, bits: str, sm: int) -> bool:
-    """Whether a launcher of this version takes a row of the user's table; warns once where none does."""
-    form = lambda config: (config.provider, *(name for name, _ in config.blocks))  # noqa: E731
-    fits = form(row) in map(form, _configs(op, shape, bits, sm))
-    if not fits:
-        text = (
-            f"{op} at {shape}, {bits} bits, takes no {' '.join(form(row))}; run vitfast tune again, or remove the row"
-        )
+def _fits(row: KernelConfig, *case) -> bool:
+    """Whether a launcher takes a row of the user's table; warns once where none does. case: as of `_configs`."""
+    form, *known = ((each.provider, *dict(each.blocks)) for each in (row, *_configs(*case)))
+    if form not in known:
+        taken = "{} at {}, {} bits, takes no".format(*case)
+        text = f"{taken} {' '.join(form)}; run vitfast tune again, or remove the row"
         warnings.warn(f"the tile table {user_table_path()}: {text}", stacklevel=2)
-    return fits
-
-
-def to_record(op: str, gpu: str, bits: str, shape: str, value: KernelConfig) -> dict:
-    """An entry of the user's table."""
-    return dict(op=op, gpu=gpu, bits=bits, shape=shape, **dataclasses.asdict(value) | {"blocks": dict(value.blocks)})
+    return form in known
 
 
 def from_record(record: dict) -> KernelConfig:

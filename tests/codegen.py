@@ -38,7 +38,7 @@ import triton  # noqa: E402
 from every_launcher import candidates, in_training, variants  # noqa: E402
 from hazards import hazards  # noqa: E402
 
-from vitfast.kernels import archives, tiles  # noqa: E402
+from vitfast.kernels import archives, gpus, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
@@ -153,7 +153,7 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool, also: Set[str
 
 def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
-    names = ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "maxnreg")
+    names = ("SUBTILES", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "maxnreg")
     given = [(k, v) for k, v in launch.arguments.items() if (k.startswith("BLOCK") or k in names) and v]
     given.sort(key=lambda pair: pair[0] == "maxnreg")
     named = " ".join(f"{k}={v}" for k, v in given if isinstance(v, int) and not isinstance(v, bool))
@@ -274,8 +274,8 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: {r['spills']} local loads and stores")
         elif r["stack"] and not r["spills"] and r["dtype"] != "fp32":
             found.append(f"{name}: {r['stack']} bytes of stack")
-        if r["shared"] > tiles.SHARED_LIMIT[r["sm"]]:
-            found.append(f"{name}: {r['shared']} bytes of shared memory, limit {tiles.SHARED_LIMIT[r['sm']]}")
+        if r["shared"] > cubin.SHARED_LIMIT[r["sm"]]:
+            found.append(f"{name}: {r['shared']} bytes of shared memory, limit {cubin.SHARED_LIMIT[r['sm']]}")
         elif r["programs_per_sm"] < 1:
             found.append(f"{name}: no program fits a multiprocessor")
         product = r["dtype"] != "fp32" and any(word in r["kernel"] for word in PRODUCTS)
@@ -307,7 +307,7 @@ FEW_SPILLS = {"_attention_bwd_resident_kernel": 11, "_attention_bwd_specialized_
 # Of a kernel's HGMMAs, the share that may wait for all before them: at most 6 of 9 do (dQ at heads of 16, Triton 3.6).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
-PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
+PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 # The most instructions of mma.sync in kernels whose column sums are a product with 16 rows of ones.
 OF_ONES = {"persistent_kernel": 64, "dgelu_matmul_kernel": 16}
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
     parser.add_argument("--also", nargs="+", default=[], help="with --quick: variants to be taken, as in 'linear, qkv'")
     parser.add_argument("--kernels", nargs="+", help="those that have changed; rows of others stay")
-    parser.add_argument("--sm", type=int, nargs="+", default=list(tiles.GENERATIONS))
+    parser.add_argument("--sm", type=int, nargs="+", default=list(gpus.GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     sizes = QUICK_SIZES if args.quick else TABLE_SIZES

@@ -33,14 +33,15 @@ class Case:
         return large if self.large else medium if self.medium else small
 
 
-def _config(tile: Tile, provider: str = "triton") -> KernelConfig:
-    return config(*tile[:2], provider, BLOCK_M=tile[2], BLOCK_N=tile[3])
+def _config(tile: Callable[[Case], Tile], case: Case, provider: str = "triton") -> KernelConfig:
+    warps, stages, rows, keys = (8, 1, 32, 32) if case.fp32 else tile(case)
+    return config(warps, stages, provider, BLOCK_M=rows, BLOCK_N=keys)
 
 
 def attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once."""
     c = Case(shape, bits, sm)
-    tiled = _config(_forward(c), "tiled")
+    tiled = _config(_forward, c, "tiled")
     many_registers = c.large or c.medium and c.options == "f"
     if c.fp32 or c.sync or c.masked or c.tokens not in ("64", "128", "256") or sm == 100 and many_registers:
         return [tiled]
@@ -54,24 +55,17 @@ def attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 def _forward(c: Case) -> Tile:
     return first(
-        (c.fp32, (8, 1, 32, 32)),
-        (c.sync and c.plain, c.of_heads((4, 2, 64, 32), (4, 2, 64, 32), (8, 2, 64, 32))),
-        (c.sync and c.packed or c.sync and c.masked and not c.large, (8, 2, 64, 32)),
-        (c.sm in (80, 89) and c.options == "fp" and c.head <= 64, (4, 2, 64, 32)),
-        (c.sm == 120 and c.medium, (8, 1, 64, 32)),
-        (c.sync, (8, 1, 32, 32) if c.large else (8, 2, 64, 32)),
+        (c.sync and (c.plain and not c.large or c.sm != 120 and c.options == "fp" and c.head <= 64), (4, 2, 64, 32)),
+        (c.sm == 120 and c.medium and c.rope and not c.masked, (8, 1, 64, 32)),
+        (c.sync, (8, 1, 32, 32) if c.large and (c.rope or c.masked) else (8, 2, 64, 32)),
         # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.
         (c.masked and (c.medium or c.head == 64 and not c.padded), (8, 2, 128, 64)),
         (c.masked and c.sm == 90, (8, 2, 128, 16) if c.large else (8, 2, 32, 32)),
         (c.masked, (8, 1, 64, 32)),
-        (c.sm == 90 and c.narrow, (8, 2, 128, 32)),
-        (c.sm == 100 and c.medium and c.options == "rp", (4, 3, 64, 64)),
-        (c.sm == 100 and c.medium and c.rope, (8, 2, 64, 64)),
-        (c.rope, (8, 3, 128, 64) if c.head <= 64 else (8, 2, 128, 64)),
-        # Most packed samples are short: blocks of 64 rows.
-        (c.packed, (4, 3, 64, 64)),
-        (c.tokens == "long" or c.sm == 100 and c.tokens != "320", (8, 3, 128, 64)),
-        # Of 257 tokens, heads of 80: 112 us, with 3 stages 118, 128 queries 136.
+        (c.sm == 100 and c.medium and c.rope, (4, 3, 64, 64) if c.options == "rp" else (8, 2, 64, 64)),
+        (c.rope, (8, 3 if c.head <= 64 else 2, 128, 32 if c.sm == 90 and c.narrow else 64)),
+        (c.tokens == "long" or c.sm == 100 and c.plain and c.tokens != "320", (8, 3, 128, 64)),
+        # Of 257 tokens, heads of 80: 112 us, with 3 stages 118, 128 queries 136. Most packed samples are short.
         (True, (4, 2 if c.sm == 90 and c.tokens == "320" and c.head == 80 else 3, 64, 64)),
     )
 
@@ -92,11 +86,9 @@ def attention_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 def _dq(c: Case) -> Tile:
     return first(
-        (c.fp32, (8, 1, 32, 32)),
         (c.sync and c.packed, (8, 2, 32, 32) if c.large else (8, 2, 64, 32)),
         (c.sync and c.plain, c.of_heads((4, 2, 64, 32), (8, 2, 64, 32), (4, 1, 32, 32))),
-        (c.sync and c.narrow, (8, 1, 16 if c.sm == 120 else 32, 32)),
-        (c.sm == 80 and c.rope and c.medium, (8, 1, 32, 32)),
+        (c.sync and c.narrow or c.sm == 80 and c.rope and c.medium, (8, 1, 16 if c.sm == 120 else 32, 32)),
         (c.sync, (8, 1, 64, 32) if c.head <= 64 else (8, 2, 32, 32)),
         (c.masked and c.sm == 90, c.of_heads((8, 2, 128, 64), (8, 2, 64, 64), (8, 2, 128, 32))),
         (c.masked, (8, 1, 64, 32) if c.large else (8, 2, 128, 32)),
@@ -106,24 +98,20 @@ def _dq(c: Case) -> Tile:
         (c.sm == 100 and c.rope, (8, 2, 64, 32) if c.large and not c.pairs else (8, 2, 128, 64)),
         (c.rope, c.of_heads((8, 2, 128, 64), (8, 2, 128, 32), (8, 2, 64, 64))),
         (c.packed, (4, 3 if c.sm == 100 and c.medium else 2, 64, 64)),
-        (c.sm == 100 and c.tokens == "64" and c.head == 64, (8, 2, 64, 64)),
         # Many small programs hide the waits for loads. 577 tokens: 282 us, 64 x 64 296, 8 warps 128 x 64 326. 197: 245.
         # 257 tokens, heads of 80: 195, with 64 x 64 201. Heads of 32, 48 and 96 were not timed.
         (c.sm == 90 and (c.head == 64 or c.head in (32, 48, 80, 96) and c.tokens != "long"), (4, 3, 64, 32)),
-        (c.tokens in ("64", "320"), (4, 2, 64, 64)),
+        (c.tokens in ("64", "320"), (8 if c.sm == 100 and c.tokens == "64" and c.head == 64 else 4, 2, 64, 64)),
         (True, (8, 2, 128, 64)),
     )
 
 
 def _dkdv(c: Case) -> Tile:
     return first(
-        (c.fp32, (8, 1, 32, 32)),
         (c.sync and c.packed, c.of_heads((8, 2, 32, 64), (8, 2, 16, 64), (8, 1, 32, 32))),
         (c.sync and c.plain, c.of_heads((4, 2, 32, 64), (8, 1, 16, 64), (8, 1, 32, 32))),
-        (c.sm == 120 and c.rope and c.head == 16, (8, 1, 32, 64)),
-        (c.sm == 120 and c.rope and c.medium, (8, 2, 16, 32)),
-        (c.sync and c.rope and c.large, (8, 1, 32, 16)),
-        (c.sync, (8, 1, 16, 64) if c.head <= 64 else (8, 1, 32, 32)),
+        (c.sm == 120 and c.rope and (c.head == 16 or c.medium), (8, 2, 16, 32) if c.medium else (8, 1, 32, 64)),
+        (c.sync, c.of_heads((8, 1, 16, 64), (8, 1, 32, 32), (8, 1, 32, 16 if c.rope else 32))),
         (c.masked and c.sm == 90 and c.head == 80 and c.padded, (4, 1, 32, 64)),
         (c.masked and c.sm == 90, (8, 2, 32, 128) if c.medium else (8, 2, 32, 64)),
         (c.masked, c.of_heads((8, 2, 32, 128), (8, 1, 16, 64), (8, 2, 32, 64))),
@@ -132,26 +120,24 @@ def _dkdv(c: Case) -> Tile:
         (c.narrow, (8, 1, 16, 64)),
         (c.rope and c.head <= 64, (8, 2, 64, 128)),
         (c.rope, (8, 2 if c.sm == 90 or c.pairs and c.padded else 1, 32, 64)),
-        (c.packed and c.sm == 90, (4, 3, 64, 64) if c.head <= 64 else (8, 2, 32, 64)),
-        (c.packed, (4, 2 if c.large else 3, 64, 64)),
+        (c.packed, (8, 2, 32, 64) if c.sm == 90 and c.head > 64 else (4, 2 if c.large else 3, 64, 64)),
         # 577 tokens: 422 us, 32 x 64 426, 8 warps 64 x 128 570. 197: 279, with 2 stages 320, 64 x 64 433. 257 tokens,
         # heads of 80: 241, 64 x 64 245, 8 warps 64 x 128 336. Heads of 32, 48 and 96 were not timed.
         (c.sm == 90 and c.head == 64, (4, 3, 64 if c.tokens == "long" else 32, 64)),
         (c.sm == 90 and c.head in (32, 48, 80, 96) and c.tokens != "long", (4, 2, 32, 64)),
-        (c.sm == 90, (8, 2, 32 if c.large else 64, 128)),
-        (c.large, (8, 2, 64, 128)),
+        (c.sm == 90 or c.large, (8, 2, 32 if c.sm == 90 and c.large else 64, 128)),
         (True, (4, 2 if c.head == 48 and c.padded else 3, 64, 64)),
     )
 
 
 def _bias(c: Case) -> Tile:
-    small = c.fp32 or c.sm == 90 and c.head == 16 or c.sm == 120 and c.large
+    small = c.sm == 90 and c.head == 16 or c.sm == 120 and c.large
     wide = c.sm == 100 or c.sm == 90 and not c.large or c.sm == 120 and c.head in (16, 32)
     return first((small, (8, 1, 32, 32)), (wide, (8, 1, 64, 64)), (True, (8, 1, 64, 32)))
 
 
 def _of(tile: Callable[[Case], Tile]) -> Callable[[str, str, int], list[KernelConfig]]:
-    return lambda *case: [_config(tile(Case(*case)))]
+    return lambda *case: [_config(tile, Case(*case))]
 
 
 OPERATIONS = {

@@ -37,10 +37,9 @@ def _pointers(bits: str, sm: int) -> KernelConfig:
     return large if bits == "16" else _product(4, 3, 64, 64, 32, 2)
 
 
-def _modelled(shape: str) -> bool:
-    """Whether K is a width of models. Where BLOCK_K does not divide K, masks would spill."""
-    k = int(shape.partition("x")[0])
-    return k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+def _unmasked(shape: str) -> bool:
+    """Whether a BLOCK_K of 64 divides K. Elsewhere masks would spill."""
+    return int(shape.partition("x")[0]) % 64 == 0
 
 
 def _linear(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces: int = 0) -> list[KernelConfig]:
@@ -96,7 +95,7 @@ def dgelu_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     if sm == 100:
         return [pointers, CUBLAS, WIDE]
     # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
-    pointers = replace(pointers, maxnreg=128) if _modelled(shape) else pointers
+    pointers = replace(pointers, maxnreg=128) if _unmasked(shape) else pointers
     described = [] if act else [_product(8, 3, 128, 128, 64, 2, "tma", maxnreg=128)]
     return [_persistent(8 if act else 4), pointers, CUBLAS, WIDE, *described]
 
@@ -109,7 +108,7 @@ def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list
 def gated_linear_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Two products at once have blocks like one product's, with half the columns for each."""
     widest = _product(8, 3, 128, 64, 64, 2)
-    half = widest if sm in (90, 100) and _modelled(shape) else _product(4, 3, 64, 64, 32, 2)
+    half = widest if sm in (90, 100) and _unmasked(shape) else _product(4, 3, 64, 64, 32, 2)
     # In fp32 each of the two would spill on the other's GPUs, with Triton 3.6 or with 3.9.
     return _gated(half if bits == "16" else _product(4, 3, 64, 32, 32, 1 if sm == 120 else 2), widest, bits, sm)
 
@@ -118,24 +117,6 @@ def dgated_matmul(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """It reads and writes two of everything, so its blocks are narrower or cut into smaller pieces."""
     half = _product(8, 3, 128, 128, 64, 8) if sm in (90, 100) else _product(4, 3, 128, 64, 32, 4)
     return _gated(half if bits == "16" else _pointers(bits, sm), half, bits, sm)
-
-
-def weight_grad(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """SPLIT_K times the blocks of the output fill whole waves of programs on 132 multiprocessors.
-
-    Of two programs on each, that is 36, 108 and 144 blocks x 7, 64 and 192 x 4; or of one program where blocks are
-    wide: 18, 54 and 72 x 7, 32, 96 and 128 x 4.
-    """
-    if bits == "32" or sm not in (90, 100):
-        blocks = (4, 32, 128, 128, 4) if bits == "16" else (3, 32, 64, 64, 2)
-        return [CUBLAS, _split(4, *blocks, splits=7)]
-    splits = 4 if shape.startswith("1024x") else 7
-    pointers = [_split(8, 3, 64, 128, 128, 4, splits), _split(8, 4, 64, 128, 256, 4, splits)]
-    return [CUBLAS, *pointers, *(replace(config, provider="tma") for config in pointers)]
-
-
-def _split(warps: int, stages: int, m: int, n: int, k: int, subtiles: int, splits: int) -> KernelConfig:
-    return config(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_N=8, SPLIT_K=splits, SUBTILES=subtiles)
 
 
 def mlp_kept(shape: str, bits: str, sm: int) -> list[KernelConfig]:
@@ -158,6 +139,4 @@ OPERATIONS = {
     "gated_linear_fwd": gated_linear_fwd,
     "dgated_matmul": dgated_matmul,
     "gated_bwd": lambda *_: [config(4, 1, BLOCK_M=64, BLOCK_N=32)],
-    "weight_grad": weight_grad,
-    "weight_grad_sum": lambda *_: [config(4, 1, BLOCK_N=2, BLOCK_K=512)],
 }

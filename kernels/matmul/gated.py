@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import tiles
-from ..launch import cdiv, fp32_precision, launch
+from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from .activations import activated, wide_activate, wide_activate_and_slope
 from .product import (
+    DESCRIBED,
     block_offsets,
+    described,
     load_columns,
-    operands,
     output_block,
     product_class,
     row_product,
@@ -43,7 +44,7 @@ def two_products(
     first_n,
     sizes,  # M, N, K
     strides,  # of the rows of a, up and gate
-    LOADS: tl.constexpr,  # as `operands` says
+    LOADS: tl.constexpr,  # as `row_product` says
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -234,33 +235,25 @@ def gated_linear(
         up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
         h = activated(gate, activation).mul_(up)
         return (h, up, gate) if save else (h, empty, empty)
-    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    even = k % blocks[2] == 0
-    (a, up_w, loads), (_, gate_w, _) = (
-        operands(x, weight, config.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
-    )
+    grid, shared = row_product(x, up_weight, config, "nt")
+    up_ptr = shared.pop("b_ptr")
+    gate_ptr = described(gate_weight, *up_ptr.block_shape) if config.provider in DESCRIBED else gate_weight
+    shared |= dict(strides=(x.stride(0), up_weight.stride(0), gate_weight.stride(0)))
     h, *saved = (torch.empty((m, n), dtype=x.dtype, device=x.device) for _ in range(3 if save else 1))
     up, gate = saved or (None, None)
     launch(
         gated_linear_kernel,
-        (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),),
-        a_ptr=a,
-        up_weight_ptr=up_w,
-        gate_weight_ptr=gate_w,
+        grid,
+        **shared,
+        up_weight_ptr=up_ptr,
+        gate_weight_ptr=gate_ptr,
         up_bias_ptr=contiguous_or_none(up_bias),
         gate_bias_ptr=contiguous_or_none(gate_bias),
         up_ptr=up,
         gate_ptr=gate,
         h_ptr=h,
-        M=m,
-        N=n,
-        K=k,
-        strides=(x.stride(0), up_weight.stride(0), gate_weight.stride(0)),
         stride_om=n,
         ACT=activation,
-        LOADS=loads,
-        PRECISION=fp32_precision(),
-        **config.meta,
     )
     return h, *(saved or (empty, empty))
 

@@ -219,7 +219,7 @@ def dgelu_matmul_kernel(
     pres = ()
     for i in tl.static_range(SUBTILES if EARLY else 0):
         pres = pres + (load_piece(pre_ptr, offs_m, first_n + i * COLS + tl.arange(0, COLS), M, N, stride_pm),)
-    acc = product(a_ptr, b_ptr, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(a_ptr, b_ptr, (first_m, first_n), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     pieces = split_columns(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         first = first_n + i * COLS

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
-from ..launch import INTERPRETED, cdiv, fp32_precision, launch
-from ..rows import contiguous_or_none, row_programs
-from .product import block_offsets, count_blocks, describable, described, load_columns, operands, split_columns
+from ..launch import INTERPRETED, launch
+from ..rows import contiguous_or_none
+from .product import block_offsets, count_blocks, describable, described, load_columns, row_product, split_columns
 
 PLAIN = tl.constexpr(INTERPRETED)  # the interpreter knows no assembly
 
@@ -158,28 +158,20 @@ def launch_persistent(
 
     a (M, K); b (K, N) for kind "nn" or (N, K) for "nt"; early (M, N): 16-bit numbers that the epilogue reads.
     """
-    (m, k), n = a.shape, out.shape[1]
-    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    piece = blocks[0], blocks[1] // config["SUBTILES"]
-    a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, True)
-    count = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
+    rows, columns = config["BLOCK_M"], config["BLOCK_N"]
+    piece = rows, columns // config["SUBTILES"]
+    grid, shared = row_product(a, b, config, kind)
+    del shared["strides"]  # descriptors have them
     launch(
         persistent_kernel,
-        (row_programs(a.device, 2 if blocks[1] == 128 else 1, count),),
-        a_ptr=a_ptr,
-        b_ptr=b_ptr,
+        grid,
+        **shared,
         bias_ptr=contiguous_or_none(bias),
-        early_ptr=None if early is None else described(early, *blocks[:2]),
+        early_ptr=None if early is None else described(early, rows, columns),
         out_ptr=described(out, *piece),
         more_ptr=None if more is None else described(more, *piece),
         others=others,
-        M=m,
         zero=0.0,
-        N=n,
-        K=k,
         ACT=activation,
         EPILOGUE=epilogue,
-        LOADS=loads,
-        PRECISION=fp32_precision(),
-        **config.meta,
     )

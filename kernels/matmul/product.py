@@ -1,4 +1,4 @@
-"""The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
+"""The tiled matrix product that linear.py, gated.py and mlp.py wrap an epilogue around.
 
 Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
 read through pointers or, with providers "tma" and "persistent" on sm_90 and newer, through tensor descriptors: one
@@ -45,33 +45,31 @@ def block_offsets(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP
 def product(
     a,  # (M, all K): a pointer or a descriptor
     b,  # (all K, N): a pointer or a descriptor
-    first,  # row, column and k that this program begins at
-    sizes,  # M, N, and the number of k that it sums over
+    first,  # row and column that this program begins at
+    sizes,  # M, N, K
     strides,  # of a along M, K and of b along K, N
-    LOADS: tl.constexpr,  # as `operands` says
+    LOADS: tl.constexpr,  # as `row_product` says
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside."""
-    first_m, first_n, first_k = first[0], first[1], first[2]
+    first_m, first_n = first[0], first[1]
     K = sizes[2]
     a_strides, b_strides = strides[0], strides[1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if LOADS == "nn" or LOADS == "nt" or LOADS == "tn":
-        for k in range(first_k, first_k + K, BLOCK_K):
+    if LOADS == "nn" or LOADS == "nt":
+        for k in range(0, K, BLOCK_K):
             if LOADS == "nn":
                 acc = tl.dot(a.load([first_m, k]), b.load([k, first_n]), acc, input_precision=PRECISION)
-            elif LOADS == "nt":
-                acc = tl.dot(a.load([first_m, k]), tl.trans(b.load([first_n, k])), acc, input_precision=PRECISION)
             else:
-                acc = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), acc, input_precision=PRECISION)
+                acc = tl.dot(a.load([first_m, k]), tl.trans(b.load([first_n, k])), acc, input_precision=PRECISION)
     else:
         offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
         offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
         offs_k = tl.arange(0, BLOCK_K)
-        at_k = first_k + offs_k.to(tl.int64)
+        at_k = offs_k.to(tl.int64)
         a_ptrs = a + (offs_m[:, None] * a_strides[0] + at_k[None, :] * a_strides[1])
         b_ptrs = b + (at_k[:, None] * b_strides[0] + offs_n[None, :] * b_strides[1])
         mask_m, mask_n = offs_m[:, None] < sizes[0], offs_n[None, :] < sizes[1]
@@ -127,7 +125,7 @@ def output_block(
 ):
     """Block `pid` of A B: its index along M, its rows, its first column, its sums in pieces."""
     index_m, first_m, first_n = block_offsets(pid, sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(a, b, (first_m, first_n), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     return index_m, offs_m, first_n, split_columns(acc, SUBTILES)
 
@@ -180,28 +178,20 @@ def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; a and b become descriptors for the providers DESCRIBED.
-
-    blocks: the sizes of a block in rows, columns and k. kind: "nn" is a (M, K) times b (K, N); "nt" times b (N, K)
-    transposed; "tn" is a (K, M) transposed times b (K, N). LOADS: for descriptors, the kind; for pointers, "even" where
-    BLOCK_K divides K (`even`), else "masked".
-    """
-    if provider in DESCRIBED:
-        m, n, k = blocks
-        a_desc = described(a, k, m) if kind == "tn" else described(a, m, k)
-        return a_desc, described(b, n, k) if kind == "nt" else described(b, k, n), kind
-    return a, b, "even" if even else "masked"
-
-
 def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
-    (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
-    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
-    a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, k % blocks[2] == 0)
+    """Grid and common arguments of a kernel that writes a (M, K) times b: (K, N) for kind "nn", (N, K) for "nt".
+
+    a and b become descriptors for the providers DESCRIBED. LOADS: for descriptors, the kind; for pointers, "even" where
+    BLOCK_K divides K, else "masked".
+    """
+    (m, k), transposed = a.shape, kind == "nt"
+    rows, columns, depth = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    n, block = (b.shape[0], (columns, depth)) if transposed else (b.shape[1], (depth, columns))
+    strides = (a.stride(0), 1), (1, b.stride(0)) if transposed else (b.stride(0), 1)
+    programs, loads = cdiv(m, rows) * cdiv(n, columns), "masked" if k % depth else "even"
+    if config.provider in ("flattened", "persistent"):
+        programs = row_programs(a.device, 2 if columns == 128 else 1, programs)
+    if config.provider in DESCRIBED:
+        a, b, loads = described(a, rows, depth), described(b, *block), kind
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
-    programs = cdiv(m, blocks[0]) * cdiv(n, blocks[1])
-    if config.provider == "flattened":
-        programs = row_programs(a.device, 2 if blocks[1] == 128 else 1, programs)
-    return (programs,), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)
+    return (programs,), dict(a_ptr=a, b_ptr=b, **sizes, **config.meta)

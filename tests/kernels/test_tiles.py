@@ -1,17 +1,18 @@
 """Configurations: every generation has one for everything, and a user's table comes first."""
 
 import csv
-import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cubin import SHARED_LIMIT
 from known_configs import known_configs
 
-from vitfast.kernels import tiles
+from vitfast.kernels import gpus, tiles
 from vitfast.kernels.tiles import config
+from vitfast.tools.tune import user_table
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -47,18 +48,18 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(exact, monkeypatch):
         for row in csv.DictReader(file):
             needed[int(row["sm"])] = max(needed.get(int(row["sm"]), 0), int(row["shared"]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(exact, 10))
-    tiles._generation.cache_clear()
-    table = tiles.generation(torch.device("cuda", 0))
-    tiles._generation.cache_clear()
+    gpus._generation.cache_clear()
+    table = gpus.generation(torch.device("cuda", 0))
+    gpus._generation.cache_clear()
     with tiles.using(sm=exact):
-        assert tiles.generation(torch.device("meta")) == table
-    assert needed[table] <= tiles.SHARED_LIMIT[table] == 1024 * SHARED_KIB[exact]
+        assert gpus.generation(torch.device("meta")) == table
+    assert needed[table] <= SHARED_LIMIT[table] == 1024 * SHARED_KIB[exact]
     assert table // 10 == exact // 10 and (table == exact or exact in (86, 87, 103, 121))
     assert needed[90] > 1024 * SHARED_KIB[89] and needed[100] > 1024 * SHARED_KIB[121]  # so that this can fail
 
 
 def test_a_gpu_that_nobody_knows_takes_the_newest_tiles_before_it():
-    assert [tiles.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
+    assert [gpus.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
 
 
 def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
@@ -75,7 +76,7 @@ def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
     assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a}
     with pytest.raises(ValueError, match="tiles.using: no operation 'y'"):
         tiles.using("y", a).__enter__()
-    assert not tiles._scope.overrides
+    assert not tiles._overrides
     with tiles.using(sm=75), pytest.raises(KeyError, match="no configuration of x for a GPU older than sm_80"):
         tiles.lookup("x", half, "d64")
 
@@ -84,12 +85,11 @@ def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
 def table(tmp_path, monkeypatch):
     """The path of a user's table on a pretended GPU."""
     monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
-    monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
-    monkeypatch.setattr(tiles, "generation", lambda device: 90)
-    tiles.reload_user_table()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(gpus, "generation", lambda device: 90)
+    tiles.user_table.cache_clear()
     yield tmp_path / "tiles.json"
-    (tmp_path / "tiles.json").unlink(missing_ok=True)
-    tiles.reload_user_table()
+    tiles.user_table.cache_clear()
 
 
 GPU_TENSOR = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
@@ -110,9 +110,9 @@ ROWS = [  # of a user's table at 768x3072, and the words for those that no launc
 
 
 def test_a_users_row_comes_first_and_is_left_out_with_one_warning_where_no_launcher_takes_it(table):
-    records = [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in ROWS]
-    table.write_text(json.dumps({"tiles": records}))
-    tiles.reload_user_table()
+    for op, value, _ in ROWS:
+        user_table.keep(value, op=op, gpu="Some GPU", bits="16", shape="768x3072")
+    user_table.keep(config(), op="linear_fwd", gpu="Another GPU", bits="16", shape="768x768")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_users_row_comes_first_and_is_left_out_with_one_warning_where_no_launc
                 wanted = tiles.shipped(op, GPU_TENSOR, "768x3072") if fault else value
                 assert tiles.lookup(op, GPU_TENSOR, "768x3072") == wanted, op
                 assert tiles.lookup(op, GPU_TENSOR, "768x768") == tiles.shipped(op, GPU_TENSOR, "768x768"), op
-            tiles.reload_user_table()
+            tiles.user_table.cache_clear()
     wanted = [f"the tile table {table}: {op} at 768x3072, 16 bits, {fault}; run" for op, _, fault in ROWS if fault]
     assert [str(warning.message).partition(" vitfast")[0] for warning in said] == wanted
 
@@ -150,9 +150,9 @@ def test_candidates_are_the_others(op, shape, dtype, sm, wanted):
         assert [t.provider for t in tiles.candidates(op, torch.empty(0, dtype=dtype), shape)] == wanted.split()
 
 
-def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
+def test_a_limit_of_registers_reaches_the_launch_and_the_users_table(table):
     limited, free = config(4, 2, maxnreg=168, BLOCK_M=64), config(4, 2, BLOCK_M=64)
     assert limited.meta == free.meta | dict(maxnreg=168) == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
     assert "maxnreg" not in free.meta
-    row = tiles.to_record("x", "Some GPU", "16", "d64", limited)
-    assert tiles.from_record(json.loads(json.dumps(row))) == limited
+    user_table.keep(limited, op="x", gpu="Some GPU", bits="16", shape="d64")
+    assert tiles.user_table(0) == {("x", "d64", "16"): limited}

@@ -26,7 +26,6 @@ from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
     from ..kernels.matmul.linear import input_grad, linear, linear_residual
-    from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
 
 
@@ -109,7 +108,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         dh, weight = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None, t.in_weight
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
         dh = None
-        dweight = weight_grad(din, h, out_dtype=weight.dtype) if needs.in_weight else None
+        dweight = torch.mm(din.t(), h) if needs.in_weight else None
         grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
     return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
 

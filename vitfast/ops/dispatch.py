@@ -22,7 +22,7 @@ try:
 except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
-    from ..kernels import tiles
+    from ..kernels import gpus
 
     NO_TRITON = None
 
@@ -87,7 +87,7 @@ def constant_when_compiled(function: Function) -> Function:
 @constant_when_compiled  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
 def _too_old(device: torch.device) -> bool:
     """Whether a GPU is older than every generation that has kernels."""
-    return tiles.generation(device) == 0
+    return gpus.generation(device) == 0
 
 
 def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:

@@ -3,7 +3,7 @@
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
 
-Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
+Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept.
 The fused blocks (blocks.py) end in this layer and use its gradient.
 """
 
@@ -20,7 +20,6 @@ from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, cu
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
-    from ..kernels.matmul.weight_grad import weight_grad, weight_grad_scaled
     from ..kernels.rows import column_sums, scale_rows
 
 
@@ -65,11 +64,20 @@ def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
 
 
 def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
-    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
-    weight, dtype = as_matrix(t.out_weight), t.out_weight.dtype
-    if needs.layer_scale:
-        return weight_grad_scaled(g, x, weight, t.layer_scale, dtype)
-    return weight_grad(g, x, layer_scale=t.layer_scale, out_dtype=dtype) if needs.out_weight else None, None
+    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K).
+
+    With a layer scale they are diag(layer_scale) G and rowsum(G * W), where G = g^T x is not rounded to 16 bits.
+    """
+    if not (needs.out_weight or needs.layer_scale):
+        return None, None
+    if t.layer_scale is None:
+        return torch.mm(g.t(), x), None
+    if g.dtype == torch.float32 or g.device.type == "cpu":  # CUDA alone has products of 16-bit matrices in fp32
+        product = torch.mm(g.float().t(), x.float())
+    else:
+        product = torch.mm(g.t(), x, out_dtype=torch.float32)
+    dscale = (product * as_matrix(t.out_weight)).sum(1) if needs.layer_scale else None
+    return product.mul_(t.layer_scale.float()[:, None]).to(g.dtype) if needs.out_weight else None, dscale
 
 
 def output_layer_gradients(

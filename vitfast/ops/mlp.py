@@ -20,6 +20,7 @@ backward    One product reads dout, up and pre, and writes dup, dpre, the last l
 import math
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..values import Activation
@@ -38,7 +39,6 @@ if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad, linear
     from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
-    from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
 
 Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
@@ -166,10 +166,10 @@ def hidden_input_grad(slopes: Slopes, t: Hidden) -> Tensor:
 
 def hidden_weight_gradients(slopes: Slopes, x: Tensor | None, t: Hidden, needs: Hidden) -> dict[str, Tensor | None]:
     """Gradients of the weights by name; x (M, D) is the layers' input."""
-    (dpre, dup), dtype = slopes, t.in_weight.dtype
+    dpre, dup = slopes
     return dict(
-        up_weight=weight_grad(dup, x, out_dtype=dtype) if needs.up_weight else None,
-        in_weight=weight_grad(dpre, x, out_dtype=dtype) if needs.in_weight else None,
+        up_weight=torch.mm(dup.t(), x) if needs.up_weight else None,
+        in_weight=torch.mm(dpre.t(), x) if needs.in_weight else None,
     )
 
 
@@ -214,7 +214,7 @@ def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[st
         grads |= hidden_weight_gradients(slopes, as_matrix(t.x), t.hidden, needs.hidden)
     if needs.out_weight:
         inner = recompute_inner(t.hidden, saved) if inner is None else inner
-        grads |= dict(out_weight=weight_grad(g, inner))
+        grads |= dict(out_weight=torch.mm(g.t(), inner))
     if needs.out_bias:
         grads |= dict(out_bias=as_dtype(scale_rows(g, None, None, 1, want_scaled=False)[1], t.x.dtype))
     return grads

@@ -31,6 +31,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS, PROGRAMS = 65_536, 32
 WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
 SHARED = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
+SHARED_LIMIT = {sm: size - 1024 for sm, size in SHARED.items()}  # what one program may use; CUDA takes 1 KiB
 TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # on sm_100; on sm_90; on older GPUs and sm_120
 
 

@@ -89,7 +89,7 @@ def test_a_candidate_that_hangs_ends_the_command(table, monkeypatch, capsys):
 def test_two_that_write_the_table_lose_nothing_and_replace_their_own(table):
     def writes(gpu: str) -> None:
         for i in range(20):
-            user_table.keep(tiles.to_record("x", gpu, "16", str(i % 10), tiles.config(4, 2, BLOCK_M=16)))
+            user_table.keep(tiles.config(4, 2, BLOCK_M=16), op="x", gpu=gpu, bits="16", shape=str(i % 10))
 
     with ThreadPoolExecutor() as both:
         list(both.map(writes, ("a", "b")))

@@ -20,26 +20,26 @@ def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(
     ops = [p.op for p in problems()]
     assert {*ops} == {*tune.OPERATIONS} - {"mlp_kept"}  # which is no launch
     assert len({(p.op, p.bits, p.shape) for p in problems()}) == len(ops)
-    assert max(map(ops.index, tuner.INNER)) < min(map(ops.index, ("weight_grad", "dgelu_matmul", "layer_norm_bwd")))
+    assert max(map(ops.index, tuner.INNER)) < min(map(ops.index, ("dgelu_matmul", "layer_norm_bwd")))
     for problem in problems():
         with tiles.using() as used:
             record(lambda p=problem: make_tuner(Clock())._on_meta(p.launcher))
-        assert len(used) == 1 or problem.op not in ("column_sums", "gelu_bwd", "weight_grad")
+        assert len(used) == 1 or problem.op not in ("column_sums", "gelu_bwd")
     (products,) = (p for p in problems() if p.op == "linear_gelu_fwd")
     assert {"cublas", "triton", "tma"} <= {c.provider for c in (products.start, *products.candidates)}
 
 
 def test_neighbours_differ_in_one_number():
-    tile = config(4, 1, "tma", maxnreg=168, BLOCK_M=256, SPLIT_K=1)
+    tile = config(4, 1, "tma", maxnreg=168, BLOCK_M=256, GROUPS=1)
     changed = [dict(n.meta.items() - tile.meta.items()) for n in tuner.neighbours(tile) if n.provider == "tma"]
     of_a_thread = [dict(num_warps=2), dict(num_warps=8), dict(num_stages=2), dict(maxnreg=128), dict(maxnreg=208)]
-    assert changed == [dict(BLOCK_M=128), dict(SPLIT_K=2), *of_a_thread]
+    assert changed == [dict(BLOCK_M=128), dict(GROUPS=2), *of_a_thread]
     assert list(tuner.neighbours(config(provider="cublas"))) == []
 
 
 def test_a_climb_goes_to_the_top_and_each_step_is_kept_and_in_force_at_once(table, monkeypatch):
     reloads = []
-    monkeypatch.setattr(tiles, "reload_user_table", lambda: reloads.append(len(table())))
+    monkeypatch.setattr(tiles.user_table, "cache_clear", lambda: reloads.append(len(table())))
     top, slow = config(16, 1, BLOCK_M=128, BLOCK_N=64), config(1, 1, BLOCK_M=16, BLOCK_N=16)
 
     def planted(tile):

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 TOKENS = (5, 50, 197, 257)
 HEADS = (32, 64, 72, 80)
 # The other launchers have rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches.
-# The last sizes have rows and patches enough for several steps in each slice of a weight gradient.
+# The last sizes have patches enough for several steps in each slice of their weight's gradient.
 ROWS = (
     Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
     Sizes(batch=2, tokens=50, width=384, heads=6, hidden=208, image=48, patch=16),
@@ -97,8 +97,6 @@ def _slow(name: str, sizes: Sizes) -> bool:
     """Whether it takes seconds in the interpreter, and another launcher runs the kernel at this width."""
     if name.startswith("patch"):
         return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
-    if name.startswith("weight gradient"):
-        return sizes.width > (100 if "qkv" in name or "proj" in name else 768 if "fc2" in name else 384)
     largest_weights = any(word in name for word in ("qkv", "proj", "stream"))
     return largest_weights and sizes.width > 384
 
@@ -127,7 +125,7 @@ def _candidates(used: dict[tuple[str, str, str], KernelConfig], case: Case) -> I
     """Other tiles for the operations that ran.
 
     They are the tiles of other providers; the large tiles where few rows have taken small ones; and tiles in groups of
-    two (GROUP_M, GROUP_N) where there are enough tiles along the rows.
+    two (GROUP_M) where there are enough tiles along the rows.
     """
     yield from candidates(used, case.dtype, CPU)
     for op, bits, shape in used:

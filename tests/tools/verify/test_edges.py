@@ -19,7 +19,7 @@ from planted import MUTANTS, NUMBERS, ROOT
 from sanitizer import Sanitizer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitfast.kernels import launch, rows, tiles
+from vitfast.kernels import gpus, launch, rows, tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.tools.verify import Judge, Wrong, errors
@@ -40,13 +40,11 @@ def in_short(case) -> bool:
     name, s, single = case.name, case.sizes, case.dtype == FP32
     if name.startswith("attention"):
         return (s.tokens, s.head) == (50, 64) if single else (s.tokens, s.head) in ATTENTIONS
-    if name.startswith("patch"):  # at a width of 100: 92 x 92 pixels have several slices of a weight gradient
+    if name.startswith("patch"):  # at a width of 100: 92 x 92 pixels have several slices of the weight gradient
         small = s.width <= 100 or name == "patch embedding" or "oblong" in name
         return small and not (single and (s.image != 28 or case.layout != "odd" or not name.endswith("backward")))
     if single:
         return s.tokens == 577
-    if name.startswith("weight gradient"):
-        return s.width <= (384 if name.endswith("fc2") else 100)
     described = s.width == 384 and (name == "dgelu, act kept" or name not in VARIANTS)
     return s.width == 100 or described
 
@@ -79,7 +77,7 @@ def long_plan(name: str, dtype: torch.dtype):
             turn, heads = i + 2 * (i // 4), (1, MANY_HEADS)[i // 2 % 2]
             layouts = [edges.layouts_of(name)[(turn + step) % 4] for step in (1, 2)]
             yield edges.Case(name, sizes, dtype, layouts[0], many_heads=heads)
-            yield edges.Case(name, sizes, dtype, layouts[1], tiles.GENERATIONS[turn % 5], heads)
+            yield edges.Case(name, sizes, dtype, layouts[1], gpus.GENERATIONS[turn % 5], heads)
 
 
 def check(cases) -> None:

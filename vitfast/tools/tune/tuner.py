@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...errors import both_ends
-from ...kernels import tiles
+from ...kernels import gpus, tiles
 from ...kernels.launch import record
 from ...kernels.tiles import KernelConfig
 from ..verify import Judge, poisoned
@@ -24,7 +24,7 @@ LARGEST = {"BLOCK_K": 512, "PROGRAMS": 2112}  # the largest values that are trie
 GAIN = 0.98  # a tile must take less than this share of another's time to count as faster
 REACH = 1.5  # a tile that takes longer than this times the best is not climbed from
 # Operations that run inside of others. They are settled first, so that the others are timed with the best of these.
-INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_bwd_dq", "attention_bwd_dkdv")
+INNER = ("column_sums", "scale_rows", "gelu_bwd", "attention_bwd_dq", "attention_bwd_dkdv")
 KEPT = "faster tiles are kept; tune the other operations with --only NAME"
 
 
@@ -78,15 +78,14 @@ class Tuner:
         """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
         for launcher in (each for sizes in models for each in launchers(sizes).values()):
-            with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
+            with tiles.using(sm=gpus.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
                 if (op, bits, shape) in found and found[op, bits, shape][0] <= len(used):
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
-                start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                others = dict.fromkeys([start, shipped, *tiles.candidates(op, like, shape)])
-                found[op, bits, shape] = len(used), Problem(op, bits, shape, launcher, start, list(others)[1:])
+                start, others = tiles.lookup(op, like, shape), tiles.candidates(op, like, shape)
+                found[op, bits, shape] = len(used), Problem(op, bits, shape, launcher, start, others)
         return sorted((problem for _, problem in found.values()), key=lambda p: p.op not in INNER)
 
     def _on_meta(self, launcher: Launcher):
@@ -131,14 +130,14 @@ class Tuner:
                 for each in (p.best, config):
                     p.times[each] = self._seconds(p, each, judge)
                 if p.times[config] < GAIN * p.times[p.best]:
-                    user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, config))
+                    user_table.keep(config, op=p.op, gpu=self.gpu, bits=p.bits, shape=p.shape)
                     print(f"    {_ms(p.times[config])} in place of {_ms(p.times[p.best])}: {config}", flush=True)
                     p.best = config
 
     def _compile(self, p: Problem, config: KernelConfig) -> list[Future]:
         """Has the launches of a tile compiled in the background."""
         try:
-            with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
+            with tiles.using(sm=gpus.generation(self.device)), tiles.using(p.op, config, p.shape):
                 return [self.compiler.submit(launch) for launch in record(lambda: self._on_meta(p.launcher))]
         except Exception:  # what refuses the tile here refuses it again when it runs
             return []

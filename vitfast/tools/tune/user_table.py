@@ -5,6 +5,7 @@ under a lock, and whole or not at all.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 from collections.abc import Iterator
@@ -41,10 +42,11 @@ def read() -> list[dict]:
         raise InputError(f"the tile table {path} is damaged ({type(error).__name__}: {error}); remove it") from None
 
 
-def keep(entry: dict) -> None:
-    """Puts an entry (tiles.to_record) into the table, in the place of one with the same KEY."""
+def keep(config: tiles.KernelConfig, **key: str) -> None:
+    """Puts a configuration into the table, in the place of one with the same KEY."""
     path = tiles.user_table_path()
+    entry = key | dataclasses.asdict(config) | {"blocks": dict(config.blocks)}
     with lock(path.with_suffix(".lock").name):
-        others = [other for other in read() if any(other[key] != entry[key] for key in KEY)]
+        others = [other for other in read() if any(other[name] != key[name] for name in KEY)]
         files.write_text(path, json.dumps({"tiles": [*others, entry]}, indent=1))
-    tiles.reload_user_table()
+    tiles.user_table.cache_clear()

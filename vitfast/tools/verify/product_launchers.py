@@ -3,13 +3,11 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.matmul import gated, linear, mlp, weight_grad
+from ...kernels.matmul import gated, linear, mlp
 from ...kernels.rows import column_sums
 from ...ops import reference as ref
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
-
-SPLITS = 7  # slices of a weight gradient that are added up
 
 
 def activated(activation: str, *pre: Tensor) -> Tensor:
@@ -61,12 +59,6 @@ def products(s: Sizes) -> dict[str, Launcher]:
     found = {}
     found["linear + gelu"], found["dgelu"] = with_activation(s, 1, "gelu", "pre")
     found["gated linear"], found["dgated"] = with_activation(s, 2, "silu", True)
-    for name, (out, inner) in weights.items():
-        found[f"weight gradient, {name}"] = Launcher(
-            lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
-            weight_grad.weight_grad,
-            lambda g, x: g.t() @ x,
-        )
     for name in ("fc1", "qkv", "proj"):  # fc2's input gradient is part of dgelu
         found[f"input gradient, {name}"] = Launcher(
             lambda t, size=weights[name]: (t.values(m, size[0]), t.weight(*size)), linear.input_grad, lambda g, w: g @ w
@@ -78,12 +70,6 @@ def products(s: Sizes) -> dict[str, Launcher]:
             ref.linear_residual,
         )
     found["linear, qkv"] = Launcher(lambda t: layer(t, m, *weights["qkv"]), linear.linear, F.linear)
-    for name, (out, inner) in weights.items():
-        found[f"weight gradient, {name}, sum"] = Launcher(
-            lambda t, out=out, inner=inner: (t.workspace(SPLITS, out, inner), t.values(0)),
-            lambda slices, like: weight_grad.sum_products(slices, None, like.dtype),
-            lambda slices, like: slices.sum(0),
-        )
     # These run after a product by another provider.
     found["gelu"] = Launcher(lambda t: (t.values(m, f),), lambda pre: mlp.gelu(pre, "gelu"), F.gelu)
     for name, count, launcher, activation in (
