@@ -139,4 +139,5 @@ OPERATIONS = {
     "gated_linear_fwd": gated_linear_fwd,
     "dgated_matmul": dgated_matmul,
     "gated_bwd": lambda *_: [config(4, 1, BLOCK_M=64, BLOCK_N=32)],
+    "scaled_weight_grad": lambda *_: [config(4, 1, BLOCK_N=2, BLOCK_K=512)],
 }

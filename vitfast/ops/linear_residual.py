@@ -3,7 +3,7 @@
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
 
-Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept.
+Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
 The fused blocks (blocks.py) end in this layer and use its gradient.
 """
 
@@ -20,6 +20,7 @@ from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, cu
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
+    from ..kernels.matmul.weight_grad import scaled_weight_grad
     from ..kernels.rows import column_sums, scale_rows
 
 
@@ -64,20 +65,12 @@ def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
 
 
 def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
-    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K).
-
-    With a layer scale they are diag(layer_scale) G and rowsum(G * W), where G = g^T x is not rounded to 16 bits.
-    """
-    if not (needs.out_weight or needs.layer_scale):
-        return None, None
-    if t.layer_scale is None:
-        return torch.mm(g.t(), x), None
-    if g.dtype == torch.float32 or g.device.type == "cpu":  # CUDA alone has products of 16-bit matrices in fp32
-        product = torch.mm(g.float().t(), x.float())
-    else:
-        product = torch.mm(g.t(), x, out_dtype=torch.float32)
-    dscale = (product * as_matrix(t.out_weight)).sum(1) if needs.layer_scale else None
-    return product.mul_(t.layer_scale.float()[:, None]).to(g.dtype) if needs.out_weight else None, dscale
+    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
+    if needs.layer_scale:
+        return scaled_weight_grad(g, x, t.layer_scale, as_matrix(t.out_weight))
+    if needs.out_weight and t.layer_scale is not None:
+        return scaled_weight_grad(g, x, t.layer_scale)
+    return torch.mm(g.t(), x) if needs.out_weight else None, None
 
 
 def output_layer_gradients(
