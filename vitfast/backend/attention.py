@@ -12,15 +12,14 @@ from torch.fx import Node
 
 from .. import ops
 from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table, table_rows, tokens_without_row
-from .graph import (
+from .graph import Call, Positions, Proposal, Region, Unrecognised
+from .lengths import PACKED, packing_of
+from .linear import Linear
+from .masks import Mask, bias_of, mask_arguments, masks_of
+from .nodes import (
     DIVIDES,
     MULTIPLIES,
     PRODUCTS,
-    Call,
-    Positions,
-    Proposal,
-    Region,
-    Unrecognised,
     argument,
     constant_factor,
     name_of,
@@ -30,9 +29,6 @@ from .graph import (
     value_of,
     values_read,
 )
-from .lengths import PACKED, packing_of
-from .linear import Linear
-from .masks import Mask, bias_of, mask_arguments, masks_of
 from .parts import Parts, call_block, common_arguments, tokens_may_be_first
 
 

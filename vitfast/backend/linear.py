@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from .arguments import as_rows
-from .graph import ADDS, Call, argument, name_of, shape_of
+from .graph import Call
+from .nodes import ADDS, argument, name_of, shape_of
 
 
 class Linear(NamedTuple):

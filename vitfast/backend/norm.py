@@ -10,21 +10,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import layer_norm, rms_norm
-from .graph import (
-    ADDS,
-    CASTS,
-    DIVIDES,
-    MULTIPLIES,
-    Positions,
-    Proposal,
-    Region,
-    Unrecognised,
-    argument,
-    is_number,
-    name_of,
-    shape_of,
-    tensor_of,
-)
+from .graph import Positions, Proposal, Region, Unrecognised
+from .nodes import ADDS, CASTS, DIVIDES, MULTIPLIES, argument, is_number, name_of, shape_of, tensor_of
 
 NORMS = ("layer_norm", "rms_norm", "rsqrt", "sqrt")
 

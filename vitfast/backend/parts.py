@@ -10,19 +10,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from .arguments import factors
-from .graph import (
-    MULTIPLIES,
-    Call,
-    Region,
-    Unrecognised,
-    constant_factor,
-    name_of,
-    shape_of,
-    tensor_of,
-    values_read,
-)
+from .graph import Call, Region, Unrecognised
 from .lengths import PACKED
 from .linear import Linear, linear_of, with_bias
+from .nodes import MULTIPLIES, constant_factor, name_of, shape_of, tensor_of, values_read
 from .norm import NORMS, norm_arguments
 
 

@@ -16,25 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
 from .embedding import patch_embeddings
-from .graph import (
-    VALUE_FREE,
-    Positions,
-    Proposal,
-    Region,
-    Unrecognised,
-    additions,
-    argument,
-    is_layout_seen,
-    is_unchanged,
-    module_of,
-    name_of,
-    operation_of,
-    size,
-    tensor_of,
-)
+from .graph import Positions, Proposal, Region, Unrecognised, additions
 from .lengths import packing_of
 from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
+from .nodes import VALUE_FREE, argument, is_layout_seen, is_unchanged, module_of, name_of, operation_of, size, tensor_of
 from .norm import NORMS, norm_alone
 from .packed import join_pieces, pieces_of, prove_pieces
 from .parts import parts_of
