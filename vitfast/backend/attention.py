@@ -14,22 +14,9 @@ from .. import ops
 from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table, table_rows, tokens_without_row
 from .graph import Call, Positions, Proposal, Region, Unrecognised
 from .lengths import PACKED, packing_of
-from .linear import Linear
 from .masks import Mask, bias_of, mask_arguments, masks_of
-from .nodes import (
-    DIVIDES,
-    MULTIPLIES,
-    PRODUCTS,
-    argument,
-    constant_factor,
-    name_of,
-    shape_of,
-    size,
-    tensor_of,
-    value_of,
-    values_read,
-)
-from .parts import Parts, call_block, common_arguments, tokens_may_be_first
+from .nodes import DIVIDES, MULTIPLIES, PRODUCTS, argument, name_of, shape_of, size, tensor_of, value_of, values_read
+from .parts import Linear, Parts, call_block, common_arguments, constant_factor, tokens_may_be_first
 
 
 def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:

@@ -10,9 +10,8 @@ from .. import ops
 from ..ops.reference import ACTIVATIONS
 from .arguments import halves
 from .graph import Call, Positions, Proposal, Region, Unrecognised
-from .linear import linear_of
 from .nodes import argument, name_of, shape_of
-from .parts import ATTENTIONS, Parts, call_block, common_arguments, parts_of
+from .parts import ATTENTIONS, Parts, call_block, common_arguments, linear_of, parts_of
 
 GATES = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 

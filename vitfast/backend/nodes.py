@@ -197,24 +197,6 @@ def switches_mode(node: Node) -> bool:
     return all(tensor_of(a) is None for a in node.all_input_nodes)
 
 
-def is_number(value) -> bool:
-    """A Python number that no truth value is."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def constant_factor(nodes: list[Node]) -> float:
-    """The product of the Python numbers that these nodes multiply by."""
-    factor = 1.0
-    for node in nodes:
-        numbers = [a for a in (*node.args, *node.kwargs.values()) if is_number(a)]
-        if len(numbers) == 1 and len(node.all_input_nodes) == 1:
-            if name_of(node) in MULTIPLIES:
-                factor = factor * numbers[0]
-            elif name_of(node) in DIVIDES and not is_number(node.args[0]) and numbers[0] != 0:
-                factor = factor / numbers[0]
-    return factor
-
-
 def module_of(node: Node) -> str:
     """The path of the module whose forward a node was captured in; empty where it is not known."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -22,8 +22,7 @@ from .graph import Proposal, Region, Unrecognised
 from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, packings_in, ways_to_shrink
 from .masks import as_lengths, random_mask
 from .nodes import argument, changed_by, name_of, tensor_of, value_of
-from .norm import default_eps
-from .parts import choices
+from .parts import choices, default_eps
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})

@@ -18,12 +18,10 @@ from .attention import attention_alone, attention_blocks
 from .embedding import patch_embeddings
 from .graph import Positions, Proposal, Region, Unrecognised, additions
 from .lengths import packing_of
-from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
 from .nodes import VALUE_FREE, argument, is_layout_seen, is_unchanged, module_of, name_of, operation_of, size, tensor_of
-from .norm import NORMS, norm_alone
 from .packed import join_pieces, pieces_of, prove_pieces
-from .parts import parts_of
+from .parts import NORMS, linear_of, norm_alone, parts_of
 from .proof import prove
 from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise

@@ -267,12 +267,10 @@ def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tens
 
 
 class TokenLayout(NamedTuple):
-    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1]."""
+    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1].
+
+    The fields are named as the arguments of ops.attention.
+    """
 
     offsets: Tensor  # (S + 1,)
     longest: int  # tokens of the longest image, or more
-
-    @property
-    def options(self) -> dict:
-        """Keyword arguments of ops.attention."""
-        return self._asdict()
