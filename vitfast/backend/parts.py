@@ -319,10 +319,3 @@ def call_block(
     out = call(operation, rows, weight, bias, *layers, **keywords)
     out = call(Tensor.transpose, out, 0, 1) if tokens_first else out
     return call(Tensor.view_as, out, x) if flat else out
-
-
-def tokens_may_be_first(parts: Parts, tokens: int) -> list[bool]:
-    """The values of tokens_first that the source's shape allows, of so many tokens."""
-    shape = shape_of(parts.region.source)
-    rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
-    return rest + [True] * (len(shape) == 3 and shape[0] == tokens)
