@@ -95,7 +95,7 @@ def packed(model: nn.Module) -> list[str | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but([NAFLEX], TOWERS))
+@pytest.mark.parametrize("name", TOWERS)
 def test_valid_tokens_and_gradients_are_the_padded_runs(name):
     models = pair(state(name))
     for grids in BATCHES:
@@ -200,7 +200,7 @@ HOOKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["in a block"], HOOKS))
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_see_the_librarys_tokens(kind):
     ours, theirs = pair(naflex(fc_norm=False))
     batch, shapes = padded((2, 3), (4, 4)), []
@@ -291,7 +291,7 @@ def test_texts_keep_their_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but([PIXTRAL], TOWERS))
+@pytest.mark.parametrize("name", TOWERS)
 def test_copies_and_restored_models_run_the_librarys_code(name, monkeypatch):
     library = pytest.importorskip("transformers.models.pixtral.modeling_pixtral")
     function = library.generate_block_attention_mask

@@ -148,7 +148,7 @@ def test_checkpointing_gives_the_same_bits(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("called", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("called", [False, True])
 def test_export_sees_the_librarys_code(called):
     models = [each.eval() for each in pair(timm_vit(**TINY))]
     if called:
