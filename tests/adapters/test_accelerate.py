@@ -72,7 +72,6 @@ FEW += "transformers CLIP; transformers DINOv3; transformers AIMv2; transformers
 FEW += "transformers Qwen2.5-VL; transformers Qwen3-VL; torchvision ViT; torch nn.TransformerEncoder; open_clip CLIP"
 CASES = {name: NAMED[name] for name in FEW.split("; ")}
 CASES |= {name: Family("torch", name, make, lambda b=batch: b) for name, (make, batch) in VARIANTS.items()}
-QUICK = ("in a model of the user's", "open_clip's block, causal")
 
 
 def another_batch(name: str, batch: dict) -> dict:
@@ -84,7 +83,7 @@ def another_batch(name: str, batch: dict) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_contract(name):
     found = CASES[name]
     pytest.importorskip(found.library)
@@ -132,9 +131,7 @@ ON_KERNELS = {
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(ON_KERNELS)]
-)
+@pytest.mark.parametrize("name", ON_KERNELS)
 def test_kernels_run_and_equal_the_original(name):
     make, launches = ON_KERNELS[name]
     model, original = pair(make())

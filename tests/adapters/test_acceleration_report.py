@@ -5,13 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from adapter_models import ALL_PARTS, IMAGES, NOT_CALLED, hf_vit, left, report, said, timm_vit
+from adapter_models import ALL_PARTS, IMAGES, NOT_CALLED, counting, hf_vit, left, report, said, timm_vit
 from torch import nn
 from torch.nn.utils import prune
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.ops.dispatch import counting
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 FIRST_CALL = "decided at the first call"

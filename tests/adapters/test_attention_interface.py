@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from adapter_models import IMAGES, assert_same, counted, hf_vit, said
+from adapter_models import IMAGES, assert_same, counted, counting, hf_vit, said
 from checks import assert_close, outputs, randomize
 from torch import nn
 
 import vitfast
 from vitfast import ops
 from vitfast.kernels.launch import launches_made
-from vitfast.ops.dispatch import counting
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

@@ -24,7 +24,7 @@ from adapter_models import (
     tensor,
     timm_vit,
 )
-from checks import assert_close, randomize, slow_but
+from checks import assert_close, randomize
 from timm.models.vision_transformer import Attention, Block
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -96,11 +96,10 @@ CHANGES = {
     "a layer in an MLP": ("torchvision ViT", lambda m: m.get_submodule(f"{TV}.mlp").insert(3, nn.LayerNorm(64)), 5),
     "frozen layers": ("timm ViT", lambda model: model.blocks[0].requires_grad_(False) and None, 6),
 }
-QUICK = ("LoRA", "a forward of a layer", "another eps")
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", slow_but(QUICK, CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_changed_models_have_the_librarys_numbers(name):
     start, change, least = CHANGES[name]
     base = randomize(family(start).make())

@@ -37,8 +37,8 @@ def check(name: str, dtype: torch.dtype, batches, count: int = 7) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], DTYPES), ids=str)
-@pytest.mark.parametrize("name", slow_but(["timm EVA-02"], FAMILIES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_on_plain_pytorch(name, dtype):
     assert check(name, dtype, (2, 7)) == 0
 

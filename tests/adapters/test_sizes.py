@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from adapter_models import IMAGES, assert_same, counted, hf_vit, left, pair, report, timm_vit
-from checks import assert_close, slow_but
+from checks import assert_close
 
 import vitfast
 from vitfast.backend import eager
@@ -35,7 +35,7 @@ MAKERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["drop path"], MAKERS))
+@pytest.mark.parametrize("name", MAKERS)
 def test_equal_layers_are_compiled_together(name, compiled):
     model, original = pair(MAKERS[name]().train())
     batch = {"pixel_values" if name == "transformers" else "x": IMAGES}
@@ -46,7 +46,7 @@ def test_equal_layers_are_compiled_together(name, compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", slow_but(["train"], ["train", "eval", "no gradients", "autocast"]))
+@pytest.mark.parametrize("mode", ["train", "eval", "no gradients", "autocast"])
 def test_other_batches_and_token_counts_compile_twice_in_a_mode(mode, compiled):
     """A batch of one once more: Dynamo takes lengths of one for constants."""
     model, original = (each.train(mode == "train") for each in pair(timm_vit(dynamic_img_size=True)))

@@ -114,7 +114,7 @@ def test_the_pass_comes_and_goes_with_the_models():
     first, second = timm_vit(**TINY), timm_vit(**TINY)
     vitfast.accelerate(vitfast.accelerate(first))
     vitfast.accelerate(second)
-    assert inductor.pre_grad_custom_pass.uuid().startswith("vitfast")
+    assert "vitfast" in str(inductor.pre_grad_custom_pass.uuid())
     vitfast.restore(vitfast.restore(first))
     assert inductor.pre_grad_custom_pass is not None
     vitfast.restore(second)
@@ -148,7 +148,7 @@ def test_checkpointing_gives_the_same_bits(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("called", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("called", [False, True])
 def test_export_sees_the_librarys_code(called):
     models = [each.eval() for each in pair(timm_vit(**TINY))]
     if called:

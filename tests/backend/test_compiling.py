@@ -255,7 +255,7 @@ WHERE = ["inside", "around", "weights", "stream in bf16", "stream in fp32"]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("where", slow_but(["inside", "stream in bf16"], WHERE))
+@pytest.mark.parametrize("where", WHERE)
 def test_outputs_keep_their_dtype_or_have_the_chosen_one(where):
     """Under autocast timm's residual stream is fp32, and bf16 without positions; of a model in bf16 it is bf16."""
     torch.manual_seed(0)

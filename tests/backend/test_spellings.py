@@ -122,12 +122,11 @@ CASES = {
     "parallel": (parallel, "LayerNorm, MLP, attention"),
     "post norm": (post_norm, "2 LayerNorm, MLP, attention"),
 }
-QUICK = ("layer norm written out", "einsum alone", "module, padding", "keywords", "gated", "post norm")
 SHAPES = {"attention on a grid": (2, 3, 4, 32), "tokens without samples": (21, 32)}
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_part_is_replaced_and_equal(name):
     forward, expected = CASES[name]
     torch.manual_seed(0)
@@ -137,7 +136,7 @@ def test_a_part_is_replaced_and_equal(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_without_eps_has_that_of_its_dtype(dtype):
     model = block("nn.LayerNorm(32), nn.LayerNorm(32)", "nn.RMSNorm(32), nn.RMSNorm(32)").to(dtype)
     x = 1e-3 * torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))  # so small that eps is seen

@@ -1,8 +1,10 @@
 """Shared by the tests of `accelerate`: small models, comparisons with the library's code, counts of operations."""
 
+import contextlib
 import copy
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from vision_families import FAMILIES, Family, hugging_face_model, timm_model
 
 import vitfast
-from vitfast.ops.dispatch import counting
+from vitfast.ops.dispatch import kernels_wanted
 
 NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
@@ -103,6 +105,22 @@ def snapshot(model: nn.Module) -> tuple:
     parameters = [(name, id(p), p.data_ptr(), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
     modules = [(name, id(m), type(m), {*vars(m)} - {"_compiled_call_impl"}) for name, m in model.named_modules()]
     return parameters, [(name, id(b)) for name, b in model.named_buffers()], list(model.state_dict()), modules
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Counts the calls of operations inside, by name: each asks whether kernels or plain PyTorch are to run."""
+    seen = Counter()
+
+    def asked(op, *arguments):
+        seen[op] += 1
+        return kernels_wanted(op, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vitfast.ops.") and hasattr(module, "kernels_wanted"):
+                patch.setattr(module, "kernels_wanted", asked)
+        yield seen
 
 
 def counted(model: nn.Module, batch: dict) -> Counter:

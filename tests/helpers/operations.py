@@ -58,10 +58,6 @@ def gelu(x):
     return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
 
-def gelu_tanh(x):
-    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-
-
 def added(x, branch, layer_scale=None, drop_path=None):
     branch = branch if layer_scale is None else branch * layer_scale
     return x + (branch if drop_path is None else branch * drop_path.view(-1, *[1] * (x.dim() - 1)))

@@ -11,11 +11,12 @@ import pictures
 import pytest
 import torch
 from checkpoints import SMALL, randomised
+from commands import refuses, works
 from PIL import Image
 from timm.data import create_transform
 from torch._inductor.exc import InductorError
 
-from vitfast import InputError, ViT, cli, ops
+from vitfast import InputError, ViT, ops
 from vitfast.eval.predict import predict
 from vitfast.model import export as exporting
 from vitfast.model.export import export
@@ -48,11 +49,6 @@ def weights(model, tmp_path_factory):
     return folder
 
 
-def run(capsys, *args):
-    code = cli.main(["export", *(str(a) for a in args)])
-    return code, *capsys.readouterr()
-
-
 def pixels(*size):
     return torch.randint(0, 256, size, dtype=torch.uint8)
 
@@ -61,8 +57,8 @@ def pixels(*size):
 def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, caplog):
     caplog.set_level("INFO")
     path = tmp_path / "m.onnx"
-    code, out, err = run(capsys, "--weights", weights, "--output", path, "--format", "onnx", "--img-size", 48, 16)
-    assert code == 0 and f"wrote {path}: max difference " in out and float(out.split()[4]) < 1e-4, err
+    out = works(capsys, *f"export --weights {weights} --output {path} --format onnx --img-size 48 16".split())
+    assert f"wrote {path}: max difference " in out and float(out.split()[4]) < 1e-4
     assert not [r for r in caplog.records if r.name.startswith("onnx")]  # on what the exporter tidied up
     onnx, onnxruntime = libraries()
     session, resized = onnxruntime.InferenceSession(path), ViT.from_pretrained(weights, img_size=(48, 16)).eval()
@@ -151,8 +147,7 @@ def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys,
         ("m.onnx", "aoti", "m.onnx: the format aoti is written as one file, .pt2"),
         ("there.onnx", "onnx", "there.onnx: is there already; add --force"),
     ):
-        code, _, err = run(capsys, "--weights", weights, "--output", tmp_path / name, "--format", form)
-        assert code == 2 and message in err and err.count("\n") == 1
+        refuses(capsys, message, "export", "--weights", weights, "--output", tmp_path / name, "--format", form)
     with pytest.raises(InputError, match="unknown format 'onx'; did you mean onnx"):
         export(model, tmp_path / "m.onnx", "onx")
     with pytest.raises(InputError, match="no bfloat16; call model.float"):
@@ -168,8 +163,8 @@ def test_without_onnxruntime_nothing_is_claimed(weights, tmp_path, capsys, monke
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     written = SimpleNamespace(model=SimpleNamespace(metadata_props={}), save=lambda path: Path(path).write_text("onnx"))
     monkeypatch.setattr(torch.onnx, "export", lambda program, **kwargs: written)  # the other tests run it
-    code, out, _ = run(capsys, "--weights", weights, "--output", tmp_path / "m.onnx", "--format", "onnx")
-    assert code == 0 and "not checked, onnxruntime is not installed" in out
+    out = works(capsys, "export", "--weights", weights, "--output", tmp_path / "m.onnx", "--format", "onnx")
+    assert "not checked, onnxruntime is not installed" in out
     assert (tmp_path / "m.onnx").read_text() == "onnx"
 
 

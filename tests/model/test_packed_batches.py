@@ -382,5 +382,5 @@ def test_a_packed_batch_is_saved_once(tmp_path):
     torch.save(images, tmp_path / "batch.pt")
     assert (tmp_path / "batch.pt").stat().st_size < 1.5 * images.buffer.numel() + 5000
     again = torch.load(tmp_path / "batch.pt", weights_only=False)
-    assert torch.equal(again.patches, images.patches) and again.counts == images.counts and again._together
+    assert torch.equal(again.patches, images.patches) and again.counts == images.counts and again.buffer is not None
     assert repr(again) == "PackedImages(5 images, patches (135, 3, 4, 4) torch.uint8 on cpu)"

@@ -117,9 +117,6 @@ def test_autocast_and_fp32_residual(positions):
 # ---- torch.compile and FX
 
 
-TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
-
-
 @pytest.mark.slow
 @torch._inductor.config.patch(fallback_random=True)
 def test_compiled_code_of_uint8_in_training_equals_eager():

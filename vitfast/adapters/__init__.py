@@ -17,17 +17,12 @@ from torch import nn
 from ..errors import InputError
 from ..ops.blocks import Keep
 from .report import Entry, Report, acceleration_report
-from .structure import is_ours, parts_of
+from .structure import is_ours, parts_of, require_module
 
 __all__ = ["Entry", "Report", "accelerate", "acceleration_report", "restore"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("vitfast")
-
-
-def _require_module(function: str, model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _register_attention() -> None:
@@ -68,7 +63,7 @@ def accelerate(
     Call it before or after you set up DDP, torch.compile, fully_shard and activation checkpointing. Raises InputError
     if `model` is no module, or for another `keep`.
     """
-    _require_module("accelerate", model)
+    require_module("accelerate", model)
     if keep not in get_args(Keep):
         raise InputError(f"accelerate: keep must be 'least' or 'all', got {keep!r}")
     _register_attention()
@@ -86,7 +81,7 @@ def accelerate(
 
 def restore(model: Model) -> Model:
     """Undoes `accelerate`, in place; returns the model."""
-    _require_module("restore", model)
+    require_module("restore", model)
     from . import in_place  # as above
 
     in_place.remove(model)

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import InputError
 from ..ops.dispatch import reason_for_plain
 from ..ops.fusable import Replacements, own_forward
-from .structure import parts_of
+from .structure import parts_of, require_module
 
 AT_THE_FIRST_CALL = "decided at the first call"
 
@@ -94,14 +93,13 @@ def acceleration_report(model: nn.Module) -> Report:
     says "decided at the first call". `vitfast.backend.report()` has what torch.compile made of a model. The last line
     says if the operations run plain PyTorch, as on a CPU. The report also covers vitfast's own models.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"acceleration_report: model must be a torch.nn.Module, got {type(model).__name__}")
+    require_module("acceleration_report", model)
     entries = _own_entries(model)
     for part in [] if entries else parts_of(model):
         entries += _entries(part.name, part.module)
     for name, module in model.named_modules():
         call: Any = module._compiled_call_impl
-        if hasattr(call, "packs_layers"):
+        if hasattr(call, "run_packed"):
             entries.append(Entry(name, type(module).__name__, "packing", call.why))
     report = Report(entries or [Entry("", "", "", "nothing in it that vitfast replaces")])
     report.model = type(model).__name__

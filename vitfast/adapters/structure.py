@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..errors import InputError
+
 _HOLDERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 MOST_MODULES = 40  # of what stands around the layers: a decoder or a convolutional stem has more, and goes in pieces
 
@@ -24,6 +26,11 @@ class Part(NamedTuple):
     module: nn.Module
     group: str
     is_layer: bool
+
+
+def require_module(function: str, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def is_norm(module: nn.Module) -> bool:

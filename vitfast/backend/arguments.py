@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from .graph import size
+from .nodes import size
 
 
 def pack_qkv(

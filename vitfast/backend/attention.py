@@ -3,8 +3,8 @@
 import itertools
 import math
 import operator
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,28 +12,11 @@ from torch.fx import Node
 
 from .. import ops
 from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table, table_rows, tokens_without_row
-from .graph import (
-    DIVIDES,
-    MULTIPLIES,
-    PRODUCTS,
-    Call,
-    Positions,
-    Proposal,
-    Region,
-    Unrecognised,
-    argument,
-    constant_factor,
-    name_of,
-    shape_of,
-    size,
-    tensor_of,
-    value_of,
-    values_read,
-)
+from .graph import Call, Positions, Proposal, Region, Unrecognised
 from .lengths import PACKED, packing_of
-from .linear import Linear
 from .masks import Mask, bias_of, mask_arguments, masks_of
-from .parts import Parts, call_block, common_arguments, tokens_may_be_first
+from .nodes import DIVIDES, MULTIPLIES, PRODUCTS, argument, name_of, shape_of, size, tensor_of, value_of, values_read
+from .parts import Linear, Parts, call_block, common_arguments, constant_factor
 
 
 def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:
@@ -167,13 +150,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     plain, *orders = itertools.permutations(range(3))
     candidates = [(axis, plain) for axis in range(3)]  # arguments of pack_qkv
     candidates += [(axis, order) for axis in range(2) for order in orders]
-    ways = [
-        (first, masked)
-        for first in tokens_may_be_first(parts, roles.tokens)
-        for masked in mask_arguments(
-            roles.masks, shape_of(parts.region.source)[first], bias_of(roles.heads, tensor_of(out[0].node).dtype)
-        )
-    ]
+    ways = _ways(parts, roles.tokens, roles.masks, bias_of(roles.heads, tensor_of(out[0].node).dtype))
     ways = [(False, lambda call: packing)] if packing else ways
     for rows, rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
@@ -198,6 +175,16 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
         yield Proposal("attention block", build)
 
 
+def _ways(
+    parts: Parts, tokens: int, masks: list[Mask], bias: Callable[[Call, list[Mask]], Any]
+) -> list[tuple[bool, Callable[[Call], dict]]]:
+    """(tokens_first, masks as arguments) in every way that the source's shape and these masks may be meant."""
+    shape = shape_of(parts.region.source)
+    rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
+    orders = rest + [True] * (len(shape) == 3 and shape[0] == tokens)
+    return [(first, masked) for first in orders for masked in mask_arguments(masks, shape[first], bias)]
+
+
 def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
     """nn.MultiheadAttention, which is one node in a graph."""
     added = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
@@ -218,14 +205,13 @@ def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
         given = [call(module_mask, mask.node, heads, mask.node is padding) for mask in left]
         return call(logit_bias, given, [True] * len(left), heads, tensor_of(_first_output(node)).dtype)
 
-    for first in tokens_may_be_first(parts, shape_of(argument(node, 0, "query"))[0]):
-        for masked in mask_arguments(masks, shape_of(parts.region.source)[first], as_bias):
+    for first, masked in _ways(parts, shape_of(argument(node, 0, "query"))[0], masks, as_bias):
 
-            def build(call, first=first, masked=masked):
-                found = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=first)
-                return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
+        def build(call, first=first, masked=masked):
+            found = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=first)
+            return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
 
-            yield Proposal("attention block", build)
+        yield Proposal("attention block", build)
 
 
 def _first_output(node: Node) -> Node:

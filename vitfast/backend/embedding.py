@@ -14,23 +14,9 @@ from torch.fx.node import map_arg
 from .. import ops
 from ..model.presets import pair
 from .arguments import patch_weight, patches_as_image, per_channel, prefix_and_positions, whole_patches
-from .graph import (
-    ADDS,
-    ANALYTIC,
-    CASTS,
-    REARRANGEMENTS,
-    VALUE_FREE,
-    Call,
-    Positions,
-    Proposal,
-    Region,
-    argument,
-    is_draw,
-    name_of,
-    shape_of,
-    tensor_of,
-)
-from .linear import linear_of
+from .graph import Call, Positions, Proposal, Region
+from .nodes import ADDS, ANALYTIC, CASTS, REARRANGEMENTS, VALUE_FREE, argument, is_draw, name_of, shape_of, tensor_of
+from .parts import linear_of
 
 
 class _Step(NamedTuple):

@@ -24,9 +24,14 @@ _models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictiona
 
 
 class Rewrite(CustomGraphPass):
-    """The pass: Inductor keeps its results apart by the pass's uuid from those without it."""
+    """The pass, behind the user's own: Inductor keeps its results apart by its uuid from those without it."""
+
+    def __init__(self, others: list):
+        self.others = others
 
     def __call__(self, graph: Graph) -> None:
+        for other in self.others:
+            other(graph)
         found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
         # Dynamo's keys begin with the id of a module that a node was captured in.
         keys = (key.partition("@")[0] for node in graph.nodes for key in node.meta.get("nn_module_stack") or {})
@@ -34,8 +39,9 @@ class Rewrite(CustomGraphPass):
         if chosen is not None:
             replace_blocks(graph.owning_module, chosen)
 
-    def uuid(self) -> str:
-        return f"vitfast {__version__} {_source()}"
+    def uuid(self) -> list | None:
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
+        return None if None in others else [*others, f"vitfast {__version__} {_source()}"]
 
 
 @cache
@@ -45,7 +51,6 @@ def _source() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-_pass = Rewrite()
 _timing_before = "default"
 
 
@@ -56,7 +61,7 @@ def _passes() -> list:
 
 
 def _is_in() -> bool:
-    return any(isinstance(each, (Rewrite, _Both)) for each in _passes())
+    return any(isinstance(each, Rewrite) for each in _passes())
 
 
 def add(model: nn.Module, chosen: Choices) -> None:
@@ -65,8 +70,7 @@ def add(model: nn.Module, chosen: Choices) -> None:
     _models[model] = chosen
     if _is_in():
         return
-    passes = _passes()
-    inductor.pre_grad_custom_pass = _Both(passes) if passes else _pass
+    inductor.pre_grad_custom_pass = Rewrite(_passes())
     if hasattr(inductor, _TIMING):
         _timing_before = getattr(inductor, _TIMING)
         setattr(inductor, _TIMING, "early")
@@ -77,23 +81,7 @@ def discard(model: nn.Module) -> None:
     _models.pop(model, None)
     if _models or not _is_in():
         return
-    left = [other for each in _passes() for other in (each.others if isinstance(each, _Both) else [each])]
-    left = [each for each in left if each is not _pass]
+    left = [other for each in _passes() for other in (each.others if isinstance(each, Rewrite) else [each])]
     inductor.pre_grad_custom_pass = left if len(left) > 1 else left[0] if left else None
     if hasattr(inductor, _TIMING):
         setattr(inductor, _TIMING, _timing_before)
-
-
-class _Both(CustomGraphPass):
-    """The user's own passes, and ours behind them."""
-
-    def __init__(self, others: list):
-        self.others = others
-
-    def __call__(self, graph: Graph) -> None:
-        for each in (*self.others, _pass):
-            each(graph)
-
-    def uuid(self):
-        uuids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in (*self.others, _pass)]
-        return None if None in uuids else uuids

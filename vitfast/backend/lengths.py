@@ -9,19 +9,8 @@ import torch
 from sympy import Eq, Expr
 from torch.fx.node import Node, map_aggregate
 
-from .graph import (
-    ADDS,
-    CASTS,
-    MULTIPLIES,
-    Region,
-    Unrecognised,
-    argument,
-    name_of,
-    shape_of,
-    size,
-    tensor_of,
-    value_of,
-)
+from .graph import Region, Unrecognised
+from .nodes import ADDS, CASTS, MULTIPLIES, argument, name_of, shape_of, size, tensor_of, value_of
 
 PACKED = "vitfast.backend.arguments.attend"  # the attention of packed samples, which comes into a graph before blocks
 MOST_PREFIX = 8  # tokens in front of the patches

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from .arguments import logit_bias, shown_keys
-from .graph import ADDS, CASTS, Call, Unrecognised, argument, changed_by, name_of, shape_of, storage_of, tensor_of
+from .graph import Call, Unrecognised
+from .nodes import ADDS, CASTS, argument, changed_by, name_of, shape_of, storage_of, tensor_of
 
 # A comparison with arange on its left -> 1 where it is True up to a length, -1 where it is True from there on.
 _COMPARISONS = {"lt": 1, "le": 1, "gt": -1, "ge": -1, "less": 1, "less_equal": 1, "greater": -1, "greater_equal": -1}

@@ -9,15 +9,9 @@ from torch.fx import Node
 from .. import ops
 from ..ops.reference import ACTIVATIONS
 from .arguments import halves
-from .graph import Call, Positions, Proposal, Region, Unrecognised, argument, name_of, shape_of
-from .linear import linear_of
-from .parts import (
-    ATTENTIONS,
-    Parts,
-    call_block,
-    common_arguments,
-    parts_of,
-)
+from .graph import Call, Positions, Proposal, Region, Unrecognised
+from .nodes import argument, name_of, shape_of
+from .parts import ATTENTIONS, Parts, call_block, common_arguments, linear_of, parts_of
 
 GATES = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 

@@ -21,22 +21,9 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from . import proof
 from .arguments import attend, logit_bias, offsets_of
-from .graph import (
-    REARRANGEMENTS,
-    VALUE_FREE,
-    Call,
-    Positions,
-    Region,
-    Unrecognised,
-    argument,
-    is_draw,
-    name_of,
-    shape_of,
-    storage_of,
-    tensor_of,
-    value_of,
-)
+from .graph import Call, Positions, Region, Unrecognised
 from .lengths import Lengths as ShrunkLengths
+from .nodes import REARRANGEMENTS, VALUE_FREE, argument, is_draw, name_of, shape_of, storage_of, tensor_of, value_of
 
 _BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # splits and the row of all pieces
 

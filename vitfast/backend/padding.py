@@ -169,8 +169,6 @@ class Tower:
     run_packed(tower, module, args, kwargs) -> Found. why: why the last call kept the padding or the mask.
     """
 
-    packs_layers = True
-
     def __init__(self, module: nn.Module, layers: nn.Module, run_packed: Callable):
         self.module, self.layers, self.run_packed = weakref.ref(module), weakref.ref(layers), run_packed
         self.why: str | None = AT_THE_FIRST_CALL

@@ -1,29 +1,27 @@
-"""The anchors of a region, and what every block has: norm, residual, layer scale and drop path."""
+"""The anchors of a region: linear layers, norms, attentions; and what every block has.
 
+A linear layer is a call of linear or addmm, a product with a matrix, or an einsum with a weight of any axes. A norm is
+called by name or written out. Every block has a norm and a residual, and may have a layer scale and drop path.
+"""
+
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .arguments import factors
-from .graph import (
-    MULTIPLIES,
-    Call,
-    Region,
-    Unrecognised,
-    constant_factor,
-    name_of,
-    shape_of,
-    tensor_of,
-    values_read,
-)
+from .arguments import as_rows, factors, layer_norm, rms_norm
+from .graph import Call, Positions, Proposal, Region, Unrecognised
 from .lengths import PACKED
-from .linear import Linear, linear_of, with_bias
-from .norm import NORMS, norm_arguments
+from .nodes import ADDS, CASTS, DIVIDES, MULTIPLIES, argument, name_of, shape_of, tensor_of, values_read
+
+NORMS = ("layer_norm", "rms_norm", "rsqrt", "sqrt")
 
 
 class Choices(NamedTuple):
@@ -38,6 +36,169 @@ class Choices(NamedTuple):
 
 AS_THE_ORIGINAL = Choices()
 choices: ContextVar[Choices] = ContextVar("vitfast.backend.choices", default=AS_THE_ORIGINAL)  # for the graph at work
+
+
+class Linear(NamedTuple):
+    """A product with a weight, and what is added to it."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    rows_from: tuple[int, ...]  # the axes of weight that are those of the output
+    columns_from: tuple[int, ...]  # and those that are summed
+
+    @property
+    def rows(self) -> int:
+        """The length of the output's last axes."""
+        return math.prod(shape_of(self.weight)[axis] for axis in self.rows_from)
+
+    @property
+    def columns(self) -> int:
+        """The length of the input's last axes."""
+        return math.prod(shape_of(self.weight)[axis] for axis in self.columns_from)
+
+    def parameters(self, call: Call) -> tuple:
+        """(weight (rows, columns), bias (rows,) or None)."""
+        axes = self.rows_from, self.columns_from
+        weight = self.weight if axes == ((0,), (1,)) else call(as_rows, self.weight, *axes)
+        flat = self.bias is None or len(shape_of(self.bias)) == 1
+        return weight, self.bias if flat else call(Tensor.flatten, self.bias)
+
+
+def linear_of(node: Node) -> Linear | None:
+    """The linear layer that a node is; None for others."""
+    name, bias, axes = name_of(node), None, ((1,), (0,))
+    if name == "linear":
+        x, weight, bias, axes = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias"), ((0,), (1,))
+    elif name == "addmm" and not node.kwargs:
+        bias, x, weight = node.args
+    elif name in ("matmul", "mm") and len(node.args) == 2:
+        x, weight = node.args
+    elif name == "einsum" and len(node.args) == 3:
+        x, weight = node.args[1:]
+        axes = _axes(node.args[0])
+    else:
+        return None
+    if not isinstance(x, Node) or not isinstance(weight, Node) or axes is None:
+        return None
+    return Linear(node, x, weight, bias, *axes) if len(shape_of(weight) or ()) == len(sum(axes, ())) else None
+
+
+def _axes(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The axes of the second operand that the output has, and those that are summed.
+
+    None where they are not the last axes of the output and of the first operand."""
+    terms = equation.replace(" ", "").replace("...", "").replace("->", ",").split(",")
+    if len(terms) != 3:
+        return None
+    x, weight, out = terms
+    rows = [letter for letter in out if letter in weight]
+    columns = [letter for letter in x if letter in weight]
+    last = x.endswith("".join(columns)) and out.endswith("".join(rows)) and columns
+    if not last or set(rows) & set(columns) or x[: -len(columns)] != out[: len(out) - len(rows)]:
+        return None
+    return tuple(map(weight.index, rows)), tuple(map(weight.index, columns))
+
+
+def with_bias(linear: Linear, inside: set[Node]) -> Linear:
+    """The layer with what is added to it in the next node, where that is a parameter of its rows."""
+    user = next(iter(linear.node.users)) if len(linear.node.users) == 1 else None
+    if linear.bias is None and user in inside and name_of(user) in ADDS:
+        others = [a for a in user.all_input_nodes if a is not linear.node and a not in inside]
+        rows = tuple(shape_of(linear.weight)[axis] for axis in linear.rows_from)
+        if len(others) == 1 and shape_of(others[0]) == rows:
+            return linear._replace(node=user, bias=others[0])
+    return linear
+
+
+def is_number(value) -> bool:
+    """A Python number that no truth value is."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@functools.cache
+def default_eps(dtype: torch.dtype) -> float:
+    """The eps of rms_norm where none is given: that of its dtype, or of fp32 at least, by version."""
+    with _disable_current_modes(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        x = torch.full((1, 4), 2.0**-10, dtype=dtype, device="cpu")
+        error = lambda eps: (F.rms_norm(x, (4,)) - F.rms_norm(x, (4,), eps=eps)).abs().max()  # noqa: E731
+        return min((torch.finfo(dtype).eps, torch.finfo(torch.float32).eps), key=error)
+
+
+def norm_arguments(norm: Node, region: Region, nodes: list[Node]) -> tuple[str, Node | None, Node | None, float]:
+    """("layer" or "rms", weight, bias, eps) of a norm; nodes: those up to the layer that reads it."""
+    width, name = shape_of(region.source)[-1], name_of(norm)
+    if name == "rms_norm":
+        eps = argument(norm, 3, "eps")
+        eps = default_eps(tensor_of(norm.args[0]).dtype) if eps is None else eps
+        return "rms", argument(norm, 2, "weight"), None, eps
+    if name == "layer_norm":
+        return "layer", argument(norm, 2, "weight"), argument(norm, 3, "bias"), argument(norm, 4, "eps", 1e-5)
+    added = norm.all_input_nodes[0]
+    numbers = [a for a in added.args if is_number(a)]
+    if name_of(added) not in ADDS or len(numbers) != 1:
+        raise Unrecognised("a norm that is written out with no eps")
+    behind = nodes[nodes.index(norm) :] if norm in nodes else []
+    vectors = [
+        [v for v in region.read_by(n for n in behind if name_of(n) in names) if shape_of(v) == (width,)]
+        for names in (MULTIPLIES, ADDS)
+    ]
+    if max(map(len, vectors)) > 1:
+        raise Unrecognised("a norm with two weights")
+    weight, bias = (found[0] if found else None for found in vectors)
+    kind = "layer" if any(name_of(n) in ("sub", "var") for n in nodes[: nodes.index(norm)]) else "rms"
+    return kind, weight, bias if kind == "layer" else None, float(numbers[0])
+
+
+def norm_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:
+    """ops.layer_norm or ops.rms_norm for a norm of the last axis; None for what is none."""
+    source, output = (node.args[0], node) if "norm" in name_of(node) else _written_out(node)
+    nodes = [] if source is None else positions.between(source, output)
+    if node not in nodes or len(shape_of(source) or ()) < 2:
+        return None
+    region = positions.around(nodes, source)
+    kind, weight, bias, eps = norm_arguments(node, region, nodes)
+
+    def build(call):
+        dtype = tensor_of(output).dtype
+        x = source if tensor_of(source).dtype == dtype else call(Tensor.to, source, dtype)
+        return call(layer_norm, x, weight, bias, eps) if kind == "layer" else call(rms_norm, x, weight, eps)
+
+    return region, iter([Proposal("LayerNorm" if kind == "layer" else "RMSNorm", build)])
+
+
+def _written_out(root: Node) -> tuple[Node | None, Node]:
+    """The tensor that is normalised, or None, and the normalised one, around a root or its reciprocal."""
+    output = next(iter(root.users), root)
+    if name_of(output) not in MULTIPLIES | DIVIDES or len(root.users) != 1:
+        return None, root
+    source = next((a for a in output.all_input_nodes if a is not root), None)
+    while isinstance(source, Node) and name_of(source) in CASTS | {"sub"}:
+        source = source.args[0]
+    if not isinstance(source, Node):
+        return None, root
+    while len(output.users) == 1:
+        user = next(iter(output.users))
+        others = [a for a in user.all_input_nodes if a is not output]
+        vector = len(others) == 1 and len(shape_of(others[0]) or ()) == 1 and name_of(user) in MULTIPLIES | ADDS
+        if not vector and not (name_of(user) in CASTS and not others):
+            break
+        output = user
+    return source, output
+
+
+def constant_factor(nodes: list[Node]) -> float:
+    """The product of the Python numbers that these nodes multiply by."""
+    factor = 1.0
+    for node in nodes:
+        numbers = [a for a in (*node.args, *node.kwargs.values()) if is_number(a)]
+        if len(numbers) == 1 and len(node.all_input_nodes) == 1:
+            if name_of(node) in MULTIPLIES:
+                factor = factor * numbers[0]
+            elif name_of(node) in DIVIDES and not is_number(node.args[0]) and numbers[0] != 0:
+                factor = factor / numbers[0]
+    return factor
 
 
 class Parts(NamedTuple):
@@ -158,10 +319,3 @@ def call_block(
     out = call(operation, rows, weight, bias, *layers, **keywords)
     out = call(Tensor.transpose, out, 0, 1) if tokens_first else out
     return call(Tensor.view_as, out, x) if flat else out
-
-
-def tokens_may_be_first(parts: Parts, tokens: int) -> list[bool]:
-    """The values of tokens_first that the source's shape allows, of so many tokens."""
-    shape = shape_of(parts.region.source)
-    rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
-    return rest + [True] * (len(shape) == 3 and shape[0] == tokens)

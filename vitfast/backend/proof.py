@@ -18,17 +18,16 @@ from torch.fx.node import Node, map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import use_kernels
-from .graph import Proposal, Region, Unrecognised, argument, changed_by, name_of, tensor_of, value_of
+from .graph import Proposal, Region, Unrecognised
 from .lengths import PLACES, RESHAPES, SIZED, Lengths, Numbers, packings_in, ways_to_shrink
 from .masks import as_lengths, random_mask
-from .norm import default_eps
-from .parts import choices
+from .nodes import argument, changed_by, name_of, tensor_of, value_of
+from .parts import choices, default_eps
 
 TOLERANCE = 1e-6  # relative, of norms in float64: a true match is at 1e-14, or 1e-8 where 32-bit constants take part
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_forward", "conv2d"})
-
 
 ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample hides what mixes samples
 OTHERS = (
@@ -42,10 +41,6 @@ class Proof(NamedTuple):
 
     index: int | None
     error: float
-
-
-class Unprovable(Unrecognised):
-    """Why a region cannot be run on random numbers."""
 
 
 _known: dict[Any, Proof] = {}  # by structure and shapes
@@ -114,17 +109,17 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             gradients = _gradients(theirs, values, upstream) if gradients is None else gradients
             given = _gradients(ours, values, upstream)
             if [g is None for g in given] != [g is None for g in gradients]:
-                raise Unprovable("an input would get a gradient of zero in place of none, or none in place of zero")
+                raise Unrecognised("an input would get a gradient of zero in place of none, or none in place of zero")
             error = _gradient_error(gradients, given)
             if not error < TOLERANCE:
-                raise Unprovable(f"the outputs are the same, the gradients are not ({error:.0e})")
+                raise Unrecognised(f"the outputs are the same, the gradients are not ({error:.0e})")
             _try_dtypes(region, proposal, values, autocast)
             for numbers in OTHERS:
                 with torch.no_grad():
                     values, theirs = _first_run(region, numbers)
                     other = _error(theirs, _built(proposal, values))
                 if not other < TOLERANCE:
-                    raise Unprovable(f"the numbers are the same for some inputs alone ({other:.0e})")
+                    raise Unrecognised(f"the numbers are the same for some inputs alone ({other:.0e})")
             return proposal, Proof(index, error)
     return None, Proof(None, least)
 
@@ -134,7 +129,7 @@ def _built(proposal: Proposal, values: dict[Node, Any], casts: frozenset = _CAST
     try:
         return proposal.build(functools.partial(_compute, values, casts))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise Unprovable(f"the operation does not take it: {error}") from error
+        raise Unrecognised(f"the operation does not take it: {error}") from error
 
 
 def _compute(values: dict[Node, Any], casts: frozenset, function, *arguments, **keywords):
@@ -182,7 +177,7 @@ def _run(region: Region, lengths: Lengths, numbers: Numbers) -> tuple[dict[Node,
     for node in region.nodes:
         env[node] = _execute(node, env, lengths, last=node is region.output)
         if (tensor := tensor_of(node)) is not None and env[node].shape != (want := lengths.of(tensor.shape)):
-            raise Unprovable(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
+            raise Unrecognised(f"{name_of(node)} gives {tuple(env[node].shape)} in place of {want}")
     return values, env[region.output]
 
 
@@ -200,7 +195,7 @@ def _execute(node: Node, env: dict[Node, Any], lengths: Lengths, last: bool):
     if node.op == "call_function":
         return node.target(*arguments, **keywords)
     if node.op != "call_method":
-        raise Unprovable(f"a node of kind {node.op}")
+        raise Unrecognised(f"a node of kind {node.op}")
     return getattr(arguments[0], "double" if node.target in _CAST_METHODS else node.target)(*arguments[1:], **keywords)
 
 
@@ -244,27 +239,27 @@ def _offsets(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
 
 
 def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
-    """Raises Unprovable where random inputs would prove too little."""
+    """Raises Unrecognised where random inputs would prove too little."""
     inside, layers, masks, packings = set(region.nodes), set(), set(), packings_in(region)
     for node in region.inputs:
         if node in packings:
             continue
         value, readers = value_of(node), {name_of(user) for user in node.users if user in inside}
         if isinstance(value, torch.SymInt) and not readers <= RESHAPES | SIZED | PLACES:
-            raise Unprovable("a length is one of the numbers that the region computes with")
+            raise Unrecognised("a length is one of the numbers that the region computes with")
         if not isinstance(value, (Tensor, int, torch.SymInt, torch.SymFloat)):
-            raise Unprovable(f"an input that is a {type(value).__name__}")
+            raise Unrecognised(f"an input that is a {type(value).__name__}")
         if isinstance(value, Tensor):
             if value.dtype not in (torch.bool, torch.uint8) and not value.is_floating_point():
-                raise Unprovable(f"an input of {value.dtype}")
+                raise Unrecognised(f"an input of {value.dtype}")
             masks |= {region.equal[node]} if value.dtype == torch.bool else set()
             layers |= {value.dtype} if readers & _LAYERS else set()
     if len(masks) > 1:
-        raise Unprovable("several masks, of which random ones show few combinations")
+        raise Unrecognised("several masks, of which random ones show few combinations")
     precise = {torch.float32, torch.float64, tensor_of(region.source).dtype, autocast} | layers
     for node in region.nodes:
         if (value := tensor_of(node)) is not None and value.is_floating_point() and value.dtype not in precise:
-            raise Unprovable(f"a value is rounded to {value.dtype}")
+            raise Unrecognised(f"a value is rounded to {value.dtype}")
 
 
 def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
@@ -304,4 +299,4 @@ def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], aut
     stream = proposal.kind.endswith("block") and choices.get().residual_in_fp32 is not None
     chosen = stream and given in (autocast, torch.float32)
     if given != (want := tensor_of(region.output).dtype) and not chosen:
-        raise Unprovable(f"the operation gives {given} where the model has {want}")
+        raise Unrecognised(f"the operation gives {given} where the model has {want}")

@@ -16,28 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
 from .embedding import patch_embeddings
-from .graph import (
-    VALUE_FREE,
-    Positions,
-    Proposal,
-    Region,
-    Unrecognised,
-    additions,
-    argument,
-    is_layout_seen,
-    is_unchanged,
-    module_of,
-    name_of,
-    operation_of,
-    size,
-    tensor_of,
-)
+from .graph import Positions, Proposal, Region, Unrecognised, additions
 from .lengths import packing_of
-from .linear import linear_of
 from .mlp import mlp_alone, mlp_blocks
-from .norm import NORMS, norm_alone
+from .nodes import VALUE_FREE, argument, is_layout_seen, is_unchanged, module_of, name_of, operation_of, size, tensor_of
 from .packed import join_pieces, pieces_of, prove_pieces
-from .parts import parts_of
+from .parts import NORMS, linear_of, norm_alone, parts_of
 from .proof import prove
 from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise
@@ -105,37 +89,36 @@ class _Rewriter:
         calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
         entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
         for node in [node for node in self.graph.nodes if name_of(node) == "cat"]:
-            entries += self._guarded(self._pieces, node)
+            entries += self._guarded(self._pieces, node, "attention")
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)
-        for replace in (self._patch_embedding, self._attention, self._mlp, self._norm):
+        alone = (self._patch_embedding, ""), (self._attention, "attention"), (self._mlp, ""), (self._norm, "")
+        for replace, kind in alone:
             for node in list(self.graph.nodes):
                 if node in self.positions.place and node not in self.ours:  # else it went with a block
-                    entries += self._guarded(replace, node)
+                    entries += self._guarded(replace, node, kind)
         for node in filter(is_layout_seen, self.written):
             self._restore_layout(node)
         return entries
 
-    def _guarded(self, replace, node: Node) -> list[Entry]:
-        """An error leaves this part as it was, and so does what is nothing that an operation computes."""
+    def _guarded(self, replace, node: Node, kind: str = "") -> list[Entry]:
+        """An error leaves this part as it was, and so does what no operation computes: an entry if it has a kind."""
         try:
             return replace(node)
-        except Unrecognised:
-            return []
+        except Unrecognised as reason:
+            return [Entry(kind, module_of(node), str(reason))] if kind else []
         except Exception as error:
             _log.warning("vitfast backend: %s is left, an error in recognition", node.name, exc_info=True)
             return [Entry("block", module_of(node), f"{type(error).__name__}: {error}")]
 
     def _pieces(self, cat: Node) -> list[Entry]:
-        """Joins attention of packed samples, which a block may take then: the entry of one that is left."""
+        """Joins attention of packed samples, which a block may take then."""
         start = time.perf_counter()
         try:
             if (pieces := pieces_of(cat, self.positions)) is None:
                 return []
             join_pieces(self.graph, pieces, prove_pieces(pieces), self.packings)
-        except Unrecognised as reason:
-            return [Entry("attention", module_of(cat), str(reason))]
         finally:
             self.proof_seconds += time.perf_counter() - start
         self.positions = Positions(self.graph)
@@ -174,10 +157,7 @@ class _Rewriter:
             return [Entry("attention", module_of(node), None)]
         if name_of(node) not in ("scaled_dot_product_attention", "softmax"):
             return []
-        try:
-            found = attention_alone(self.positions, node)
-        except Unrecognised as reason:
-            return [Entry("attention", module_of(node), str(reason))]
+        found = attention_alone(self.positions, node)
         return [] if found is None else [self._replace(*found, "attention", module_of(node))]
 
     def _mlp(self, node: Node) -> list[Entry]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .graph import ADDS, ANALYTIC, Call, name_of, tensor_of, value_of
+from .graph import Call
 from .lengths import RESHAPES
+from .nodes import ADDS, ANALYTIC, name_of, tensor_of, value_of
 from .packed import read_once, write_call
 
 # The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.

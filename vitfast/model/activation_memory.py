@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .config import ViTConfig
-from .sizes import USABLE, Sizes, block_bytes, mlp_working
+from .sizes import USABLE, Sizes, block_bytes, row_working_bytes
 
 DEVICES = ("cuda",)  # types of devices that say how much memory is free
 
@@ -27,7 +27,7 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
     sizes = Sizes(ViTConfig(**vit._config))
     block, d = sizes.block, sizes.block.width
     kept = len(vit.blocks) * sum(block_bytes(block, rows, size, "all").values()) + 2 * rows * d * size
-    working = rows * (d * (4 if block.residual_in_fp32 else size) + mlp_working(block) * size)
+    working = rows * row_working_bytes(block, size)
     logits = -(-rows // (sizes.prefix + sizes.patches)) * vit.num_classes
     gradient = 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 4
     total = kept + working + logits * (2 * size + 12)

@@ -87,7 +87,7 @@ class Block(Layer):
             return self._add(branch, x, factors if offsets is None else factors[owners(offsets, len(x))], options)
         rows, factors, layout = draw_subset(x, rate) if subset is None else subset
         if layout is not None:
-            options = options | layout.options
+            options = options | layout._asdict()
             if "rope" in options:
                 options["rope"] = tuple(table.index_select(0, rows) for table in options["rope"])
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))

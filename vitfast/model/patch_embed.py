@@ -107,7 +107,7 @@ def with_tokens(
 ) -> Tensor:
     """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, as ops.patch_embed puts them together."""
     if offsets is None:
-        return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
+        return ref.with_prefix_and_positions(patches, prefix, pos_embed)
     rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
     return ref.packed_tokens(patches[:, 0], prefix, pos_embed, *rows)
 

@@ -103,7 +103,7 @@ class Positions:
             table = self._tables_at(images)["pos_embed_rel"]
             return [dict(relative=table[i]) for i in range(len(self.blocks))]
         packed, kind, prefix = isinstance(images, PackedImages), self._config.get("rope"), self.num_prefix_tokens
-        options = token_layout(images, prefix).options if packed else {}
+        options = token_layout(images, prefix)._asdict() if packed else {}
         if kind is not None:
             spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
             made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)

@@ -37,9 +37,9 @@ def block_bytes(block: BlockSizes, rows: int, size: int, keep: str) -> dict[str,
     return kept | {"norms": 2 * rows * d * size, "activation": rows * f * size} if keep == "all" else kept
 
 
-def mlp_working(block: BlockSizes) -> int:
-    """Elements of a row that only the MLP's backward holds: its activation, and gradients before that."""
-    return block.before + block.hidden
+def row_working_bytes(block: BlockSizes, size: int) -> int:
+    """Bytes of a row that only the MLP's backward holds: gradients of its output and before, and its activation."""
+    return block.width * (4 if block.residual_in_fp32 else size) + (block.before + block.hidden) * size
 
 
 class Sizes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import checks as check
 from .dispatch import NO_TRITON, needs_grad
 from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
-from .operation import as_matrix, sample_rows, tensors_of
+from .operation import as_matrix, tensors_of
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -57,7 +57,7 @@ def output_gradient(dout: Tensor, t: NamedTuple, dtype: torch.dtype, needs: Name
     """
     norm_sums = needs_norm(needs) and t.drop_path is None and dout.dtype == dtype
     want_sum = needs_column_sum(t, needs) and not norm_sums
-    return branch_gradient(dout, dtype, t.drop_path, sample_rows(t.x), want_sum)
+    return branch_gradient(dout, dtype, t, want_sum)
 
 
 def norm_gradients(

@@ -1,12 +1,10 @@
 """Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast."""
 
-import contextlib
 import functools
 import inspect
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -108,20 +106,6 @@ def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     return unsupported
 
 
-_counter: Counter | None = None
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Counter]:
-    """Counts the calls of operations inside, by name, whether kernels or plain PyTorch run."""
-    global _counter
-    before, _counter = _counter, Counter()
-    try:
-        yield _counter
-    finally:
-        _counter = before
-
-
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     """Whether the kernel of `op` is to run on x.
 
@@ -129,8 +113,6 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     runs with one warning; in mode "on" RuntimeError is raised, as for CPU tensors outside the interpreter. Export
     (torch.export, ONNX) always traces plain PyTorch.
     """
-    if _counter is not None:
-        _counter[op] += 1
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
     mode = current_mode()
     if mode == "off" or (mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:

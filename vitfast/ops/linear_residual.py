@@ -24,25 +24,23 @@ if NO_TRITON is None:
     from ..kernels.rows import column_sums, scale_rows
 
 
-def branch_gradient(
-    dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, rows_per_sample: int, want_sum: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(g, its column sum or None) for g = drop_path[b] * dout in `dtype`; g is dout itself where equal."""
-    changed = drop_path is not None or dout.dtype != dtype
-    if not (changed or want_sum):
-        return dout, None
-    g, total = scale_rows(dout, None, drop_path, rows_per_sample, changed, want_sum, out_dtype=dtype)
-    return (g if changed else dout), total
-
-
 def bias_gradients(sums: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
     """The gradients of biases by name, of workspaces (row blocks, F) in fp32, added up in one launch."""
     found = list(sums.values())
     return dict(zip(sums, column_sums(found[0], found, [dtype] * len(found)))) if found else {}
 
 
-# The functions below take an operation's arguments t and its needs as NamedTuples, whose fields include out_weight,
-# out_bias and layer_scale.
+# The functions below take an operation's arguments t and its needs as NamedTuples, whose fields include x, out_weight,
+# out_bias, layer_scale and drop_path.
+
+
+def branch_gradient(dout: Tensor, dtype: torch.dtype, t: NamedTuple, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """(g, its column sum or None) for g = drop_path[b] * dout in `dtype`; g is dout itself where equal."""
+    changed = t.drop_path is not None or dout.dtype != dtype
+    if not (changed or want_sum):
+        return dout, None
+    g, total = scale_rows(dout, None, t.drop_path, sample_rows(t.x), changed, want_sum, out_dtype=dtype)
+    return (g if changed else dout), total
 
 
 def scale_one(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
@@ -109,7 +107,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
     want_sum = needs_column_sum(t, needs)
-    g, total = branch_gradient(as_matrix(dout), t.x.dtype, t.drop_path, sample_rows(t.x), want_sum)
+    g, total = branch_gradient(as_matrix(dout), t.x.dtype, t, want_sum)
     dx = input_grad(*scale_one(g, t)).view(t.x.shape) if needs.x else None
     grads = output_layer_gradients(t, needs, total, *weight_gradients(g, as_matrix(t.x), t, needs))
     return dict(x=dx, **grads)

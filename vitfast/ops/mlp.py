@@ -44,8 +44,22 @@ if NO_TRITON is None:
 Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 
 
+class HiddenSaved(NamedTuple):
+    """Kept for backward."""
+
+    pre: Tensor | None = None  # (M, F); or the activation's slope there, as a fused block may choose
+    up: Tensor | None = None  # (M, F), for a gated MLP only
+    inner_h: Tensor | None = None  # (M, F); this and the next two are for an inner norm only
+    inner_mean: Tensor | None = None  # (M,) in fp32
+    inner_rstd: Tensor | None = None  # (M,) in fp32
+
+
+Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
+Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, whose column sum is its gradient
+
+
 class Hidden(NamedTuple):
-    """The parameters and options of all that comes before the last layer."""
+    """The parameters and options of all that comes before the last layer, and what kernels compute of them."""
 
     in_weight: Tensor  # (F, D), fc1 or gate
     in_bias: Tensor | None  # (F,)
@@ -70,107 +84,89 @@ class Hidden(NamedTuple):
         reason = None if self.inner_norm_weight is None else width_unsupported(self.in_weight.shape[0])
         return reason and f"inner norm: {reason}"
 
+    def forward(self, x: Tensor, save: str) -> tuple[Tensor, HiddenSaved]:
+        """(the last layer's input (M, F), the tensors kept for backward) for x (M, D).
 
-class HiddenSaved(NamedTuple):
-    """Kept for backward."""
+        save: "pre"; of a plain MLP "slope", which keeps the activation's slope in place of `pre`; or "" for nothing.
+        """
+        in_weight, up_weight = as_matrix(self.in_weight), as_matrix(self.up_weight)
+        if up_weight is None:
+            act, pre = linear_gelu_fwd(x, in_weight, self.in_bias, self.activation, save)
+            return act, HiddenSaved(pre) if save else HiddenSaved()
+        h, up, pre = gated_linear(x, up_weight, self.up_bias, in_weight, self.in_bias, self.activation, bool(save))
+        saved = HiddenSaved(pre, up) if save else HiddenSaved()
+        if self.inner_norm_weight is None:
+            return h, saved
+        inner, mean, rstd = layer_norm_fwd(h, self.inner_norm_weight, self.inner_norm_bias, self.inner_eps)
+        return inner, HiddenSaved(pre, up, h, mean, rstd) if save else saved
 
-    pre: Tensor | None = None  # (M, F); or the activation's slope there, as a fused block may choose
-    up: Tensor | None = None  # (M, F), for a gated MLP only
-    inner_h: Tensor | None = None  # (M, F); this and the next two are for an inner norm only
-    inner_mean: Tensor | None = None  # (M,) in fp32
-    inner_rstd: Tensor | None = None  # (M,) in fp32
+    def fake(self, x: Tensor) -> HiddenSaved:
+        """The fake of the tensors kept for backward; x gives the number of rows."""
+        pre, up, h = (self.in_weight.new_empty(math.prod(x.shape[:-1]), self.in_weight.shape[0]) for _ in range(3))
+        norm = (None,) * 3 if self.inner_norm_weight is None else (h, *fake_statistics(x))
+        return HiddenSaved(pre, None if self.up_weight is None else up, *norm)
 
+    def recompute(self, saved: HiddenSaved) -> Tensor:
+        """The input of the last layer, once more."""
+        if self.inner_norm_weight is not None:
+            return layer_norm_fwd(saved.inner_h, self.inner_norm_weight, self.inner_norm_bias, self.inner_eps)[0]
+        act = gelu(saved.pre, self.activation)
+        return act if saved.up is None else act.mul_(saved.up)
 
-def hidden_fwd(x: Tensor, t: Hidden, save: str) -> tuple[Tensor, HiddenSaved]:
-    """(the last layer's input (M, F), the tensors kept for backward) for x (M, D).
+    def backward(
+        self, g: Tensor, out_weight: Tensor | None, saved: HiddenSaved, needs: "Hidden", below: bool, want_inner: bool
+    ) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
+        """((dpre, dup), the last layer's input (M, F), sums for the biases, the norm's gradients by name).
 
-    save: "pre"; of a plain MLP "slope", which keeps the activation's slope in place of `pre`; or "" for nothing.
-    """
-    in_weight, up_weight = as_matrix(t.in_weight), as_matrix(t.up_weight)
-    if up_weight is None:
-        act, pre = linear_gelu_fwd(x, in_weight, t.in_bias, t.activation, save)
-        return act, HiddenSaved(pre) if save else HiddenSaved()
-    h, up, pre = gated_linear(x, up_weight, t.up_bias, in_weight, t.in_bias, t.activation, bool(save))
-    saved = HiddenSaved(pre, up) if save else HiddenSaved()
-    if t.inner_norm_weight is None:
-        return h, saved
-    inner, mean, rstd = layer_norm_fwd(h, t.inner_norm_weight, t.inner_norm_bias, t.inner_eps)
-    return inner, HiddenSaved(pre, up, h, mean, rstd) if save else saved
+        They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a
+        last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient
+        of the hidden layers' input is needed. want_inner: whether the last layer's input is.
+        """
+        want_sums = needs.in_bias or needs.up_bias
+        if self.up_weight is None:
+            if out_weight is None:
+                dpre, inner, sums = gelu_bwd(g, saved.pre, self.activation, want_sums)
+            else:
+                dpre, inner, sums = dgelu_matmul(
+                    g, out_weight, saved.pre, self.activation, want_sums, want_act=want_inner
+                )
+            return (dpre, None), inner if want_inner else None, dict(in_bias=sums), {}
+        if self.inner_norm_weight is None:
+            wants = want_sums, want_inner
+            dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, self.activation, *wants)
+            return (dpre, dup), inner, dict(zip(("up_bias", "in_bias"), sums)), {}
+        want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
+        want_norm = needs.inner_norm_weight or needs.inner_norm_bias
+        inner = layer_norm_bwd(
+            input_grad(g, out_weight),
+            saved.inner_h,
+            self.inner_norm_weight,
+            self.inner_norm_bias,
+            saved.inner_mean,
+            saved.inner_rstd,
+            want_dx=want_layers,
+            want_dparams=want_norm,
+            want_y=want_inner,
+        )
+        dup, dpre, sums = None, None, ()
+        if want_layers:
+            dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, self.activation, want_sums)
+        vectors = dict(inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
+        return (dpre, dup), inner.y, dict(zip(("up_bias", "in_bias"), sums)), vectors
 
+    def input_gradient(self, slopes: Slopes) -> Tensor:
+        """dx (M, D): one product; for a gated MLP, a second one is added onto it."""
+        dpre, dup = slopes
+        dx = None if dup is None else input_grad(dup, as_matrix(self.up_weight))
+        return input_grad(dpre, as_matrix(self.in_weight), dx)
 
-def fake_hidden(x: Tensor, t: Hidden) -> HiddenSaved:
-    """The fake of the tensors kept for backward; x gives the number of rows."""
-    pre, up, h = (t.in_weight.new_empty(math.prod(x.shape[:-1]), t.in_weight.shape[0]) for _ in range(3))
-    norm = (None,) * 3 if t.inner_norm_weight is None else (h, *fake_statistics(x))
-    return HiddenSaved(pre, None if t.up_weight is None else up, *norm)
-
-
-def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
-    """The input of the last layer, once more."""
-    if t.inner_norm_weight is not None:
-        return layer_norm_fwd(saved.inner_h, t.inner_norm_weight, t.inner_norm_bias, t.inner_eps)[0]
-    act = gelu(saved.pre, t.activation)
-    return act if saved.up is None else act.mul_(saved.up)
-
-
-Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
-Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, whose column sum is its gradient
-
-
-def hidden_bwd(
-    g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
-) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
-    """((dpre, dup), the last layer's input (M, F), sums for the biases, the norm's gradients by name).
-
-    They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a last
-    layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient of the
-    hidden layers' input is needed. want_inner: whether the last layer's input is.
-    """
-    want_sums = needs.in_bias or needs.up_bias
-    if t.up_weight is None:
-        if out_weight is None:
-            dpre, inner, sums = gelu_bwd(g, saved.pre, t.activation, want_sums)
-        else:
-            dpre, inner, sums = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
-        return (dpre, None), inner if want_inner else None, dict(in_bias=sums), {}
-    if t.inner_norm_weight is None:
-        wants = want_sums, want_inner
-        dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, t.activation, *wants)
-        return (dpre, dup), inner, dict(zip(("up_bias", "in_bias"), sums)), {}
-    want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
-    want_norm = needs.inner_norm_weight or needs.inner_norm_bias
-    inner = layer_norm_bwd(
-        input_grad(g, out_weight),
-        saved.inner_h,
-        t.inner_norm_weight,
-        t.inner_norm_bias,
-        saved.inner_mean,
-        saved.inner_rstd,
-        want_dx=want_layers,
-        want_dparams=want_norm,
-        want_y=want_inner,
-    )
-    dup, dpre, sums = None, None, ()
-    if want_layers:
-        dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, t.activation, want_sums)
-    vectors = dict(inner_norm_weight=inner.dweight, inner_norm_bias=inner.dbias)
-    return (dpre, dup), inner.y, dict(zip(("up_bias", "in_bias"), sums)), vectors
-
-
-def hidden_input_grad(slopes: Slopes, t: Hidden) -> Tensor:
-    """dx (M, D): one product; for a gated MLP, a second one is added onto it."""
-    dpre, dup = slopes
-    dx = None if dup is None else input_grad(dup, as_matrix(t.up_weight))
-    return input_grad(dpre, as_matrix(t.in_weight), dx)
-
-
-def hidden_weight_gradients(slopes: Slopes, x: Tensor | None, t: Hidden, needs: Hidden) -> dict[str, Tensor | None]:
-    """Gradients of the weights by name; x (M, D) is the layers' input."""
-    dpre, dup = slopes
-    return dict(
-        up_weight=torch.mm(dup.t(), x) if needs.up_weight else None,
-        in_weight=torch.mm(dpre.t(), x) if needs.in_weight else None,
-    )
+    def weight_gradients(self, slopes: Slopes, x: Tensor | None, needs: "Hidden") -> dict[str, Tensor | None]:
+        """Gradients of the weights by name; x (M, D) is the layers' input."""
+        dpre, dup = slopes
+        return dict(
+            up_weight=torch.mm(dup.t(), x) if needs.up_weight else None,
+            in_weight=torch.mm(dpre.t(), x) if needs.in_weight else None,
+        )
 
 
 # out(hidden(x))
@@ -193,27 +189,27 @@ class _Mlp(NamedTuple):
 
 
 def _forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    out, saved = hidden_fwd(as_matrix(t.x), t.hidden, "pre" if t.save else "")
+    out, saved = t.hidden.forward(as_matrix(t.x), "pre" if t.save else "")
     if t.out_weight is not None:
         out = linear(out, as_matrix(t.out_weight), t.out_bias)
     return resized(out, *t.shape), saved
 
 
 def _fake(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    return t.x.new_empty(t.shape), fake_hidden(t.x, t.hidden) if t.save else HiddenSaved()
+    return t.x.new_empty(t.shape), t.hidden.fake(t.x) if t.save else HiddenSaved()
 
 
 def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[str, Tensor | None]:
     g, grads, inner = as_matrix(dout), {}, None
     if needs.x or any(needs.hidden):
         wants = needs.hidden, needs.x, needs.out_weight
-        slopes, inner, sums, grads = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
+        slopes, inner, sums, grads = t.hidden.backward(g, as_matrix(t.out_weight), saved, *wants)
         grads |= bias_gradients(sums, t.hidden.in_weight.dtype)
         if needs.x:
-            grads |= dict(x=hidden_input_grad(slopes, t.hidden).view(t.x.shape))
-        grads |= hidden_weight_gradients(slopes, as_matrix(t.x), t.hidden, needs.hidden)
+            grads |= dict(x=t.hidden.input_gradient(slopes).view(t.x.shape))
+        grads |= t.hidden.weight_gradients(slopes, as_matrix(t.x), needs.hidden)
     if needs.out_weight:
-        inner = recompute_inner(t.hidden, saved) if inner is None else inner
+        inner = t.hidden.recompute(saved) if inner is None else inner
         grads |= dict(out_weight=torch.mm(g.t(), inner))
     if needs.out_bias:
         grads |= dict(out_bias=as_dtype(scale_rows(g, None, None, 1, want_scaled=False)[1], t.x.dtype))

@@ -22,19 +22,7 @@ from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_want
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
-from .mlp import (
-    Approximate,
-    Hidden,
-    HiddenSaved,
-    check_inner,
-    fake_hidden,
-    hidden_bwd,
-    hidden_fwd,
-    hidden_input_grad,
-    hidden_weight_gradients,
-    one_activation,
-    recompute_inner,
-)
+from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
 from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
@@ -82,14 +70,14 @@ class _Saved(NamedTuple):
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = block.apply_norm(t)
-    inner, hidden = hidden_fwd(h, t.hidden, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
+    inner, hidden = t.hidden.forward(h, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
     return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
-    hidden = fake_hidden(t.x, t.hidden)
+    hidden = t.hidden.fake(t.x)
     h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
     return t.x.new_empty(t.x.shape), block.saved_outputs(t, _Saved(*statistics, hidden, h, inner))
@@ -102,18 +90,18 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if block.needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, block.needs_norm(needs), want_inner
-        slopes, again, sums, grads = hidden_bwd(*scale_one(g, t), hidden, saved.hidden, *wants)
+        slopes, again, sums, grads = hidden.backward(*scale_one(g, t), saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
-        inner = recompute_inner(t.hidden, saved.hidden)
+        inner = t.hidden.recompute(saved.hidden)
     dout_weight, dscale = weight_gradients(g, inner, t, needs)
     inner = again = None  # 4 M D numbers, freed before more is allocated
     if slopes is not None:
-        dh = hidden_input_grad(slopes, t.hidden) if block.needs_norm(needs) else None
+        dh = t.hidden.input_gradient(slopes) if block.needs_norm(needs) else None
         want_h = needs.hidden.in_weight or needs.hidden.up_weight
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
         dh = None
-        grads |= found | hidden_weight_gradients(slopes, h, t.hidden, needs.hidden)
+        grads |= found | t.hidden.weight_gradients(slopes, h, needs.hidden)
     return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 

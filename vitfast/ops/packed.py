@@ -5,7 +5,7 @@ offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its pa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ class PackedImages:
     `pack` makes it. patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, the index of each patch in the grid of
     its image, row by row. offsets: (S + 1,) int32: image s owns the patches offsets[s] to offsets[s + 1]. grids: (S, 2)
     int32, patches down and across. counts: the number of patches of each image, as Python numbers; longest: the largest
-    of them. buffer: the memory that the tensors share, which is pinned and sent as one, or None.
+    of them. buffer: the memory that the tensors share, which is pinned and sent as one; None where `pack` has not laid
+    them there, or one was replaced since.
     """
 
     patches: Tensor
@@ -34,7 +35,7 @@ class PackedImages:
     grids: Tensor
     counts: tuple[int, ...]
     longest: int
-    buffer: Tensor | None = None
+    buffer: Tensor | None = field(default=None, init=False)  # so dataclasses.replace does not hand it on
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -61,18 +62,9 @@ class PackedImages:
         return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
 
     def __reduce__(self):
-        if self._together:  # the shared memory is saved once, and the tensors share it again when loaded
+        if self.buffer is not None:  # the shared memory is saved once, and the tensors share it again when loaded
             return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
         return PackedImages, (*self._tensors.values(), self.counts, self.longest)
-
-    @property
-    def _together(self) -> bool:
-        """Whether the tensors still lie in the buffer as `pack` laid them, and none was replaced."""
-        if self.buffer is None or len(self.buffer) != _parts(self.shape, self.dtype, len(self.counts))[-1][0]:
-            return False
-        lies = lambda t: (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype)  # noqa: E731
-        laid = self._in(self.buffer)._tensors.values()
-        return all(lies(own) == lies(other) for own, other in zip(self._tensors.values(), laid))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedImages":
         """The same images on another device, moved by one copy where the tensors share their memory.
@@ -84,10 +76,10 @@ class PackedImages:
             if not isinstance(value, kinds):
                 hint = "for another dtype: dataclasses.replace(images, patches=images.patches.to(dtype))"
                 raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
-        if self._together:
+        if self.buffer is not None:
             return self._in(self.buffer.to(device, non_blocking=non_blocking))
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()}
-        return replace(self, buffer=None, **moved)
+        return replace(self, **moved)
 
     def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
         return self.to("cuda" if device is None else f"cuda:{device}", non_blocking)
@@ -97,7 +89,7 @@ class PackedImages:
 
     def pin_memory(self) -> "PackedImages":
         """The same in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
-        packed = self if self._together else _laid(self.patches.shape, self.dtype, self.counts, **self._tensors)
+        packed = self if self.buffer is not None else _laid(self.shape, self.dtype, self.counts, **self._tensors)
         return self._in(packed.buffer.pin_memory())
 
     def _in(self, buffer: Tensor) -> "PackedImages":
@@ -125,7 +117,9 @@ def _in_buffer(buffer: Tensor, shape: tuple, dtype: torch.dtype, counts: tuple[i
         buffer[start : start + torch.Size(size).numel() * kind.itemsize].view(kind).view(size)
         for start, size, kind in parts
     ]
-    return PackedImages(*views, counts, max(counts), buffer)
+    made = PackedImages(*views, counts, max(counts))
+    object.__setattr__(made, "buffer", buffer)  # it is frozen
+    return made
 
 
 def _laid(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...], **tensors: Tensor) -> PackedImages:
@@ -267,12 +261,10 @@ def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tens
 
 
 class TokenLayout(NamedTuple):
-    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1]."""
+    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1].
+
+    The fields are named as the arguments of ops.attention.
+    """
 
     offsets: Tensor  # (S + 1,)
     longest: int  # tokens of the longest image, or more
-
-    @property
-    def options(self) -> dict:
-        """Keyword arguments of ops.attention."""
-        return self._asdict()

@@ -93,16 +93,16 @@ def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=No
     x = F.conv2d(images, weight, _like(bias, weight), stride=weight.shape[-2:]).flatten(2).transpose(1, 2)
     if rows is not None:
         return packed_tokens(x[:, 0], cls_token, pos_embed, *rows)
-    return with_prefix_and_positions(x, [] if cls_token is None else [cls_token], pos_embed).contiguous()
+    return with_prefix_and_positions(x, cls_token, pos_embed).contiguous()
 
 
-def with_prefix_and_positions(x: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+def with_prefix_and_positions(x: Tensor, prefix: Tensor | None, pos_embed: Tensor | None) -> Tensor:
     """Patches (B, N, D) -> tokens (B, T+N, D), positions added to all or to the patches alone."""
     patches_only = pos_embed is not None and pos_embed.shape[1] == x.shape[1]
     if patches_only:
         x = x + pos_embed.to(x.dtype)
-    if prefix:
-        x = torch.cat([*(token.to(x.dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1)
+    if prefix is not None:
+        x = torch.cat([prefix.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
     return x if pos_embed is None or patches_only else x + pos_embed.to(x.dtype)
 
 

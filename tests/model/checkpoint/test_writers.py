@@ -10,6 +10,7 @@ import timm
 import torch
 import transformers
 from checkpoints import CLASSES, HEADS, HF, SMALL, D, agree, google, images, randomised, same, small
+from commands import refuses, works
 from timm.models import vision_transformer as timm_vit
 from timm.models._hub import load_model_config_from_path, save_for_hf
 
@@ -23,11 +24,6 @@ TARGETS = {"vitfast": "out", "timm": "out", "huggingface": "out", "npz": "out.np
 DINOV3 = dict(rope="dinov3", pos_embed="none", reg_tokens=2, init_values=0.1, norm_eps=1e-5, num_classes=0)
 CLIP = dict(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5)
 SIGLIP = dict(class_token=False, global_pool="map", act_layer="gelu_tanh", num_classes=0)
-
-
-def run(capsys, *args):
-    code = cli.main([str(a) for a in args])
-    return code, *capsys.readouterr()
 
 
 # ---- the other libraries load it
@@ -80,8 +76,8 @@ def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
     ):
         paths = [tmp_path / name for name in chain.split()]
         for source, target, form in zip(paths, paths[1:], forms.split(), strict=False):
-            code, out, err = run(capsys, "convert", source, target, "--format", form, "--num-heads", HEADS)
-            assert code == 0 and f"wrote {target}" in out, err
+            out = works(capsys, "convert", source, target, "--format", form, "--num-heads", HEADS)
+            assert f"wrote {target}" in out
         first, last = (dict(np.load(paths[i])) for i in (0, -1))
         assert first.keys() == last.keys() and all(np.array_equal(last[k], v) for k, v in first.items())
         assert "note: npz does not say mean" in out  # torchvision's own, by now
@@ -91,13 +87,13 @@ def test_sizes_and_classes_change_and_the_dtype_stays(tmp_path, capsys):
     model = small()
     save(model, tmp_path / "in")
     command = f"convert {tmp_path}/in {tmp_path}/out --format huggingface --img-size 64 32 --num-classes 9"
-    assert run(capsys, *command.split())[0] == 0
+    works(capsys, *command.split())
     truth = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
     assert truth.config.num_labels == 9
     agree(ViT.from_pretrained(tmp_path / "in", img_size=(64, 32), num_classes=9), truth, images(64, 32))
     save(model.bfloat16(), tmp_path / "in")
     for form, target, dtype in (("timm", "1", None), ("huggingface", "2", None), ("npz", "w.npz", torch.float32)):
-        assert run(capsys, "convert", tmp_path / "in", tmp_path / target, "--format", form)[0] == 0
+        works(capsys, "convert", tmp_path / "in", tmp_path / target, "--format", form)
         assert same(load_checkpoint(tmp_path / target), {k: v.to(dtype) for k, v in model.state_dict().items()})
 
 
@@ -183,14 +179,12 @@ def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes,
     """What the error says works."""
     save(small(**{**changes, "num_classes": classes}), tmp_path / "in")
     command = ["convert", tmp_path / "in", tmp_path / TARGETS[form], "--format", form]
-    code, _, err = run(capsys, *command)
-    assert code == 2 and err.count("\n") == 1
-    assert "--num-classes N of vitfast convert replaces the head, 0 removes it" in err
+    refuses(capsys, "--num-classes N of vitfast convert replaces the head, 0 removes it", *command)
     if changes is not DINOV3:
-        assert run(capsys, *command, "--num-classes", 9)[0] == 0
+        works(capsys, *command, "--num-classes", 9)
         assert load_checkpoint(tmp_path / TARGETS[form])["head.weight"].shape == (9, D)
     if classes:
-        assert run(capsys, *command, "--num-classes", 0, "--force")[0] == 0
+        works(capsys, *command, "--num-classes", 0, "--force")
         assert "head.weight" not in load_checkpoint(tmp_path / TARGETS[form])
 
 
@@ -203,10 +197,9 @@ def test_nothing_is_replaced_without_force(tmp_path, capsys, form):
     save(new, tmp_path / "new")
     write(old, tmp_path / TARGETS[form], form)
     args = ("convert", tmp_path / "new", tmp_path / TARGETS[form], "--format", form)
-    code, _, err = run(capsys, *args)
-    assert code == 2 and f"{tmp_path / TARGETS[form]}: is there already; add --force" in err and err.count("\n") == 1
+    refuses(capsys, f"{tmp_path / TARGETS[form]}: is there already; add --force", *args)
     assert same(load_checkpoint(tmp_path / TARGETS[form]), old.state_dict())
-    assert run(capsys, *args, "--force")[0] == 0
+    works(capsys, *args, "--force")
     assert same(load_checkpoint(tmp_path / TARGETS[form]), new.state_dict())
     assert {p.name for p in tmp_path.iterdir()} == {"new", TARGETS[form]}
 

@@ -42,7 +42,7 @@ def test_fourth_breaks(n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers, passed", [pytest.param("2", 12, marks=pytest.mark.slow), ("0", 4)])
+@pytest.mark.parametrize("workers, passed", [("2", 12), ("0", 4)])
 def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, workers, passed):
     (tmp_path / "test_breaks.py").write_text(BREAKS)
     alone = dict(PYTHONPATH=str(ROOT / "tests" / "helpers"), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", COLUMNS="200")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...model.config import ViTConfig
 from ...model.presets import pair
-from ...model.sizes import Sizes, block_bytes, mlp_working
+from ...model.sizes import Sizes, block_bytes, row_working_bytes
 from .steps import arguments_of, dropout, resnet, tokens_of
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from ...model.vit import ViT
 
 
-def kept_bytes(
-    model: ViT | ViTConfig, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least"
-) -> dict[str, int]:
-    """Bytes that vitfast.ops saves in a forward pass for its backward, by kind, without the parameters.
+def kept_bytes(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> dict[str, int]:
+    """Bytes that vitfast.ops saves in a forward pass of uint8 images for its backward, by kind, without the parameters.
 
     keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
     outputs, the activation, and masks.
@@ -34,7 +32,7 @@ def kept_bytes(
     read = batch if c.global_pool else m  # rows that the head reads
     dropped, hybrid = dropout(c) > 0, c.backbone is not None
     kept = {
-        "images": 0 if hybrid else batch * math.prod(image) * pixel_size,
+        "images": 0 if hybrid else batch * math.prod(image),
         "ResNet": resnet(model.patch_embed.backbone, batch, image, size)[1] if hybrid else 0,
     }
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropped else keep).items()}
@@ -95,5 +93,4 @@ def working_bytes(model: ViT | ViTConfig, batch: int, size: int = 2) -> int:
     They are the gradients of its output and pre-activation, the activation, and the logits with their gradients.
     """
     c, m = arguments_of(model), batch * tokens_of(model)
-    numbers = c.embed_dim * (4 if c.residual_in_fp32 else size) + mlp_working(Sizes(c).block) * size
-    return m * numbers + batch * c.num_classes * (2 * size + 2 * 4)
+    return m * row_working_bytes(Sizes(c).block, size) + batch * c.num_classes * (2 * size + 2 * 4)

@@ -69,13 +69,11 @@ def dropout(model: ViT | ViTConfig) -> float:
     return arguments_of(model).proj_drop_rate
 
 
-def operations(
-    model: ViT | ViTConfig, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least"
-) -> list[Operation]:
+def operations(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> list[Operation]:
     """The operations of a training step on `batch` images, in order.
 
-    size: bytes of a number; pixel_size: bytes of an image's value; keep: "least" or "all", which dropout overrules.
-    Of a hybrid, `model` must be the ViT itself.
+    Images are uint8. size: bytes of a number; keep: "least" or "all", which dropout overrules. Of a hybrid, `model`
+    must be the ViT itself.
     """
     c, n = arguments_of(model), tokens_of(model)
     sizes, depth, d, m = Sizes(c), c.depth, c.embed_dim, batch * n
@@ -92,7 +90,7 @@ def operations(
         (kernel,) = work.patch_embed(patches, stem.proj.weight[0].numel(), m, d, n * d, size, size).forward
         found.append(Operation("patch embedding", 1, (kernel,), (kernel, kernel)))
     else:
-        add("patch embedding", work.patch_embed(patches, sizes.patch_values, m, d, n * d, size, pixel_size))
+        add("patch embedding", work.patch_embed(patches, sizes.patch_values, m, d, n * d, size, pixel_size=1))
     if c.pre_norm:
         add("norm before the blocks", norm(m, d, size))
     add("LayerNorm 1", norm(m, d, size, residual_gradient=True), depth)

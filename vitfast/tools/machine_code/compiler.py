@@ -121,7 +121,7 @@ class Compiler:
     """Compiles ahead, each launch in a process of its own, so that one that dies does no other harm.
 
     `submit(launch)`, a launch on meta tensors, returns a future of (bytes of shared memory, "" or what went wrong).
-    Launches that share machine code share a future; `compilations` counts the futures.
+    Launches that share machine code share a future.
     """
 
     def __init__(self, capability: int, processes: int = 0, cache: Path | None = None, seconds: float = SECONDS):
@@ -134,10 +134,6 @@ class Compiler:
         self.capability, self.cache, self.seconds = capability, cache, seconds
         self.children = Children(__name__, processes or max(1, min(14, len(os.sched_getaffinity(0)) - 2)))
         self.futures: dict[tuple, Future] = {}
-
-    @property
-    def compilations(self) -> int:
-        return len(self.futures)
 
     def submit(self, launch: Launch) -> "Future[tuple[int, str]]":
         """Begins to compile a launch. Raises what Triton's front end raises where it refuses the launch."""
