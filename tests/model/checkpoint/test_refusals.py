@@ -311,7 +311,7 @@ REFUSED = [
     (bare(depth=3), "expected depth=3, not 2; missing blocks.2.norm1.weight, .* and 9 more; unexpected none"),
     (bare(depth=1), "expected depth=1, not 2; missing none; unexpected blocks.1.norm1.weight, .* and 9 more"),
     (bare(patch_size=16), "expected patch_size=16, not 8"),
-    (bare(in_chans=1), "reads in_chans=3 channels, not 1; leave in_chans out, and of such images repeat the grey channel"),
+    (bare(in_chans=1), "reads in_chans=3 channels, not 1; leave in_chans out, and .* repeat the grey channel"),
     (bare(mlp_ratio=4.0), "expected mlp_ratio=4.0, not 2.0"),
     (bare(init_values=1e-5), "expected init_values=1e-05, not None; missing blocks.0.ls1.gamma"),
     (bare(global_pool="avg", fc_norm=True), "expected fc_norm=True, not False; missing fc_norm.weight"),
