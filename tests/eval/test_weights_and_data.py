@@ -65,7 +65,7 @@ def test_classes_of_weights_and_data_are_compared_by_name(names, tmp_path, caplo
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == (right == BY_NUMBER) and all(re.search(BY_NUMBER, text) for text in said)
     places = (0, 1, 2) if right == BY_NUMBER else right
-    model, opened, *_ = accuracy.open_weights(config, split="")
+    model, opened = accuracy.open_weights(config, split="")
     images = torch.cat([images for images, _, _ in opened.eval_batches()])
     with torch.no_grad():
         guesses = model(images).argmax(1)
@@ -77,7 +77,7 @@ def test_classes_of_weights_and_data_are_compared_by_name(names, tmp_path, caplo
 def shown(data, weights, **settings) -> torch.Tensor:
     """What the model is shown of the first validation image."""
     config = evaluation(weights, data, **settings)
-    _, opened, *_ = accuracy.open_weights(config)
+    _, opened = accuracy.open_weights(config)
     return next(iter(opened.eval_batches()))[0][0]
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import InputError
 from ..run.config import Config
+from ..run.device import autocast_dtype
 from ..run.distributed import Ranks
 from . import jpeg
 from .classes import places_by_name
@@ -51,6 +52,11 @@ class Data:
     def multi_label(self) -> bool:
         """Whether an image has any number of classes: labels are zeros and ones (B, K)."""
         return self.train.multi_label
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """autocast's dtype in the run, None for fp32."""
+        return autocast_dtype(self.config.amp, self.device)
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of training steps `start` to `stop`; images of many sizes go on from `progress`."""

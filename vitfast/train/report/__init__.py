@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ...data.loader import Data
@@ -48,22 +47,15 @@ def optional():
 
 
 @optional()
-def write_report(
-    config: Config,
-    data: Data,
-    summary: dict,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    answers: Answers | None = None,
-) -> None:
+def write_report(config: Config, data: Data, summary: dict, answers: Answers | None = None) -> None:
     """Writes report.html into the folder of a run that has its checkpoint, or says why not.
 
     answers: those of the run's last evaluation, gathered; else the model looks at up to LOOKED validation images.
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
-    model = load_any(config.model, last).to(device).eval()  # not compiled, not sharded
+    model = load_any(config.model, last).to(data.device).eval()  # not compiled, not sharded
     sections = progress_sections(config, data)
-    sections |= model_sections(model, data, device, dtype, config.objective, answers) | many_sizes(summary)
+    sections |= model_sections(model, data, answers) | many_sizes(summary)
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
     sections["Settings"] = _settings(config)
     sections["Origin"] = _origin(run, summary)
@@ -83,8 +75,7 @@ def complete(config: Config, summary: dict) -> None:
         if (run / "report.html").exists():
             return
         last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
-        _, data, device, dtype = open_weights(last)
-        write_report(config, data, summary, device, dtype)
+        write_report(config, open_weights(last)[1], summary)
 
 
 def introduction(config: Config, model: nn.Module, data: Data, summary: dict) -> str:
@@ -146,14 +137,7 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
     return {"Sizes": (note, picture(as_png(figure), "how many images got each size", chart=True))}
 
 
-def model_sections(
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    objective: str = "softmax",
-    answers: Answers | None = None,
-) -> dict[str, tuple[str, str]]:
+def model_sections(model: nn.Module, data: Data, answers: Answers | None = None) -> dict[str, tuple[str, str]]:
     """The sections on a model's answers, where it has a head, and on the inside of a ViT.
 
     model: in eval mode. answers: those to the whole validation set; else it looks at up to LOOKED images.
@@ -161,8 +145,8 @@ def model_sections(
     sections = {}
     if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
         if answers is None:
-            answers = look(model, data, device, dtype, objective, LOOKED)[0]
-        sections = answer_sections(answers, model, data, device, dtype, objective)
+            answers = look(model, data, LOOKED)[0]
+        sections = answer_sections(answers, model, data)
     return sections | (_inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {})
 
 
