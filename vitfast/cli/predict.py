@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import InputError
-from .options import add_evaluation_options, add_shared, asked_size, evaluation_config
+from .options import add_evaluation_options, add_shared, evaluation_config
 
 TEXT = dict(encoding="utf-8", errors="surrogateescape")  # names that are no UTF-8 go out as they came in
 logger = logging.getLogger("vitfast")
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         check_free(output, args.force)
     total = None if any(map(is_list, args.images)) else sum(1 for _ in _paths(args.images, say=False))
-    config = evaluation_config(args)
-    model = load_any(config.model, config.weights, asked_size(args, config)).to(choose_device(config.device))
+    config, size = evaluation_config(args)
+    model = load_any(config.model, config.weights, size).to(choose_device(config.device))
     compare_pillow(config.weights)
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):

@@ -4,12 +4,10 @@ import logging
 import os
 from pathlib import Path
 
-import numpy as np
-
 from ..errors import InputError
 from .classes import first_of, ordered
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
-from .images import DEFAULT, Reading, Unreadable, opened, printable, read_rgb
+from .images import DEFAULT, Reading, Unreadable, opened, printable
 from .lists import read_table
 from .sources import Source
 
@@ -38,14 +36,6 @@ class ImageFiles(Source):
     def place(self, index: int) -> str:  # where its class is told
         return ", ".join([*self.lines[index : index + 1], os.path.relpath(self.files[index], self.where)])
 
-    def label(self, index: int) -> int | np.ndarray:
-        """The class of an image, or (K,) float32 zeros and ones."""
-        if not self.multi_label:
-            return self.labels[index]
-        target = np.zeros(len(self.classes), np.float32)
-        target[list(self.labels[index])] = 1
-        return target
-
     def path(self, index: int) -> str:
         return self.files[index].removeprefix(self.where).lstrip(os.sep)
 
@@ -55,9 +45,6 @@ class ImageFiles(Source):
     def opened(self, index: int):
         """A context that gives the image with its header read. Raises Unreadable."""
         return opened(self.files[index], self.name(index), self.reading)
-
-    def __getitem__(self, index: int):
-        return read_rgb(self.files[index], self.name(index), self.reading), self.label(index)
 
 
 def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -> list[ImageFiles | None]:

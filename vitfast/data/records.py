@@ -47,8 +47,10 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
     if kinds == [".parquet"]:
         return (record for path in files for record in _of_parquet(path, root, column))
     if is_list(spec):
-        return _of_list(spec)
-    return _of_folder(spec)
+        named = read_paths(spec)
+    else:
+        named = ((os.path.relpath(path, root or "."), path) for path in image_files(spec))
+    return (Record(printable(name), path, *stamp(path)) for name, path in named)
 
 
 def _kind(path: str) -> str:
@@ -78,17 +80,6 @@ def _files(spec: str) -> tuple[list[str], str]:
     if odd := next((path for path in found if not _kind(path)), None):
         raise InputError(f"{odd} is no .tar or .parquet file; for images give their folder, or a list of them (.txt)")
     return found, os.path.commonpath([os.path.dirname(path) for path in found])
-
-
-def _of_folder(spec: str) -> Iterator[Record]:
-    for path in image_files(spec):
-        name = os.path.relpath(path, spec) if os.path.isdir(spec) else os.path.basename(path)
-        yield Record(printable(name), path, *stamp(path))
-
-
-def _of_list(spec: str) -> Iterator[Record]:
-    for written, path in read_paths(spec):
-        yield Record(printable(written), path, *stamp(path))
 
 
 # ---- WebDataset

@@ -56,9 +56,6 @@ class ShardFiles(Source):
         self.shards = tuple(np.diff(ends).tolist())
         self.texts = labels  # as they are written, until `read_classes`
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
     def read_classes(self, numeric: bool) -> None:
         """Takes the classes for numbers, or for names."""
         labels = list(map(int, self.texts)) if numeric else self.texts
@@ -74,9 +71,6 @@ class ShardFiles(Source):
     def content(self, index: int) -> Slice:
         shard, offset, size = self.places[3 * index : 3 * index + 3]
         return Slice(self.paths[shard], offset, size)
-
-    def __getitem__(self, index: int):
-        return read_rgb(self.content(index), self.name(index), self.reading), self.labels[index]
 
 
 def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:

@@ -83,7 +83,7 @@ class Trainer:
         self.save_every = config.save_every or self.eval_every
         self.early = EarlyStop(config, self.checkpoint, self.step)
         self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
-        self.ranks.wait()  # every rank has read what the first may now replace
+        self.ranks.agree(GO)  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
         """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
