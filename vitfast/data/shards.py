@@ -56,6 +56,9 @@ class ShardFiles(Source):
         self.shards = tuple(np.diff(ends).tolist())
         self.texts = labels  # as they are written, until `read_classes`
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
     def read_classes(self, numeric: bool) -> None:
         """Takes the classes for numbers, or for names."""
         labels = list(map(int, self.texts)) if numeric else self.texts
