@@ -331,5 +331,5 @@ def test_training_and_validation_see_the_plain_pixels(plain, decode, split):
     for root, turned in ((given, True), (right, True), (given, False)):
         options = dict(batch_size=16, steps=2, hflip=0.5, workers=0, exif_orientation=turned, decode=decode)
         data = open_data(digits(data=str(root / split), **options), (32, 16), (8, 8), CPU)
-        batches.append([images for images, *_ in (*data.train_batches(0, 2), *data.eval_batches())])
+        batches.append([images for images, *_ in (*data.train_batches(0, 2), *data.in_order(data.val))])
     assert all(map(torch.equal, batches[0], batches[1])) and not all(map(torch.equal, batches[2], batches[1]))

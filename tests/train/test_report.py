@@ -283,7 +283,7 @@ def test_what_is_read_in_order_shows_wrong_images_of_its_beginning(monkeypatch):
 
     data.val = Stream("hfids/x", images, data.classes)
     collector = Collector("softmax")
-    for batch, labels, _ in data.eval_batches():
+    for batch, labels, _ in data.in_order(data.val):
         collector.add(model(batch), labels)
     note, text = answer_sections(collector.gather(data), model, data)["Wrong answers"]
     assert note.startswith("Of 12 validation images, 6 are") and "the pictures are of the first 4 images" in note

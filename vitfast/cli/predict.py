@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where at least one image has an answer, else 1."""
     from ..data.lists import is_list
-    from ..eval.accuracy import compare_pillow
-    from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
+    from ..eval.accuracy import compare_pillow, run_record
+    from ..eval.predict import predict, write_csv, write_json
     from ..model.baselines import load_any
     from ..model.checkpoint.files import check_free
     from ..run.device import choose_device
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_any(config.model, config.weights, size).to(choose_device(config.device))
     compare_pillow(config.weights)
     sigmoid = args.sigmoid
-    if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
+    if sigmoid is None and (sigmoid := run_record(config.weights).get("settings", {}).get("objective") == "sigmoid"):
         logger.info("each class has its own probability, because the weights were trained with objective=sigmoid")
     answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=sigmoid), Counter()
 

@@ -101,11 +101,7 @@ class Data:
             if sample is None:
                 raise InputError(f"data set {self.train.spec!r} gave no training image")
 
-    def eval_batches(self) -> Iterator[Batch]:
-        """The batches of the validation set, once."""
-        return self.in_order(self.val)
-
-    def in_order(self, source) -> Iterator[Batch]:
+    def in_order(self, source: Source) -> Iterator[Batch]:
         """The batches of every image of a source, once and in order, with the evaluation's transform.
 
         Unreadable images have the label PADDING. The ranks take turns, and all get equally many batches; the last batch

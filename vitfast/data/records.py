@@ -166,7 +166,8 @@ def _column(schema, path: str, column: str | None) -> str:
         return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
     texts = [f.name for f in schema if types.is_string(f.type) or types.is_large_string(f.type)]
-    images = [f.name for f in schema if is_bytes(f.type) or (types.is_struct(f.type) and _has_bytes(f.type))]
+    structs = [f.name for f in schema if types.is_struct(f.type) and "bytes" in [part.name for part in f.type]]
+    images = [f.name for f in schema if is_bytes(f.type) or f.name in structs]
     if column is not None:
         if column not in (*texts, *images):
             raise InputError(f"{path} has no column {column!r} of bytes or paths; it has {', '.join(schema.names)}")
@@ -176,7 +177,3 @@ def _column(schema, path: str, column: str | None) -> str:
         many = "several columns" if found else "no column"
         raise InputError(f"{path} has {many} of images ({', '.join(found or schema.names)}); give --column")
     return found[0]
-
-
-def _has_bytes(kind) -> bool:
-    return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))

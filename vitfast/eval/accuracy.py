@@ -58,7 +58,7 @@ def validation_means(model: nn.Module, data: Data, names: list[str], score: Call
     """
     sums = torch.zeros(len(names) + 2, device=data.device, dtype=torch.float64)
     with evaluating(model):
-        for images, labels, unreadable in data.eval_batches():
+        for images, labels, unreadable in data.in_order(data.val):
             sums[:-1] += score(images, labels)
             sums[-1] += data.left_out(unreadable)
     *totals, count, left_out = data.ranks.sum(sums).tolist()
@@ -273,16 +273,6 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
     return False
 
 
-def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError where the model's classes are not as many as the data's."""
-    if model.num_classes != len(data.classes):
-        weights, spec = data.config.weights, data.config.data
-        have = f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}"
-        raise InputError(f"{have}; fine-tune it on this data first")
-    if not getattr(model, "class_names", None) and data.classes != [str(i) for i in range(len(data.classes))]:
-        logger.info("%s names no classes: those of %s go by their numbers", data.config.weights, data.config.data)
-
-
 def evaluate_weights(
     config: Config, img_size: int | tuple[int, int] | None = None, real: str | None = None, split: str = ""
 ) -> dict:
@@ -294,7 +284,11 @@ def evaluate_weights(
     on this data, else all. Raises InputError if weights and data do not fit.
     """
     model, data = open_weights(config, img_size, split)
-    check_classes(model, data)
+    if model.num_classes != len(data.classes):
+        have = f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}"
+        raise InputError(f"{have}; fine-tune it on this data first")
+    if not getattr(model, "class_names", None) and data.classes != [str(i) for i in range(len(data.classes))]:
+        logger.info("%s names no classes: those of %s go by their numbers", config.weights, config.data)
     if real is None:
         return evaluate(model, data)
     truth, guesses = real_labels(data, real), []

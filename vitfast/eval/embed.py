@@ -192,10 +192,8 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 def describe(embedder: Embedder) -> dict:
     """A manifest's record of an Embedder: all that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
-    if embedder.device.type == "cuda":
-        device = torch.cuda.get_device_name(embedder.device)
-    else:
-        device = embedder.device.type
+    own = embedder.device
+    device = torch.cuda.get_device_name(own) if own.type == "cuda" else own.type
     versions = dict(vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__)
     versions |= dict(python=platform.python_version())
     return dict(

@@ -57,7 +57,10 @@ def write_report(config: Config, data: Data, summary: dict, answers: Answers | N
     sections = progress_sections(config, data)
     sections |= model_sections(model, data, answers) | many_sizes(summary)
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
-    sections["Settings"] = _settings(config)
+    header, (shown, rest) = ("setting", "value", "field"), settings(config)
+    folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
+    note = "They are in config.yaml; --set FIELD=VALUE changes one."
+    sections["Settings"] = note, columns(header, shown, left=3) + folded
     sections["Origin"] = _origin(run, summary)
     told = introduction(config, model, data, summary)
     text = page(f"vitfast {config.task}", results(summary), sections, told)
@@ -99,12 +102,6 @@ def best_weights(run: Path, summary: dict) -> Path:
     """The folder of a run's best model, which is the last one where none was better."""
     last, best = run / "checkpoints" / LAST, summary.get("best_accuracy")
     return run / BEST if best is not None and best > summary["accuracy"] else last
-
-
-def _settings(config: Config) -> tuple[str, str]:
-    header, (shown, rest) = ("setting", "value", "field"), settings(config)
-    folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
-    return "They are in config.yaml; --set FIELD=VALUE changes one.", columns(header, shown, left=3) + folded
 
 
 def _origin(run: Path, summary: dict) -> tuple[str, str]:
