@@ -16,7 +16,6 @@ from sklearn.metrics import top_k_accuracy_score
 from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.eval.accuracy import evaluate_weights
-from vitfast.experiments import vtab
 
 
 @pytest.mark.slow
@@ -181,10 +180,3 @@ def test_fewshot_leaves_out_of_both_splits(made, capsys, caplog, shots):
     alone = result(capsys, "fewshot", weights, rest, "--shots", shots, "--seeds", 1)
     assert (found["unreadable_images"], alone["unreadable_images"]) == (3, 0)
     assert found["results"] == alone["results"] and found["images"] == alone["images"]
-
-
-def test_vtab_leaves_out_too(made):
-    weights, whole, rest = made
-    found, alone = (vtab.evaluate_frozen(evaluation(weights, data), "knn", 18) for data in (whole, rest))
-    assert (found["train_images"], found["test_images"], found["unreadable_images"]) == (17, 16, 3)
-    assert found["accuracy"] == alone["accuracy"]

@@ -146,6 +146,7 @@ def test_another_job_in_the_same_folder_is_refused_and_keeps_its_files(source, c
     for given, message in (
         (weights, "holds embeddings of other weights; give another --output, or --resume never"),
         (arguments(source, "out", "--normalize"), "holds embeddings with normalize false, not true"),
+        (arguments(source, "out", "--no-exif-orientation"), "with exif_orientation true, not false"),
         (arguments(source, "out", "--shard-size", 5), "holds embeddings with shard_size 4, not 5"),
         (arguments(source, "out", "--pool", "avg"), 'with pool null, not "avg"'),
     ):

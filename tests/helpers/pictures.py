@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import ExifTags, Image, ImageFilter
 
 
 def smooth(seed: int, height: int = 60, width: int = 80) -> Image.Image:
@@ -20,6 +20,13 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def exif(orientation: int) -> Image.Exif:
+    """Metadata that say how an image is to be turned."""
+    made = Image.Exif()
+    made[ExifTags.Base.Orientation] = orientation
+    return made
 
 
 def bomb(height: int, width: int) -> bytes:
