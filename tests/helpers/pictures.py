@@ -1,6 +1,7 @@
 """Small image files of every kind, and folders of them."""
 
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -50,6 +51,14 @@ def folder(root: Path, splits=("train", "val"), classes=("a", "b"), count: int =
             for i in range(count):
                 smooth(100 * number + i, size, size).save(root / split / name / f"{i}.jpg", quality=95)
     return root
+
+
+def later(path: Path, data: bytes | None = None) -> None:
+    """The time of modification of a file one second later; and other content."""
+    before = path.stat()
+    if data is not None:
+        path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
 def truncate(path: Path) -> Path:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import shards
 import timm.data.dataset_factory
+from pictures import later
 from PIL import Image
 from runs import QUICK, digits, same_runs
 from safetensors import safe_open
@@ -41,14 +42,6 @@ def make(root: Path, count: int = 6) -> Path:
 
 def config(output: Path, data: Path | str, steps: int, **fields):
     return digits(output, data=str(data), steps=steps, **QUICK | fields)
-
-
-def later(path: Path, data: bytes | None = None) -> None:
-    """The time of modification of a file one second later; and other content."""
-    before = path.stat()
-    if data is not None:
-        path.write_bytes(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
 @pytest.mark.slow
