@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import InputError
-from ..run.config import FIELDS, Config, described
+from ..run.config import FIELDS, Config
 
 INTERPOLATED = "positions are interpolated if it changes"
 # Settings that have a flag of their own, whose values `Config` checks.
@@ -51,15 +51,6 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
     add("--resume", metavar="auto|never|PATH", default=None, help=resume)
     told = "print the settings of this run as YAML, with their meanings, and stop"
     add("--print-config", action="store_true", default=False, help=told)
-
-
-def commented(config) -> str:
-    """The settings of a Config as YAML, which --config takes, with the meaning of each beside it."""
-    lines = []
-    for name, value, meaning in described(config):
-        line = f"{name}: {value}"
-        lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
-    return "\n".join(lines)
 
 
 def add_evaluation_options(
