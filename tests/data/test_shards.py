@@ -105,19 +105,15 @@ def test_shards_of_other_splits_are_passed_over_by_name(tmp_path, caplog):
 
 def test_wrong_shards_are_named(tmp_path):
     picture = files(1)[0]
-    cases = {
-        "no class": ([("a.png", picture)], r"train\*.tar: no image in it has a class"),
-        "negative": (
-            [("a.png", picture), ("a.cls", b"-1")],
-            "a.png has the class -1 .this split has no labels.; classes are numbers from 0 to",
-        ),
-        "huge": ([("a.png", picture), ("a.cls", b"1000000")], "class 1000000; classes are .* at most 999,999"),
-        "empty": ([("a.png", picture), ("a.cls", b" ")], "train-0.tar cannot be read .a.cls is empty"),
-    }
-    for name, (members, message) in cases.items():
-        write(tmp_path / name / "train-0.tar", members)
+    for number, message in (
+        (None, r"train\*.tar: no image in it has a class"),
+        (b"-1", "a.png has the class -1 .this split has no labels.; classes are numbers from 0 to"),
+        (b"1000000", "class 1000000; classes are .* at most 999,999"),
+        (b" ", "train-0.tar cannot be read .a.cls is empty"),
+    ):
+        write(tmp_path / "train-0.tar", [("a.png", picture), *([] if number is None else [("a.cls", number)])])
         with pytest.raises(InputError, match=message):
-            open_data(digits(data=f"wds/{tmp_path / name}"), (24, 24), (8, 8), CPU)
+            open_data(digits(data=f"wds/{tmp_path}"), (24, 24), (8, 8), CPU)
 
 
 def test_pairs_may_lie_apart_and_compressed_shards_are_refused(tmp_path):
