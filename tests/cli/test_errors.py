@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 from commands import CLASSES, RUN, make_folder, run_cli, works
+from frozen import save_tiny, tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitfast import InputError, ViT, cli
+from vitfast import InputError, cli
 from vitfast.data.transforms import transforms
 from vitfast.run.config import AUTO_AUGMENT, FIELDS, Config, as_plain
 from vitfast.train.recipes import resolve
@@ -26,12 +27,8 @@ def pretrain(kind: str) -> str:
     return f"pretrain --recipe digits --data {kind} {' '.join(map(str, RUN))}"
 
 
-def config_file(root):
-    (root / "c.yaml").write_text("[1, 2")
-
-
-def two_lengths(root):
-    (root / "both.yaml").write_text("epochs: 4\nsteps: 5\n")
+def write(name: str, text: str):
+    return lambda root: (root / name).write_text(text)
 
 
 def one_class(root):
@@ -45,14 +42,14 @@ BAD = [
     (None, pretrain("ROOT/data"), "no folder ROOT/data"),
     (None, f"pretrain --recipe digits {' '.join(map(str, RUN))}", "no data given"),
     (lambda root: (root / "data").mkdir(), pretrain("ROOT/data"), "no images in ROOT/data"),
-    (lambda root: (root / "data").write_text("x"), pretrain("ROOT/data"), "is a file"),
+    (write("data", "x"), pretrain("ROOT/data"), "is a file"),
     (None, f"{DIGITS} --model B/17", "unknown preset 'B/17'; did you mean B/16"),
     (None, f"{DIGITS} --img-size 30", "image size 30 x 30 is no multiple of the patch size 8 x 8"),
     (None, f"{DIGITS} --img-size 4", "image size 4 x 4"),
-    (config_file, "pretrain --config ROOT/c.yaml", "c.yaml cannot be read as YAML"),
+    (write("c.yaml", "[1, 2"), "pretrain --config ROOT/c.yaml", "c.yaml cannot be read as YAML"),
     (None, f"{DIGITS} --steps 3 --epochs 2", "epochs 2 and steps 3 are two lengths of one run; give one of them"),
     (None, f"{DIGITS} --steps 3 --set epochs=2", "epochs 2 and steps 3 are two lengths of one run"),
-    (two_lengths, f"{DIGITS} --config ROOT/both.yaml", "epochs 4 and steps 5 are two lengths of one run"),
+    (write("both.yaml", "epochs: 4\nsteps: 5\n"), f"{DIGITS} --config ROOT/both.yaml", "epochs 4 and steps 5 are two"),
     (None, f"{DIGITS} --set num_classes=7", "num_classes=7, and data set 'digits' has 10 classes: leave"),
     (None, f"{DIGITS} --lr 1e300", "lr must be positive, and at most 1e9, got '1e300'"),
     (None, f"{DIGITS} --set crop_pct=0.0001", "crop_pct must lie in [0.1, 1], got '0.0001'"),
@@ -87,13 +84,12 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, make, command, says)
 
 
 def test_an_evaluation_under_torchrun_is_printed_once(tmp_path, capsys, monkeypatch):
-    model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
-    model.save_pretrained(tmp_path / "w")
+    weights = save_tiny(tmp_path / "w")
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        out = works(capsys, "eval", "--weights", tmp_path / "w", "--data", "digits", "--device", "cpu")
+        out = works(capsys, "eval", "--weights", weights, "--data", "digits", "--device", "cpu")
         printed.append(out.count("accuracy"))
     assert printed == [1, 0]
 
@@ -139,8 +135,7 @@ NUMBERS = {
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_mean_nothing_are_one_line(name, tmp_path, capsys):
-    model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
-    model.save_pretrained(tmp_path / "W")
+    tiny().save_pretrained(tmp_path / "W")
     (tmp_path / "T").write_text("- {name: a, data: digits}\n")
     command, flags, values = NUMBERS[name]
     words = [str(tmp_path / word) if word[0] in "WOT" and word[:2] != "Ti" else word for word in command.split()]

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from commands import CLASSES, make_folder, picture, run_cli
+from commands import CLASSES, Terminal, make_folder, picture, run_cli
 from frozen import save_tiny
 
 from vitfast import ViT
@@ -121,10 +121,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(capsys, weights, tmp_path, mon
 
 
 def test_a_bar_is_on_a_terminal_and_warnings_stay_lines(go, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "bad.png").write_text("no image")
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -140,6 +140,14 @@ def test_valid_validates_and_is_a_class_too(tmp_path):
     assert open_folder(root / "valid")[0].classes == [*names]
 
 
+def test_train_is_a_class_beside_other_class_folders_even_with_a_folder_in_it(tmp_path):
+    root = make_folder(tmp_path, [""], ("bus", "train"), count=2)
+    pictures.smooth(0, 16, 16).save(root / "train" / "stray.png")
+    (root / "train" / "inner").mkdir()
+    train, val = open_folder(root)
+    assert val is None and train.classes == ["bus", "train"] and train.labels == [0, 0, 1, 1, 1]
+
+
 def test_a_class_folder_without_an_image_is_warned_of(tmp_path, caplog):
     root = make_folder(tmp_path, [""], ("cat", "dog"), count=2)
     for name in ("eel", ".hidden"):

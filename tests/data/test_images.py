@@ -12,9 +12,8 @@ import pictures
 import pytest
 import torch
 from frozen import tiny
-from pictures import encoded
-from PIL import ExifTags, Image, ImageOps
-from runs import digits
+from pictures import encoded, exif
+from PIL import Image, ImageOps
 
 from vitfast import Embedder, InputError
 from vitfast.data import images, jpeg
@@ -22,21 +21,12 @@ from vitfast.data.contents import content, own
 from vitfast.data.datasets import Named
 from vitfast.data.folders import ImageFiles
 from vitfast.data.images import LARGE, Reading, Unreadable, opened, read_rgb
-from vitfast.data.records import records
-from vitfast.eval import embed
 from vitfast.eval.predict import predict
 from vitfast.run.config import Config
-from vitfast.train.trainer import train
 
 RGB = np.asarray(pictures.smooth(0, 24, 40))
 GREY = RGB[..., 0]
 KINDS = {"JPEG": dict(quality=95), "PNG": {}, "WEBP": dict(lossless=True), "TIFF": {}}
-
-
-def exif(tag: int) -> Image.Exif:
-    made = Image.Exif()
-    made[ExifTags.Base.Orientation] = tag
-    return made
 
 
 def tagged(image: Image.Image, tag: int, kind: str = "JPEG") -> bytes:
@@ -136,36 +126,6 @@ def test_damaged_or_missing_metadata_costs_no_image(damaged):
     image, stream = pictures.smooth(0), io.BytesIO()
     image.save(stream, "JPEG", **({} if damaged is None else dict(exif=damaged)))
     assert np.array_equal(read_rgb(io.BytesIO(stream.getvalue()), "x"), np.asarray(Image.open(stream).convert("RGB")))
-
-
-@pytest.fixture(scope="module")
-def turned(tmp_path_factory):
-    """Two classes of JPEG files, one of each orientation."""
-    root = tmp_path_factory.mktemp("turned")
-    for split in ("train", "val"):
-        for name in "ab":
-            (root / split / name).mkdir(parents=True)
-            for tag in range(1, 9):
-                file = tagged(pictures.smooth(10 * tag + ord(name), 40, 64), tag)
-                (root / split / name / f"{tag}.jpg").write_bytes(file)
-    return root
-
-
-def test_a_run_does_not_go_on_with_another_setting(turned, tmp_path):
-    settings = dict(data=str(turned), output=str(tmp_path), workers=0, img_size=16, batch_size=4)
-    train(digits(**settings, steps=2))
-    with pytest.raises(InputError, match="exif_orientation: True there, False now"):
-        train(digits(**settings, steps=4, exif_orientation=False))
-
-
-def test_embeddings_record_the_setting(turned, tmp_path):
-    model = tiny(5)
-    spec = str(turned / "val")
-    old = Embedder(model, exif_orientation=False)
-    embed.embed_to(old, records(spec), tmp_path)
-    assert embed.embed_to(old, records(spec), tmp_path).kept == 16
-    with pytest.raises(InputError, match="holds embeddings with exif_orientation false, not true"):
-        embed.embed_to(Embedder(model), records(spec), tmp_path)
 
 
 # ---- limits

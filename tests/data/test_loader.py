@@ -64,7 +64,7 @@ def test_digits_split_is_fixed_and_disjoint():
     scan = load_digits().images[data.val.indices[5]]
     assert np.array_equal(data.val.pixels[5], (scan * (255 / 16)).round().astype(np.uint8))
     assert set(open_data(digits(seed=5), (32, 32), (8, 8), CPU).val.indices) == test
-    images, labels, _ = zip(*data.eval_batches())
+    images, labels, _ = zip(*data.in_order(data.val))
     assert images[0].dtype == torch.uint8 and [len(some) for some in labels] == [256, 104]
     assert torch.cat(labels).tolist() == data.val.labels
 
@@ -103,7 +103,7 @@ def test_a_label_of_a_stream_that_is_no_class_is_one_error(label, said):
     source = Shards("hfids/x", Stream([(grey, 1), (grey, label)]), ["a", "b"])
     data = open_data(digits(workers=0, batch_size=2), (8, 8), (8, 8), CPU)
     data = dataclasses.replace(data, train=source, val=source, workers=1)
-    for batches in (data.eval_batches(), data.train_batches(0, 1)):  # in this process, and in another one
+    for batches in (data.in_order(data.val), data.train_batches(0, 1)):  # in this process, and in another one
         with pytest.raises(InputError, match=f"^hfids/x, image 1 of a pass, has the {said}") as caught:
             list(batches)
         assert "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
     for world in (1, 2, 3):  # more ranks than shards, too
         config = digits(data=f"wds/{root}", eval_batch_size=2)
         ranks = [open_data(config, (24, 24), (8, 8), CPU, Ranks(rank, world)) for rank in range(world)]
-        batches = [list(each.eval_batches()) for each in ranks]
+        batches = [list(each.in_order(each.val)) for each in ranks]
         assert len({len(b) for b in batches}) == 1
         labels = [label for rank in batches for _, some, _ in rank for label in some.tolist() if label != PADDING]
         seen[world] = sorted(labels), [text for rank in batches for _, _, told in rank for text in told]
@@ -105,19 +105,15 @@ def test_shards_of_other_splits_are_passed_over_by_name(tmp_path, caplog):
 
 def test_wrong_shards_are_named(tmp_path):
     picture = files(1)[0]
-    cases = {
-        "no class": ([("a.png", picture)], r"train\*.tar: no image in it has a class"),
-        "negative": (
-            [("a.png", picture), ("a.cls", b"-1")],
-            "a.png has the class -1 .this split has no labels.; classes are numbers from 0 to",
-        ),
-        "huge": ([("a.png", picture), ("a.cls", b"1000000")], "class 1000000; classes are .* at most 999,999"),
-        "empty": ([("a.png", picture), ("a.cls", b" ")], "train-0.tar cannot be read .a.cls is empty"),
-    }
-    for name, (members, message) in cases.items():
-        write(tmp_path / name / "train-0.tar", members)
+    for number, message in (
+        (None, r"train\*.tar: no image in it has a class"),
+        (b"-1", "a.png has the class -1 .this split has no labels.; classes are numbers from 0 to"),
+        (b"1000000", "class 1000000; classes are .* at most 999,999"),
+        (b" ", "train-0.tar cannot be read .a.cls is empty"),
+    ):
+        write(tmp_path / "train-0.tar", [("a.png", picture), *([] if number is None else [("a.cls", number)])])
         with pytest.raises(InputError, match=message):
-            open_data(digits(data=f"wds/{tmp_path / name}"), (24, 24), (8, 8), CPU)
+            open_data(digits(data=f"wds/{tmp_path}"), (24, 24), (8, 8), CPU)
 
 
 def test_pairs_may_lie_apart_and_compressed_shards_are_refused(tmp_path):
@@ -193,7 +189,7 @@ def test_a_broken_image_does_not_end_a_stream(tmp_path, monkeypatch):
         pictures.truncate(root / split / "a" / "1.jpg")
     config = digits(data=f"hfids/{root}", eval_batch_size=3, batch_size=4, workers=0)
     data = open_data(config, (24, 24), (8, 8), CPU)
-    labels, told = zip(*((labels.tolist(), told) for _, labels, told in data.eval_batches()))
+    labels, told = zip(*((labels.tolist(), told) for _, labels, told in data.in_order(data.val)))
     assert sorted(sum(labels, [])) == [PADDING, 0, 0, 0, 1, 1, 1, 1] and len(sum(told, [])) == 1
     assert f"{root}/validation/a/1.jpg is a broken image" in sum(told, [])[0]
     trained = list(data.train_batches(0, 3))  # one pass and a half

@@ -194,23 +194,15 @@ def test_processors_of_older_files_have_their_classes_defaults():
 
 
 def test_what_a_transform_does_not_know_is_refused():
-    wrong = {
-        "unknown image processor 'DINOv3ViTImageProcessorFast'": dict(
-            image_processor_type="DINOv3ViTImageProcessorFast"
-        ),
-        "ViTImageProcessor: give size as height and width.*got size={'longest_edge'": dict(
-            image_processor_type="ViTImageProcessor", size=dict(longest_edge=500, shortest_edge=400)
-        ),
-        "ViTImageProcessor: give size.*got size={'shortest_edge": dict(
-            image_processor_type="ViTImageProcessor", size=dict(shortest_edge=400)
-        ),
-        "CLIPImageProcessor: give .* a resample from 0 to 5; .*resample=6": dict(
-            image_processor_type="CLIPImageProcessor", resample=6
-        ),
-    }
-    for message, processor in wrong.items():
+    edge, edges = dict(shortest_edge=400), dict(longest_edge=500, shortest_edge=400)
+    for name, options, message in (
+        ("DINOv3ViTImageProcessorFast", {}, "unknown image processor 'DINOv3ViTImageProcessorFast'"),
+        ("ViTImageProcessor", dict(size=edges), "ViT.*: give size as height and width.*got size={'longest_edge'"),
+        ("ViTImageProcessor", dict(size=edge), "ViTImageProcessor: give size.*got size={'shortest_edge"),
+        ("CLIPImageProcessor", dict(resample=6), "CLIP.*: give .* a resample from 0 to 5; .*resample=6"),
+    ):
         with pytest.raises(InputError, match=message):
-            EvalTransform.hugging_face(processor)
+            EvalTransform.hugging_face(options | dict(image_processor_type=name))
     with pytest.raises(InputError, match="unknown crop_mode 'middle'"):
         EvalTransform.timm(224, crop_mode="middle")
     with pytest.raises(InputError, match="unknown interpolation 'cubic'; did you mean bicubic"):

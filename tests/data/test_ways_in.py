@@ -3,23 +3,21 @@
 The truth of each content is arithmetic on the pixels that were put in, or torchvision's decoder of JPEG.
 """
 
-import io
 import os
 import struct
-import tarfile
 import warnings
 from functools import partial
 
 import numpy as np
 import pictures
 import pytest
+import shards
 import torch
 import torchvision
 from frozen import tiny
-from pictures import encoded
-from PIL import ExifTags, Image
+from pictures import encoded, exif
+from PIL import Image
 from runs import digits
-from shards import card
 
 from vitfast import Embedder
 from vitfast.data import jpeg
@@ -46,12 +44,6 @@ UPRIGHT = {  # of an array as it is stored, by EXIF's table of where its first r
     7: lambda x: x[::-1, ::-1].swapaxes(0, 1),
     8: lambda x: x[:, ::-1].swapaxes(0, 1),
 }
-
-
-def tagged(tag: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = tag
-    return exif
 
 
 def by_torchvision(file: bytes) -> np.ndarray:
@@ -94,16 +86,16 @@ def contents() -> dict[str, tuple[bytes, np.ndarray]]:
     ]
     moving = dict(save_all=True, append_images=frames[1:], duration=50)
     black_white = np.asarray(frames[0])
-    photo, turned = encoded(image, "JPEG", quality=95), encoded(image, "JPEG", quality=95, exif=tagged(6))
+    photo, turned = encoded(image, "JPEG", quality=95), encoded(image, "JPEG", quality=95, exif=exif(6))
     cmyk, sixteen = np.dstack([RGB, ALPHA]), GREY.astype(np.uint16) * 256 + 77
     cmyk_photo = encoded(image.convert("CMYK"), "JPEG")
     two = encoded(image, "MPO", save_all=True, append_images=[image.transpose(Image.Transpose.ROTATE_90)], quality=95)
-    found = {f"turned {k}.png": (encoded(image, exif=tagged(k)), turn(RGB)) for k, turn in UPRIGHT.items()}
+    found = {f"turned {k}.png": (encoded(image, exif=exif(k)), turn(RGB)) for k, turn in UPRIGHT.items()}
     return found | {
         "turned.jpg": (turned, UPRIGHT[6](by_torchvision(turned))),
-        "turned.webp": (encoded(image, "WEBP", lossless=True, exif=tagged(8)), UPRIGHT[8](RGB)),
-        "turned.tif": (encoded(image, "TIFF", exif=tagged(6)), UPRIGHT[6](RGB)),
-        "turned 16 bits.png": (encoded(Image.fromarray(sixteen), exif=tagged(5)), UPRIGHT[5](THREE)),
+        "turned.webp": (encoded(image, "WEBP", lossless=True, exif=exif(8)), UPRIGHT[8](RGB)),
+        "turned.tif": (encoded(image, "TIFF", exif=exif(6)), UPRIGHT[6](RGB)),
+        "turned 16 bits.png": (encoded(Image.fromarray(sixteen), exif=exif(5)), UPRIGHT[5](THREE)),
         "alpha.png": (encoded(Image.fromarray(np.dstack([RGB, ALPHA]))), RGB),
         "alpha.webp": (encoded(Image.fromarray(np.dstack([RGB, ALPHA])), "WEBP", lossless=True, exact=True), RGB),
         "alpha.tif": (encoded(Image.fromarray(np.dstack([RGB, ALPHA])), "TIFF"), RGB),
@@ -204,19 +196,14 @@ def ways(tmp_path_factory):
             (root / "listed" / split / name).write_bytes(file)
         lines = [f'"{name}",{classes[name]}' for name in files]
         (root / "listed" / split / "labels.csv").write_text("\n".join(["file,classes", *lines]))
-        (root / "shards").mkdir(exist_ok=True)
-        with tarfile.open(root / "shards" / f"{split}.tar", "w") as tar:
-            for name, file in files.items():
-                for member, data in ((name, file), (f"{os.path.splitext(name)[0]}.cls", classes[name].encode())):
-                    info = tarfile.TarInfo(member)
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+        labels = [(f"{os.path.splitext(name)[0]}.cls", classes[name].encode()) for name in files]
+        shards.write(root / "shards" / f"{split}.tar", [*files.items(), *labels])
         (root / "parquet").mkdir(exist_ok=True)
         columns = dict(image=stored, label=["ab".index(each) for each in classes.values()])
         kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
         datasets.Dataset.from_dict(columns, features=kinds).to_parquet(root / "parquet" / f"{split}.parquet")
     for folder in ("folder", "parquet"):
-        (root / folder / "README.md").write_text(card(len(files)))
+        (root / folder / "README.md").write_text(shards.card(len(files)))
     (root / "list.txt").write_text("\n".join(f"listed/train/{name}" for name in files))
     pq.write_table(pa.table(dict(image=pa.array(stored), id=list(files))), root / "images.parquet")
 
@@ -331,5 +318,5 @@ def test_training_and_validation_see_the_plain_pixels(plain, decode, split):
     for root, turned in ((given, True), (right, True), (given, False)):
         options = dict(batch_size=16, steps=2, hflip=0.5, workers=0, exif_orientation=turned, decode=decode)
         data = open_data(digits(data=str(root / split), **options), (32, 16), (8, 8), CPU)
-        batches.append([images for images, *_ in (*data.train_batches(0, 2), *data.eval_batches())])
+        batches.append([images for images, *_ in (*data.train_batches(0, 2), *data.in_order(data.val))])
     assert all(map(torch.equal, batches[0], batches[1])) and not all(map(torch.equal, batches[2], batches[1]))

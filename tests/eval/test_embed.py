@@ -146,6 +146,7 @@ def test_another_job_in_the_same_folder_is_refused_and_keeps_its_files(source, c
     for given, message in (
         (weights, "holds embeddings of other weights; give another --output, or --resume never"),
         (arguments(source, "out", "--normalize"), "holds embeddings with normalize false, not true"),
+        (arguments(source, "out", "--no-exif-orientation"), "with exif_orientation true, not false"),
         (arguments(source, "out", "--shard-size", 5), "holds embeddings with shard_size 4, not 5"),
         (arguments(source, "out", "--pool", "avg"), 'with pool null, not "avg"'),
     ):
@@ -225,13 +226,6 @@ def test_new_images_and_shards_that_are_absent(source, capsys):
     assert all(after[name] == before[name] for name in before if name.partition(".")[0] in kept)
 
 
-def replace(path, data: bytes) -> None:
-    """Writes a file that was modified a second after the one that it replaces."""
-    before = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
-
-
 def test_an_image_that_was_replaced_is_embedded_again(source, capsys):
     """By one of equal size, of another size, a broken one by a good one; but not one that is only newer."""
     photos = source / "photos"
@@ -239,10 +233,10 @@ def test_an_image_that_was_replaced_is_embedded_again(source, capsys):
         Image.fromarray(np.full((20, 20, 3), 50, np.uint8)).save(photos / name, "BMP")
     run_cli(capsys, *arguments(source), "--resume", "never")
     before = content(source / "out")
-    replace(photos / "00.png", (photos / "00.png").read_bytes())
+    pictures.later(photos / "00.png", (photos / "00.png").read_bytes())
     kept, _, err = embedded(capsys, arguments(source))
     assert kept == 24 and "again" not in err and content(source / "out") == before
-    replace(photos / "02.png", (photos / "02.png").read_bytes().replace(bytes([50] * 9), bytes([90] * 9)))
+    pictures.later(photos / "02.png", (photos / "02.png").read_bytes().replace(bytes([50] * 9), bytes([90] * 9)))
     _, images, err = embedded(capsys, arguments(source))
     assert images == 4
     assert "shard 0 is computed again: of its 4 images some were replaced since (02.png)" in err

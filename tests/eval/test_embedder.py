@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import transformers
-from embedding_models import CLOSE, IMAGES, TINY, drawn, processors
+from embedding_models import CLOSE, IMAGES, TINY, as_timm_does, drawn, processors
 from frozen import tiny
 from PIL import Image, ImageSequence
 from speed import first
@@ -24,13 +24,6 @@ from vitfast.model.convert import write
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def as_timm_does(model, images) -> torch.Tensor:
-    told = timm.data.resolve_model_data_config(model)
-    transform = timm.data.create_transform(**told, is_training=False)
-    with torch.inference_mode():
-        return model.forward_head(model.forward_features(torch.stack([transform(i) for i in images])), pre_logits=True)
 
 
 @pytest.mark.quick(3)

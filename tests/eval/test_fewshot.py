@@ -135,9 +135,9 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
     assert 0.1 < result["results"][0]["accuracy"] < result["results"][1]["accuracy"]
 
     def opened(*args, open_weights=fewshot.open_weights):
-        model, data, *where = open_weights(*args)
+        model, data = open_weights(*args)
         data.train = Subset(data.train, range(len(data.train)))
-        return model, data, *where
+        return model, data
 
     monkeypatch.setattr(fewshot, "open_weights", opened)
     monkeypatch.setattr(Subset, "labels", None)  # of a source whose labels are not known every image is read

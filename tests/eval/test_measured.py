@@ -5,18 +5,14 @@ import shutil
 
 import pictures
 import pytest
-from commands import run_cli
+from commands import make_folder, run_cli
 from frozen import tiny
 
 CLASSES = ("ape", "bee")
 
 
 def folder(root, *names, count=10, first=0):
-    for number, name in enumerate(names):
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            pictures.smooth(first + 100 * number + i, 16, 18).save(root / name / f"{i}.png")
-    return root
+    return make_folder(root, [""], names, count, first)
 
 
 @pytest.fixture(scope="module")

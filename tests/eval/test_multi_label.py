@@ -116,7 +116,7 @@ def test_two_ranks_have_one_metric(data, tmp_path):
     model = tiny(3)
     model.save_pretrained(tmp_path / "w")
     config = evaluation("", data, eval_batch_size=7)
-    alone = evaluate(model, open_data(config, (16, 16), (8, 8), CPU), CPU, None)
+    alone = evaluate(model, open_data(config, (16, 16), (8, 8), CPU))
     told = done(ranks(2, of_two, str(tmp_path / "w"), str(data), tmp_path / "result.json"))
     assert json.loads((tmp_path / "result.json").read_text()) == pytest.approx(alone, rel=1e-6)
     assert 0.3 < alone["map"] < 1 and (alone["images"], alone["unreadable_images"]) == (29, 1)

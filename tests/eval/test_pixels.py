@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 import transformers
-from embedding_models import CLOSE, IMAGES, SIDE, TEXT, TINY, drawn, processors
+from embedding_models import CLOSE, IMAGES, SIDE, TEXT, TINY, as_timm_does, drawn, processors
 from PIL import Image
 from speed import first
 from timm.data import create_transform, resolve_model_data_config
@@ -245,11 +245,7 @@ def test_outputs_of_other_models_are_vectors_or_refused():
 @pytest.mark.parametrize("size", [64, (96, 64)])
 def test_a_model_of_timm_gets_images_of_the_size_that_it_was_made_for(size):
     model = drawn(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=size))
-    told = timm.data.resolve_model_data_config(model) | dict(input_size=(3, *model.patch_embed.img_size))
-    transform = timm.data.create_transform(**told)
-    with torch.inference_mode():
-        tokens = model.forward_features(torch.stack([transform(image) for image in IMAGES]))
-        truth = model.forward_head(tokens, pre_logits=True)
+    truth = as_timm_does(model, IMAGES, input_size=(3, *model.patch_embed.img_size))
     for given in (model, torch.compile(model, backend="eager")):
         torch.testing.assert_close(Embedder(given).embed(IMAGES), truth, atol=1e-4, rtol=1e-4)
 
@@ -259,11 +255,7 @@ def test_a_baseline_has_its_own_mean_and_std(name, tmp_path):
     model = baseline(name, 5, (64, 64)).eval()
     model.mean, model.std = (0.1, 0.5, 0.2), (0.3, 0.9, 0.4)
     model.save_pretrained(tmp_path)
-    told = timm.data.resolve_model_data_config(model) | dict(input_size=(3, 64, 64), mean=model.mean, std=model.std)
-    transform = timm.data.create_transform(**told)
-    with torch.inference_mode():
-        tokens = model.forward_features(torch.stack([transform(image) for image in IMAGES[:3]]))
-        truth = model.forward_head(tokens, pre_logits=True)
+    truth = as_timm_does(model, IMAGES[:3], input_size=(3, 64, 64), mean=model.mean, std=model.std)
     for given in (model, tmp_path):
         torch.testing.assert_close(Embedder(given, device="cpu").embed(IMAGES[:3]), truth, atol=1e-4, rtol=1e-4)
 

@@ -146,7 +146,7 @@ def test_predict_and_eval_see_the_same_images_of_a_folder(tmp_path):
     def note(logits, labels):
         probabilities.extend(zip(logits.softmax(1).tolist(), labels.tolist()))
 
-    assert evaluate(model, data, torch.device("cpu"), None, note)["unreadable_images"] == 6
+    assert evaluate(model, data, note)["unreadable_images"] == 6
     in_batches = dataclasses.replace(config, workers=2, eval_batch_size=5)
     told = {record["image"]: record for record in predict(model, image_files(tmp_path / "val"), in_batches, top_k=2)}
     assert sorted(told) == sorted(files) and len(files) == 18

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import refuses, run_cli, works
+from frozen import tiny
 from runs import digits, finetuning
 from speed import first
 
-from vitfast import InputError, ViT
+from vitfast import InputError
 from vitfast.errors import Diverged, TrainingError
 from vitfast.experiments import runs as experiments
 from vitfast.experiments.sweep import fine_tune
@@ -98,17 +99,7 @@ def test_a_rate_that_diverges_counts_as_0_and_the_sweep_goes_on(pretrained, tmp_
 
 @pytest.mark.slow
 def test_where_every_rate_diverges_the_sweep_says_so(pretrained, tmp_path, capsys):
-    command = (
-        "finetune",
-        "--data",
-        "digits",
-        "--weights",
-        pretrained,
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "fine",
-    )
+    command = ("finetune", *"--data digits --device cpu --weights".split(), pretrained, "--output", tmp_path / "fine")
     settings = [f"{name}={'none' if value is None else value}" for name, value in QUICK.items()]
     code, _, err = run_cli(capsys, *command, "--sweep", "--set", "sweep_lr=1e8,1e9", *settings)
     assert code == 1 and err.splitlines()[-1].startswith("vitfast: error: with every rate of sweep_lr the training div")
@@ -193,7 +184,7 @@ def test_a_signal_at_the_end_of_a_run_starts_no_other_one(tmp_path, monkeypatch,
 
     finish = Trainer._finish
     monkeypatch.setattr(Trainer, "_finish", signalled)
-    ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=3).save_pretrained(tmp_path / "w")
+    tiny(3).save_pretrained(tmp_path / "w")
     command = ["finetune", "--data", "digits", "--weights", tmp_path / "w", "--output", tmp_path / "fine", "--runs", 2]
     command += ["--steps", 1, "--img-size", 16, "--device", "cpu"]
     assert run_cli(capsys, *command)[0] == code

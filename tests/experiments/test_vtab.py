@@ -78,8 +78,8 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     # the number itself: 200 images drawn once, the regularisation that four fifths of them show to be best on the rest
     data = open_data(evaluation(digits_weights), (16, 16), (8, 8), CPU)
     model = ViT.from_pretrained(digits_weights)
-    x, y, *_ = fewshot.features(model, data, take(data.train, 200), CPU, None)
-    queries, truth, *_ = fewshot.features(model, data, data.val, CPU, None)
+    x, y, *_ = fewshot.features(model, data, take(data.train, 200))
+    queries, truth, *_ = fewshot.features(model, data, data.val)
     found = {l2: fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) for l2 in vtab.L2["ridge"]}
     held = {l2: int((classes == y[160:]).sum()) for l2, classes in found.items()}
     assert held[digits["l2"]] == max(held.values()) > min(held.values())

@@ -1,5 +1,6 @@
 """A command in this process, and small folders of images for it."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,22 @@ def picture(seed: int, size: int = 20) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size + 4, 3), dtype=np.uint8))
 
 
-def make_folder(root: Path, splits=("train", "val"), classes=CLASSES, count: int = 6) -> Path:
+def make_folder(root: Path, splits=("train", "val"), classes=CLASSES, count: int = 6, first: int = 0) -> Path:
+    """Class folders of noise, each image of another seed: those of class k from `first` + 100 k on."""
     for split in splits:
         for number, name in enumerate(classes):
             folder = root / split / name
             folder.mkdir(parents=True)
             for i in range(count):
-                picture(100 * number + i).save(folder / f"{i}.png")
+                picture(first + 100 * number + i).save(folder / f"{i}.png")
     return root
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def run_cli(capsys, *args) -> tuple[int, str, str]:

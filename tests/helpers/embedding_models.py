@@ -1,6 +1,8 @@
 """Images of many shapes, and small models of transformers with their processors and the output that counts."""
 
 import pictures
+import timm
+import torch
 import transformers
 from checks import randomize
 from torch import nn
@@ -16,6 +18,13 @@ TEXT = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermed
 def drawn(model: nn.Module) -> nn.Module:
     """The model in eval mode, with weights that let every part count."""
     return randomize(model, 0.2).eval()
+
+
+def as_timm_does(model: nn.Module, images: list, **told) -> torch.Tensor:
+    """The vectors of images by timm alone. told: what differs from the configuration that timm has of the model."""
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model) | told, is_training=False)
+    with torch.inference_mode():
+        return model.forward_head(model.forward_features(torch.stack([transform(i) for i in images])), pre_logits=True)
 
 
 def processors() -> dict:

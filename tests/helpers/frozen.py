@@ -35,7 +35,7 @@ def of_two(weights: str, data: str, output: Path) -> None:
     """One of two ranks evaluates 16 x 16 images in patches of 8 x 8; the first writes what both found."""
     group, device = join(torch.device("cpu"))
     opened = open_data(evaluation(weights, data, eval_batch_size=3), (16, 16), (8, 8), device, group)
-    found = evaluate(ViT.from_pretrained(weights), opened, device, None)
+    found = evaluate(ViT.from_pretrained(weights), opened)
     if group.first:
         output.write_text(json.dumps(found))
     leave()

@@ -1,12 +1,13 @@
 """Small image files of every kind, and folders of them."""
 
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import ExifTags, Image, ImageFilter
 
 
 def smooth(seed: int, height: int = 60, width: int = 80) -> Image.Image:
@@ -20,6 +21,13 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def exif(orientation: int) -> Image.Exif:
+    """Metadata that say how an image is to be turned."""
+    made = Image.Exif()
+    made[ExifTags.Base.Orientation] = orientation
+    return made
 
 
 def bomb(height: int, width: int) -> bytes:
@@ -43,6 +51,14 @@ def folder(root: Path, splits=("train", "val"), classes=("a", "b"), count: int =
             for i in range(count):
                 smooth(100 * number + i, size, size).save(root / split / name / f"{i}.jpg", quality=95)
     return root
+
+
+def later(path: Path, data: bytes | None = None) -> None:
+    """The time of modification of a file one second later; and other content."""
+    before = path.stat()
+    if data is not None:
+        path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
 def truncate(path: Path) -> Path:

@@ -91,7 +91,7 @@ def test_released_bit_weights_are_read_as_timm_reads_them(tmp_path):
     with torch.no_grad():
         assert_close(ours(images), theirs(pixels), atol=1e-4, rtol=1e-4)
         expected = theirs.forward_head(theirs.forward_features(pixels), pre_logits=True)
-    assert_close(features(ours, data, some, CPU, None).x, expected, atol=1e-4, rtol=1e-4)
+    assert_close(features(ours, data, some).x, expected, atol=1e-4, rtol=1e-4)
     for name in ("R101x1", "timm:test_resnet"):
         with pytest.raises(InputError, match=f"no weights of {name}: missing"):
             baselines.load_any(name, tmp_path)

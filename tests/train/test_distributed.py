@@ -239,7 +239,7 @@ def test_ranks_share_the_stream_and_the_validation_set():
     seen, counts = [], []
     for rank in range(7):
         data = open_data(digits(eval_batch_size=16), (32, 32), (8, 8), torch.device("cpu"), Ranks(rank, 7))
-        batches = list(data.eval_batches())
+        batches = list(data.in_order(data.val))
         counts.append([len(b[1]) for b in batches])
         seen += [label for _, labels, _ in batches for label in labels.tolist()]
     assert len({tuple(c) for c in counts}) == 1  # sharded models need every rank in every forward pass

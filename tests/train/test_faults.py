@@ -167,6 +167,7 @@ OTHER_SETTINGS = [
     (dict(resume="run", output="new", model="Ti/8"), "model: Nano/8 there, Ti/8 now"),
     (dict(resume="alone", output="new", seed=3, amp="bf16"), "seed: 0 there, 3 now; amp: auto there, bf16 now"),
     (dict(resume="run/checkpoints/previous", output="new", auto_augment="3a"), "auto_augment: unset there, 3a now"),
+    (dict(exif_orientation=False), "exif_orientation: True there, False now"),
     (dict(drop_path=0.1, clip_norm=None), "clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now"),
     (MANY | dict(steps=6), "sizes: unset there, 16:40 now; tokens_per_step: unset there, 350 now"),
 ]

@@ -62,7 +62,7 @@ def test_names_of_classes_are_short_and_in_one_line_and_the_first_rank_alone_say
         ranked = dataclasses.replace(data, ranks=Ranks(rank, 2))
         with caplog.at_level(logging.INFO, "vitfast"):
             caplog.clear()
-            introduction.introduce(config, model, ranked, torch.device("cpu"), None)
+            introduction.introduce(config, model, ranked)
         assert len(caplog.records) == lines
     assert r"in 2 classes (new\nline, xxxxxxxxxxxxxxxxxx ... xxxxxxxxxxxxxxxxx). The run" in caplog.text
 

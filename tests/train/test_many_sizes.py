@@ -19,7 +19,7 @@ def test_each_image_weighs_as_much():
     """The gradients of a step are those of the mean loss over its images, however they are split."""
     config = digits(accumulate=3, clip_norm=None, label_smoothing=0.0, **QUICK)
     model, data = set_up(config, CPU)
-    step = TrainStep(config, model, 10, CPU, None, data.ranks)
+    step = TrainStep(config, model, data)
     images, labels, _ = next(data.train_batches(0, 1))
     assert len(images) == 3 and len({len(some) for some in images}) > 1
     loss, _ = step.accumulate(images, labels, 3, len(labels))

@@ -227,7 +227,7 @@ def test_evaluation_is_always_the_same():
     for size in (256, 50):
         torch.manual_seed(size)
         data = open_data(digits(eval_batch_size=size), (32, 32), (8, 8), CPU)
-        results.append(evaluate_masked(model.train(), data, CPU, None))
+        results.append(evaluate_masked(model.train(), data))
     assert results[0]["images"] == 360 and model.training and results[0] == pytest.approx(results[1], rel=1e-6)
     first, second = fixed_noise([1, 2], 16)
     assert not torch.equal(first, second) and torch.equal(second, fixed_noise([2], 16)[0])

@@ -203,7 +203,7 @@ def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
         "step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\n"
         + "".join(f"{10 * i},{i / 100},train,{x},{y},0.1,1,0\n" for i, (x, y) in enumerate(rng.random((100_000, 2))))
     )
-    sections = progress.curves({"run": tmp_path}) | report.model_sections(model, data, CPU, None)
+    sections = progress.curves({"run": tmp_path}) | report.model_sections(model, data)
     pictures = re.findall(r'alt="([^"]*)" src="data:image/[a-z]+;base64,([^"]+)', str(sections))
     sizes = {name: len(base64.b64decode(content)) for name, content in pictures if not name.startswith("validation")}
     assert len(page("t", {}, sections)) < LIMIT, sizes
@@ -243,7 +243,7 @@ def test_at_most_200_wrong_images_are_shown(count):
     answers[order[:count]] = (labels[order[:count]] + 1) % 1000
     scores = torch.linspace(3, 9, 300)[order.argsort()]  # the first of `order` are the least confident
     collector.add(torch.nn.functional.one_hot(answers, 1000) * scores[:, None], labels)
-    sections = answer_sections(collector.gather(data), torch.nn.Identity(), data, CPU, None, "softmax")
+    sections = answer_sections(collector.gather(data), torch.nn.Identity(), data)
     note, text = sections["Wrong answers"]
     shown = [int(caption.split()[-1]) for caption in captions(text)]
     assert shown == order[:count].flip(0)[:200].tolist() and "Confusion matrix" not in sections
@@ -262,10 +262,10 @@ def test_a_large_validation_set_is_looked_at_in_part():
         seen.append(len(images))
         return torch.eye(10)[:1].expand(len(images), 10)
 
-    answers, _ = look(model, data, CPU, None, "softmax", 100)
+    answers, _ = look(model, data, 100)
     assert seen == [64, 36] and answers.index.tolist() == evenly(360, 100) and answers.index[-1] == 359
     assert answers.labels.tolist() == [data.val.labels[i] for i in answers.index]
-    note = answer_sections(answers, model, data, CPU, None, "softmax")["Wrong answers"][0]
+    note = answer_sections(answers, model, data)["Wrong answers"][0]
     assert note.startswith("Of 100 of the 360 validation images, ")
 
 
@@ -283,9 +283,9 @@ def test_what_is_read_in_order_shows_wrong_images_of_its_beginning(monkeypatch):
 
     data.val = Stream("hfids/x", images, data.classes)
     collector = Collector("softmax")
-    for batch, labels, _ in data.eval_batches():
+    for batch, labels, _ in data.in_order(data.val):
         collector.add(model(batch), labels)
-    note, text = answer_sections(collector.gather(data), model, data, CPU, None, "softmax")["Wrong answers"]
+    note, text = answer_sections(collector.gather(data), model, data)["Wrong answers"]
     assert note.startswith("Of 12 validation images, 6 are") and "the pictures are of the first 4 images" in note
     assert [caption.split("%")[1] for caption in captions(text)] == [", is 1", ", is 3"]
 

@@ -170,7 +170,7 @@ def test_the_best_is_the_best_on_held_out_images_and_starts_again_with_the_run(t
     assert summary["best_accuracy"] == max(accuracies.values()) == accuracies[summary["best_step"]]
     model, cpu = ViT.from_pretrained(tmp_path / "run" / "best"), torch.device("cpu")
     data = open_data(config, (16, 16), (8, 8), cpu)
-    assert evaluate(model, data, cpu, None)["accuracy"] == summary["best_accuracy"]
+    assert evaluate(model, data)["accuracy"] == summary["best_accuracy"]
     assert summary["val_images"] == len(data.val) == 1437 - 1150
     with pytest.raises(InputError, match="continues in its own folder only: give --output .*run"):
         train(stopping(tmp_path / "other", steps=10, lr=0.01, early_stop=9), resume=str(tmp_path / "run"))

@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import shards
 import timm.data.dataset_factory
+from pictures import later
 from PIL import Image
 from runs import QUICK, digits, same_runs
 from safetensors import safe_open
@@ -40,14 +42,6 @@ def make(root: Path, count: int = 6) -> Path:
 
 def config(output: Path, data: Path | str, steps: int, **fields):
     return digits(output, data=str(data), steps=steps, **QUICK | fields)
-
-
-def later(path: Path, data: bytes | None = None) -> None:
-    """The time of modification of a file one second later; and other content."""
-    before = path.stat()
-    if data is not None:
-        path.write_bytes(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
 @pytest.mark.slow
@@ -189,14 +183,10 @@ FEATURES = dict(image=dict(_type="Image"), label=dict(_type="Value", dtype="stri
 
 
 def _shards(root: Path, numbers: list[int], _) -> dict:
-    root.mkdir()
+    members = [(f"{place}.bmp", _bytes(number)) for place, number in enumerate(numbers)]
+    members += [(f"{place}.cls", b"%d" % (place % 2)) for place in range(len(numbers))]
     for split in ("train", "val"):
-        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
-            for place, number in enumerate(numbers):
-                for name, content in ((f"{place}.bmp", _bytes(number)), (f"{place}.cls", b"%d" % (place % 2))):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        shards.write(root / f"{split}-0.tar", members)
     return dict(data=f"wds/{root}")
 
 
@@ -225,12 +215,9 @@ def test_shards_of_other_sizes_are_other_data_where_the_order_goes_by_them(tmp_p
     root = Path(_shards(tmp_path / "one", numbers, None)["data"].removeprefix("wds/"))
     other = Path(shutil.copytree(root, tmp_path / "two"))
     with tarfile.open(root / "train-0.tar") as tar:
-        members = [(member, tar.extractfile(member).read()) for member in tar]
-    (other / "train-0.tar").unlink()
-    for number, part in enumerate((members[:8], members[8:])):
-        with tarfile.open(other / f"train-{number}.tar", "w") as tar:
-            for member, content in part:
-                tar.addfile(member, io.BytesIO(content))
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    for number in (0, 1):
+        shards.write(other / f"train-{number}.tar", [*members[4 * number :][:4], *members[8 + 4 * number :][:4]])
     fields = QUICK | dict(workers=0, output=tmp_path / "run")
     for window, steps in ((run_data_module.WINDOW, 3), (7, 5)):
         monkeypatch.setattr(run_data_module, "WINDOW", window)

@@ -1,7 +1,6 @@
 """Runs: what they leave, every way of training, resuming bit for bit, images that cannot be read, too little memory."""
 
 import csv
-import io
 import json
 import re
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from commands import make_folder
+from commands import Terminal, make_folder
 from runs import QUICK, changed, cut_at, digits, records, same_runs, weights
 from speed import first
 
@@ -167,10 +166,6 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
 
 
 def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setattr(sys, "stderr", Terminal())
     train(digits(tmp_path, steps=4, log_every=2, **SMALL))
     line = sys.stderr.getvalue().replace("\r", "\n").strip().splitlines()[-1]

@@ -75,19 +75,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--output {args.output} is the folder of the images; give another, or one in it")
     found = records(args.spec, args.column)
     dtype = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16).get(args.dtype)
-    embedder = Embedder(
-        args.weights,
-        pool=args.pool,
-        device=local_device(args.device),
-        dtype=dtype,
-        normalize=args.normalize,
-        img_size=overrides(args).get("img_size"),
-        sizes=args.sizes,
-        decode=args.decode,
-        exif_orientation=args.exif_orientation,
-        max_pixels=args.max_pixels,
-        workers=args.workers,
-    )
+    same = ("pool", "normalize", "sizes", "decode", "exif_orientation", "max_pixels", "workers")
+    own = dict(device=local_device(args.device), dtype=dtype, img_size=overrides(args).get("img_size"))
+    embedder = Embedder(args.weights, **own, **{name: getattr(args, name) for name in same})
     if args.batch_size is not None:
         embedder.tokens = args.batch_size * embedder.backbone.own_tokens
     if rank == 0:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from .options import add_evaluation_options, asked_size, evaluation_config
+from .options import add_evaluation_options, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,7 @@ def run(args: argparse.Namespace) -> None:
     from ..run.distributed import is_first_rank
 
     options = {"real": args.real} if hasattr(args, "real") else {}
-    config = evaluation_config(args)
-    result = evaluate_weights(config, asked_size(args, config), split=args.split, **options)
+    result = evaluate_weights(*evaluation_config(args), split=args.split, **options)
     if is_first_rank():  # every process of torchrun has the same result
         text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
         print(json.dumps(result) if args.json else text)

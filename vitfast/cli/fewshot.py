@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ..errors import InputError
-from .options import add_evaluation_options, add_shared, asked_size, evaluation_config
+from .options import add_evaluation_options, add_shared, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"--output {output}: a folder is in the way")
         check_free(output, args.force)
     options = dict(method=args.method, shots=args.per_class, seeds=args.seeds, l2=args.l2)
-    config = evaluation_config(args)
-    result = few_shot(config, img_size=asked_size(args, config), **options)
+    config, size = evaluation_config(args)
+    result = few_shot(config, img_size=size, **options)
     if args.json:
         print(json.dumps(result))
     else:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import InputError
-from ..run.config import FIELDS, Config, described
+from ..run.config import FIELDS, Config
 
 INTERPOLATED = "positions are interpolated if it changes"
 # Settings that have a flag of their own, whose values `Config` checks.
@@ -51,15 +51,6 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str, rec
     add("--resume", metavar="auto|never|PATH", default=None, help=resume)
     told = "print the settings of this run as YAML, with their meanings, and stop"
     add("--print-config", action="store_true", default=False, help=told)
-
-
-def commented(config) -> str:
-    """The settings of a Config as YAML, which --config takes, with the meaning of each beside it."""
-    lines = []
-    for name, value, meaning in described(config):
-        line = f"{name}: {value}"
-        lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
-    return "\n".join(lines)
 
 
 def add_evaluation_options(
@@ -109,7 +100,7 @@ def setting_layers(args: argparse.Namespace) -> list[dict]:
 def evaluation_layers(args: argparse.Namespace) -> list[dict]:
     """`setting_layers` of an evaluation, in which --batch-size is the number of images at once.
 
-    A Config has one side: a height and a width are `asked_size`'s alone.
+    A Config has one side: a height and a width are in the size of `evaluation_config` alone.
     """
     given = {name: value for name, value in vars(args).items() if name != "img_size"}
     if len(sides := getattr(args, "img_size", [])) == 1:
@@ -118,17 +109,15 @@ def evaluation_layers(args: argparse.Namespace) -> list[dict]:
     return setting_layers(argparse.Namespace(**given)) + batch_size
 
 
-def evaluation_config(args: argparse.Namespace):
-    """The Config of an evaluation."""
+def evaluation_config(args: argparse.Namespace) -> tuple:
+    """The Config of an evaluation, and the size of its images: --img-size, over which --set wins.
+
+    The size is None for the model's own.
+    """
     from ..train.recipes import resolve
 
-    return resolve("eval", *evaluation_layers(args))
-
-
-def asked_size(args: argparse.Namespace, config) -> int | tuple[int, int] | None:
-    """The size of an evaluation's images: --img-size, over which --set wins; None for the model's own."""
-    by_set = "img_size" in dict(getattr(args, "set", []))
-    return config.img_size or None if by_set else overrides(args).get("img_size")
+    config, by_set = resolve("eval", *evaluation_layers(args)), "img_size" in dict(getattr(args, "set", []))
+    return config, config.img_size or None if by_set else overrides(args).get("img_size")
 
 
 def run_config(args: argparse.Namespace, task: str = "pretrain"):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import InputError
-from .options import add_evaluation_options, add_shared, asked_size, evaluation_config
+from .options import add_evaluation_options, add_shared, evaluation_config
 
 TEXT = dict(encoding="utf-8", errors="surrogateescape")  # names that are no UTF-8 go out as they came in
 logger = logging.getLogger("vitfast")
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where at least one image has an answer, else 1."""
     from ..data.lists import is_list
-    from ..eval.accuracy import compare_pillow
-    from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
+    from ..eval.accuracy import compare_pillow, run_record
+    from ..eval.predict import predict, write_csv, write_json
     from ..model.baselines import load_any
     from ..model.checkpoint.files import check_free
     from ..run.device import choose_device
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         check_free(output, args.force)
     total = None if any(map(is_list, args.images)) else sum(1 for _ in _paths(args.images, say=False))
-    config = evaluation_config(args)
-    model = load_any(config.model, config.weights, asked_size(args, config)).to(choose_device(config.device))
+    config, size = evaluation_config(args)
+    model = load_any(config.model, config.weights, size).to(choose_device(config.device))
     compare_pillow(config.weights)
     sigmoid = args.sigmoid
-    if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
+    if sigmoid is None and (sigmoid := run_record(config.weights).get("settings", {}).get("objective") == "sigmoid"):
         logger.info("each class has its own probability, because the weights were trained with objective=sigmoid")
     answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=sigmoid), Counter()
 

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Callable
 
-from .options import add_training_options, commented, run_config, unless_stopped
+from ..run.config import commented
+from .options import add_training_options, run_config, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,12 +4,10 @@ import logging
 import os
 from pathlib import Path
 
-import numpy as np
-
 from ..errors import InputError
 from .classes import first_of, ordered
-from .image_files import PassedOver, image_files, is_clutter, suffix, visible_files
-from .images import DEFAULT, Reading, Unreadable, opened, printable, read_rgb
+from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
+from .images import DEFAULT, Reading, Unreadable, opened, printable
 from .lists import read_table
 from .sources import Source
 
@@ -38,14 +36,6 @@ class ImageFiles(Source):
     def place(self, index: int) -> str:  # where its class is told
         return ", ".join([*self.lines[index : index + 1], os.path.relpath(self.files[index], self.where)])
 
-    def label(self, index: int) -> int | np.ndarray:
-        """The class of an image, or (K,) float32 zeros and ones."""
-        if not self.multi_label:
-            return self.labels[index]
-        target = np.zeros(len(self.classes), np.float32)
-        target[list(self.labels[index])] = 1
-        return target
-
     def path(self, index: int) -> str:
         return self.files[index].removeprefix(self.where).lstrip(os.sep)
 
@@ -55,9 +45,6 @@ class ImageFiles(Source):
     def opened(self, index: int):
         """A context that gives the image with its header read. Raises Unreadable."""
         return opened(self.files[index], self.name(index), self.reading)
-
-    def __getitem__(self, index: int):
-        return read_rgb(self.files[index], self.name(index), self.reading), self.label(index)
 
 
 def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -> list[ImageFiles | None]:
@@ -70,7 +57,8 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     entries = {e.name: Path(e) for e in os.scandir(root) if e.is_dir() and not is_clutter(e.name)}
     listed = [split for split in SPLITS & {*entries} if any((entries[split] / name).exists() for name in LABELS)]
-    splits = [name for name in SPLITS & {*entries} if not listed and _holds_folders(entries[name])]
+    flat = bool(SPLITS & {*entries}) and any(_is_flat(entries[name]) for name in {*entries} - SPLITS)
+    splits = [name for name in SPLITS & {*entries} if not listed and _is_split(entries[name], flat)]
     splits += [*listed, *({"val", "valid", "validation"} & {*entries})] if listed else []
     train = next((entries[name] for name in TRAINING if name in splits), None)
     vals = [entries[name] for name in VALIDATION if name in splits]
@@ -87,9 +75,15 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
     return [found[0] if train else None, found[-1] if vals else None]
 
 
-def _holds_folders(folder: Path) -> bool:
-    """Whether a folder called train or val holds class folders, and is no class itself."""
-    return any(e.is_dir() and not is_clutter(e.name) for e in os.scandir(folder))
+def _is_split(folder: Path, beside: bool) -> bool:
+    """Whether a folder called train or val holds class folders, and is no class beside others."""
+    return any(e.is_dir() and not is_clutter(e.name) for e in os.scandir(folder)) and not (beside and _is_flat(folder))
+
+
+def _is_flat(folder: Path) -> bool:
+    """Whether images lie right in a folder."""
+    files = (e.path for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
+    return any(images_among(files, PassedOver()))
 
 
 # ---- class folders

@@ -1,6 +1,5 @@
 """Whether images are the same: by path, class and size, and by content where a file is newer."""
 
-import functools
 import hashlib
 import logging
 import os
@@ -101,8 +100,8 @@ def hash_contents(source: Source, indices: Iterable[int], hashes: np.ndarray, se
             if until is not None and time.monotonic() > until and not goes_on:
                 return
 
-    targets = [functools.partial(work, number == 0) for number in range(THREADS)]
-    threads = [threading.Thread(target=target, name="vitfast-hash", daemon=True) for target in targets]
+    options = dict(target=work, name="vitfast-hash", daemon=True)
+    threads = [threading.Thread(args=[number == 0], **options) for number in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:

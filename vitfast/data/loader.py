@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import InputError
 from ..run.config import Config
+from ..run.device import autocast_dtype
 from ..run.distributed import Ranks
 from . import jpeg
 from .classes import places_by_name
@@ -51,6 +52,11 @@ class Data:
     def multi_label(self) -> bool:
         """Whether an image has any number of classes: labels are zeros and ones (B, K)."""
         return self.train.multi_label
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """autocast's dtype in the run, None for fp32."""
+        return autocast_dtype(self.config.amp, self.device)
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of training steps `start` to `stop`; images of many sizes go on from `progress`."""
@@ -95,11 +101,7 @@ class Data:
             if sample is None:
                 raise InputError(f"data set {self.train.spec!r} gave no training image")
 
-    def eval_batches(self) -> Iterator[Batch]:
-        """The batches of the validation set, once."""
-        return self.in_order(self.val)
-
-    def in_order(self, source) -> Iterator[Batch]:
+    def in_order(self, source: Source) -> Iterator[Batch]:
         """The batches of every image of a source, once and in order, with the evaluation's transform.
 
         Unreadable images have the label PADDING. The ranks take turns, and all get equally many batches; the last batch

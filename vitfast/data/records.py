@@ -47,8 +47,10 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
     if kinds == [".parquet"]:
         return (record for path in files for record in _of_parquet(path, root, column))
     if is_list(spec):
-        return _of_list(spec)
-    return _of_folder(spec)
+        named = read_paths(spec)
+    else:
+        named = ((os.path.relpath(path, root or "."), path) for path in image_files(spec))
+    return (Record(printable(name), path, *stamp(path)) for name, path in named)
 
 
 def _kind(path: str) -> str:
@@ -78,17 +80,6 @@ def _files(spec: str) -> tuple[list[str], str]:
     if odd := next((path for path in found if not _kind(path)), None):
         raise InputError(f"{odd} is no .tar or .parquet file; for images give their folder, or a list of them (.txt)")
     return found, os.path.commonpath([os.path.dirname(path) for path in found])
-
-
-def _of_folder(spec: str) -> Iterator[Record]:
-    for path in image_files(spec):
-        name = os.path.relpath(path, spec) if os.path.isdir(spec) else os.path.basename(path)
-        yield Record(printable(name), path, *stamp(path))
-
-
-def _of_list(spec: str) -> Iterator[Record]:
-    for written, path in read_paths(spec):
-        yield Record(printable(written), path, *stamp(path))
 
 
 # ---- WebDataset
@@ -175,7 +166,8 @@ def _column(schema, path: str, column: str | None) -> str:
         return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
     texts = [f.name for f in schema if types.is_string(f.type) or types.is_large_string(f.type)]
-    images = [f.name for f in schema if is_bytes(f.type) or (types.is_struct(f.type) and _has_bytes(f.type))]
+    structs = [f.name for f in schema if types.is_struct(f.type) and "bytes" in [part.name for part in f.type]]
+    images = [f.name for f in schema if is_bytes(f.type) or f.name in structs]
     if column is not None:
         if column not in (*texts, *images):
             raise InputError(f"{path} has no column {column!r} of bytes or paths; it has {', '.join(schema.names)}")
@@ -185,7 +177,3 @@ def _column(schema, path: str, column: str | None) -> str:
         many = "several columns" if found else "no column"
         raise InputError(f"{path} has {many} of images ({', '.join(found or schema.names)}); give --column")
     return found[0]
-
-
-def _has_bytes(kind) -> bool:
-    return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))

@@ -43,10 +43,6 @@ _elementwise = functools.partial(np.vectorize, otypes=[np.float64])
 _sin, _cos = _elementwise(math.sin), _elementwise(math.cos)  # NumPy's own may differ from C's in the last bit
 
 
-def _bilinear(x: np.ndarray) -> np.ndarray:
-    return np.maximum(1.0 - np.abs(x), 0.0)
-
-
 def _bicubic(x: np.ndarray) -> np.ndarray:
     x = np.abs(x)
     near, far = (1.5 * x - 2.5) * x * x + 1.0, (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5
@@ -63,15 +59,11 @@ def _hamming(x: np.ndarray) -> np.ndarray:
     return np.where(x == 0, 1.0, np.where(np.abs(x) < 1, _sinc(x) * window, 0.0))
 
 
-def _lanczos(x: np.ndarray) -> np.ndarray:
-    return np.where((x >= -3) & (x < 3), _sinc(x) * _sinc(x / 3.0), 0.0)
-
-
 # Name -> (its function, its support). The order is that of Pillow's numbers.
 FILTERS: dict[str, tuple[Callable | None, float]] = {
     "nearest": (None, 0.0),
-    "lanczos": (_lanczos, 3.0),
-    "bilinear": (_bilinear, 1.0),
+    "lanczos": (lambda x: np.where((x >= -3) & (x < 3), _sinc(x) * _sinc(x / 3.0), 0.0), 3.0),
+    "bilinear": (lambda x: np.maximum(1.0 - np.abs(x), 0.0), 1.0),
     "bicubic": (_bicubic, 2.0),
     "box": (lambda x: np.where((x > -0.5) & (x <= 0.5), 1.0, 0.0), 0.5),
     "hamming": (_hamming, 1.0),

@@ -75,9 +75,6 @@ class ShardFiles(Source):
         shard, offset, size = self.places[3 * index : 3 * index + 3]
         return Slice(self.paths[shard], offset, size)
 
-    def __getitem__(self, index: int):
-        return read_rgb(self.content(index), self.name(index), self.reading), self.labels[index]
-
 
 def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:
     """The members of a tar file that are images, in the order in which they lie there.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .images import DEFAULT
+from .images import DEFAULT, read_rgb
 
 
 class Source:
@@ -26,6 +26,17 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __getitem__(self, index: int):
+        return read_rgb(self.content(index), self.name(index), self.reading), self.label(index)
+
+    def label(self, index: int) -> int | np.ndarray:
+        """The class of an image, or (K,) float32 zeros and ones."""
+        if not self.multi_label:
+            return self.labels[index]
+        target = np.zeros(len(self.classes), np.float32)
+        target[list(self.labels[index])] = 1
+        return target
 
     def renumber(self, places: list[int], classes: list[str]) -> None:
         """Gives class k the number places[k] among other classes."""

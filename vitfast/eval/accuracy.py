@@ -29,7 +29,7 @@ from ..model.preprocessing import CROP
 from ..model.vit import ViT
 from ..ops.packed import PackedImages
 from ..run.config import Config
-from ..run.device import autocast, autocast_dtype, choose_device
+from ..run.device import autocast, choose_device
 from ..run.distributed import Ranks
 
 logger = logging.getLogger("vitfast")
@@ -49,18 +49,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def validation_means(
-    model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
-) -> dict:
+def validation_means(model: nn.Module, data: Data, names: list[str], score: Callable[[Tensor, Tensor], Tensor]) -> dict:
     """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
 
     score(images, labels) returns the sums over a batch, in the order of the names, and then the number of images. The
     model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
     image can be read, or more than `max_unreadable` cannot.
     """
-    sums = torch.zeros(len(names) + 2, device=device, dtype=torch.float64)
+    sums = torch.zeros(len(names) + 2, device=data.device, dtype=torch.float64)
     with evaluating(model):
-        for images, labels, unreadable in data.eval_batches():
+        for images, labels, unreadable in data.in_order(data.val):
             sums[:-1] += score(images, labels)
             sums[-1] += data.left_out(unreadable)
     *totals, count, left_out = data.ranks.sum(sums).tolist()
@@ -69,13 +67,7 @@ def validation_means(
     return means | dict(images=int(count), unreadable_images=int(left_out))
 
 
-def evaluate(
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    on_logits: Callable[[Tensor, Tensor], None] | None = None,
-) -> dict:
+def evaluate(model: nn.Module, data: Data, on_logits: Callable[[Tensor, Tensor], None] | None = None) -> dict:
     """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
 
     If images have several classes, it is the sigmoid's cross-entropy, summed over the classes; top-1 accuracy, for
@@ -85,8 +77,8 @@ def evaluate(
     parts = []
 
     def score(images: Tensor, labels: Tensor) -> Tensor:
-        labels = labels.to(device, non_blocking=True)
-        logits = logits_of(model, images, device, dtype)
+        labels = labels.to(data.device, non_blocking=True)
+        logits = logits_of(model, images, data.device, data.dtype)
         read = counts(labels)
         if on_logits:
             on_logits(logits, labels)
@@ -99,7 +91,7 @@ def evaluate(
         return torch.stack([loss, top[:, 0].sum(), top.sum(), read.sum()])
 
     names = ["loss", "accuracy"] if data.multi_label else ["loss", "accuracy", "top5"]
-    means = validation_means(model, data, device, names, score)
+    means = validation_means(model, data, names, score)
     if not data.multi_label:
         return means
     logits, labels = of_all_ranks(torch.cat(parts), data.ranks).chunk(2, 1)
@@ -224,8 +216,8 @@ def compare_pillow(weights: str) -> None:
 
 def open_weights(
     config: Config, img_size: int | tuple[int, int] | None = None, split: str | None = None
-) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
-    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`.
+) -> tuple[nn.Module, Data]:
+    """(model, data) to evaluate `config.weights` on `config.data`.
 
     split: of `evaluate_weights`, whose classes are the model's; None: the classes are the data's own.
     """
@@ -241,7 +233,7 @@ def open_weights(
     if split is None:
         said = "fits on the %d images of %s and measures the %d of %s"
         logger.info(said, len(data.train), data.train.where, len(data.val), data.val.where)
-    return model, data, device, autocast_dtype(config.amp, device)
+    return model, data
 
 
 def measures_share(config: Config, split: str, share: Subset | None, whole: Source) -> bool:
@@ -281,16 +273,6 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
     return False
 
 
-def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError where the model's classes are not as many as the data's."""
-    if model.num_classes != len(data.classes):
-        weights, spec = data.config.weights, data.config.data
-        have = f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}"
-        raise InputError(f"{have}; fine-tune it on this data first")
-    if not getattr(model, "class_names", None) and data.classes != [str(i) for i in range(len(data.classes))]:
-        logger.info("%s names no classes: those of %s go by their numbers", data.config.weights, data.config.data)
-
-
 def evaluate_weights(
     config: Config, img_size: int | tuple[int, int] | None = None, real: str | None = None, split: str = ""
 ) -> dict:
@@ -301,16 +283,20 @@ def evaluate_weights(
     split: "all" images, "val" for the share that training holds out, "" for that share if the weights' own run trained
     on this data, else all. Raises InputError if weights and data do not fit.
     """
-    model, data, device, dtype = open_weights(config, img_size, split)
-    check_classes(model, data)
+    model, data = open_weights(config, img_size, split)
+    if model.num_classes != len(data.classes):
+        have = f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}"
+        raise InputError(f"{have}; fine-tune it on this data first")
+    if not getattr(model, "class_names", None) and data.classes != [str(i) for i in range(len(data.classes))]:
+        logger.info("%s names no classes: those of %s go by their numbers", config.weights, config.data)
     if real is None:
-        return evaluate(model, data, device, dtype)
+        return evaluate(model, data)
     truth, guesses = real_labels(data, real), []
-    number = torch.tensor(imagenet_numbers(data.classes), device=device)
+    number = torch.tensor(imagenet_numbers(data.classes), device=data.device)
 
     def guess(logits: Tensor, labels: Tensor) -> None:
         guesses.extend(torch.where(counts(labels), number[logits.argmax(1)], PADDING).tolist())
 
-    result = evaluate(model, data, device, dtype, guess)
+    result = evaluate(model, data, guess)
     right = [first in classes for first, classes in zip(guesses, truth) if classes and first != PADDING]
     return result | dict(real_accuracy=sum(right) / max(1, len(right)), real_images=len(right))

@@ -92,20 +92,18 @@ class Collector:
 
 
 @torch.no_grad()
-def look(
-    model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None, objective: str, most: int
-) -> tuple[Answers, list[Tensor]]:
+def look(model: nn.Module, data: Data, most: int) -> tuple[Answers, list[Tensor]]:
     """The answers to at most about `most` validation images; of Shards also the images.
 
     model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
     """
-    source, collector, images = data.val, Collector(objective), []
+    source, collector, images = data.val, Collector(data.config.objective), []
     if chosen := None if isinstance(source, Shards) else evenly(len(source), most):
         source = Subset(source, chosen)
     size = min(data.config.eval_batch_size, most)
     data = dataclasses.replace(data, config=dataclasses.replace(data.config, eval_batch_size=size), ranks=ONE)
     for batch, labels, _ in itertools.islice(data.in_order(source), -(-most // size)):
-        collector.add(logits_of(model, batch, device, dtype), labels.to(device))
+        collector.add(logits_of(model, batch, data.device, data.dtype), labels.to(data.device))
         images += [] if chosen else list(batch)
     answers = collector.gather(data)
     images = [images[i] for i in answers.index] if images else []

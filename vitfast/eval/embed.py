@@ -37,7 +37,7 @@ from ..kernels.launch import batch_invariant
 from ..run.files import SCRATCH, staged
 from ..run.lock import locked
 from ..version import __version__
-from .embed_shards import FILE, JOB, ShardImage, Written, is_same, other_job, paths_of, shards_in, write_shard
+from .embed_shards import FILE, JOB, ShardImage, Written, other_job, paths_of, shards_in
 from .embedder import Embedder
 
 MANIFEST = "manifest.json"
@@ -89,7 +89,6 @@ def embed_to(
     with locked(folder, f"rank-{rank}.lock"):
         progress = Progress()
         manifest = dict(describe(embedder), shard_size=shard_size)
-        job = _job(manifest)
         _remove(folder, LEFT, rank, world)
         before = {}
         if resume:
@@ -98,7 +97,7 @@ def embed_to(
             _manifest_of(folder)
             _remove(folder, FILE, rank, world)
             _write_manifest(folder, manifest, rank)
-        written = Written(folder, job, resume)
+        written = Written(folder, _job(manifest), resume)
         absent = (shard for shard in itertools.count() if shard not in written.counts)
         waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
         counts, images = dict(written.counts), 0  # of images, by shard
@@ -118,7 +117,7 @@ def embed_to(
                 if shard is None:
                     new.append(record)
                 elif whole and shard % world == rank:
-                    if is_same(folder, shard, whole):
+                    if written.is_same(shard, whole):
                         progress.kept += len(whole)
                     else:
                         yield from begin(shard, whole)
@@ -140,12 +139,12 @@ def embed_to(
                 progress.unreadable += found.error is not None
                 on_progress(progress, found.error)
                 computed.append(found)
-            write_shard(folder, shard, waiting.pop(shard), job, computed, embedder)
+            written.write(shard, waiting.pop(shard), computed, embedder)
         if not images:
             raise InputError("there is no image to embed")
         for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
             if shard % world == rank:
-                write_shard(folder, shard, [], job, [], embedder)
+                written.write(shard, [], [], embedder)
         ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
         ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
         parts = [
@@ -192,10 +191,8 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 def describe(embedder: Embedder) -> dict:
     """A manifest's record of an Embedder: all that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
-    if embedder.device.type == "cuda":
-        device = torch.cuda.get_device_name(embedder.device)
-    else:
-        device = embedder.device.type
+    own = embedder.device
+    device = torch.cuda.get_device_name(own) if own.type == "cuda" else own.type
     versions = dict(vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__)
     versions |= dict(python=platform.python_version())
     return dict(

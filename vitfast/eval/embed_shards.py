@@ -50,7 +50,7 @@ class ShardImage:
 
 
 class Written:
-    """The images in the shards that are there, by name. Raises InputError for shards of another job."""
+    """The shards of a folder and their images, by name. Raises InputError for shards of another job."""
 
     def __init__(self, folder: Path, job: bytes, resume: bool):
         self.folder, self.job = folder, job
@@ -103,51 +103,47 @@ class Written:
         ids = {shard: self._ids(shard) for shard in np.unique(lost[:, 1]).tolist()}
         return [ids[shard][row] for _, shard, row in lost[np.lexsort(lost.T[1:][::-1])].tolist()]
 
+    def is_same(self, shard: int, part: list[Record]) -> bool:
+        """Whether the images of a shard, in its order, are what they were; where not, it is logged.
 
-def is_same(folder: Path, shard: int, part: list[Record]) -> bool:
-    """Whether the images of a shard, in its order, are what they were; where not, it is logged.
+        Those whose files were modified at another time are read.
+        """
+        import pyarrow.parquet as pq
 
-    Those whose files were modified at another time are read.
-    """
-    import pyarrow.parquet as pq
+        table = pq.read_table(paths_of(self.folder, shard)[1])
+        facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
+        other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
+        with ThreadPoolExecutor(THREADS) as pool:
+            now = list(pool.map(content_hash, (record.content for record, _ in other)))
+        replaced = [record.id for (record, before), after in zip(other, now) if before != after]
+        if replaced:
+            said = "shard %d is computed again: of its %d images some were replaced since (%s)"
+            logger.warning(said, shard, len(part), first_of(replaced))
+        return not replaced
 
-    table = pq.read_table(paths_of(folder, shard)[1])
-    facts = zip(part, *(table.column(name).to_pylist() for name in ("bytes", "modified", "content")))
-    other = [(record, before) for record, *stamp, before in facts if stamp != [record.size, record.modified]]
-    with ThreadPoolExecutor(THREADS) as pool:
-        now = list(pool.map(content_hash, (record.content for record, _ in other)))
-    replaced = [record.id for (record, before), after in zip(other, now) if before != after]
-    if replaced:
-        said = "shard %d is computed again: of its %d images some were replaced since (%s)"
-        logger.warning(said, shard, len(part), first_of(replaced))
-    return not replaced
+    def write(self, shard: int, images: list[ShardImage], results: list[Embedded], embedder: Embedder) -> None:
+        """Writes the two files of a shard; the vectors come last, each file whole."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
-
-def write_shard(
-    folder: Path, shard: int, images: list[ShardImage], job: bytes, results: list[Embedded], embedder: Embedder
-) -> None:
-    """Writes the two files of a shard; the vectors come last, each file whole."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    vectors = [found.vector for found in results if found.vector is not None]
-    rows = iter(range(len(vectors)))
-    columns = dict(
-        id=pa.array([image.id for image in images], pa.string()),
-        row=pa.array([None if found.vector is None else next(rows) for found in results], pa.int32()),
-        height=pa.array([found.height for found in results], pa.int32()),
-        width=pa.array([found.width for found in results], pa.int32()),
-        error=pa.array([found.error for found in results], pa.string()),
-        bytes=pa.array([image.size for image in images], pa.int64()),
-        modified=pa.array([image.modified for image in images], pa.int64()),
-        content=pa.array([image.hash for image in images], pa.int64()),
-    )
-    table = pa.table(columns).replace_schema_metadata({JOB: job})
-    paths = paths_of(folder, shard)
-    with staged(folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
-        np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
-        pq.write_table(table, scratch / paths[1].name)
-        paths[0].unlink(missing_ok=True)  # of images that were replaced since
+        vectors = [found.vector for found in results if found.vector is not None]
+        rows = iter(range(len(vectors)))
+        columns = dict(
+            id=pa.array([image.id for image in images], pa.string()),
+            row=pa.array([None if found.vector is None else next(rows) for found in results], pa.int32()),
+            height=pa.array([found.height for found in results], pa.int32()),
+            width=pa.array([found.width for found in results], pa.int32()),
+            error=pa.array([found.error for found in results], pa.string()),
+            bytes=pa.array([image.size for image in images], pa.int64()),
+            modified=pa.array([image.modified for image in images], pa.int64()),
+            content=pa.array([image.hash for image in images], pa.int64()),
+        )
+        table = pa.table(columns).replace_schema_metadata({JOB: self.job})
+        paths = paths_of(self.folder, shard)
+        with staged(self.folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
+            np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
+            pq.write_table(table, scratch / paths[1].name)
+            paths[0].unlink(missing_ok=True)  # of images that were replaced since
 
 
 def other_job(folder: Path, shard: int) -> InputError:

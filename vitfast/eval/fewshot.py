@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..data.loader import Data
 from ..data.samples import counts
-from ..data.sources import Subset
+from ..data.sources import Source, Subset
 from ..errors import InputError
 from ..model.baselines import normalized
 from ..run.config import Config
@@ -39,7 +39,7 @@ class Features(NamedTuple):
 
 
 @torch.inference_mode()
-def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
+def features(model: nn.Module, data: Data, source: Source) -> Features:
     """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
 
     model: a ViT or a baseline. Images that cannot be read are left out, with a warning. Raises InputError if no image
@@ -50,8 +50,8 @@ def features(model: nn.Module, data: Data, source, device: torch.device, dtype: 
     xs, ys, unreadable = [], [], 0
     with evaluating(model):
         for images, labels, messages in data.in_order(source):
-            with autocast(device, dtype):
-                x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+            with autocast(data.device, data.dtype):
+                x = model.forward_features(normalized(model, images.to(data.device, non_blocking=True)))
                 x = model.forward_head(x, pre_logits=True)
             xs.append(x.float().cpu())
             ys.append(labels)
@@ -142,7 +142,7 @@ def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.nd
     return np.concatenate([order[:shots] for order in orders])
 
 
-def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Features, dict]:
+def training_features(model, data: Data, shots: list[int | None], seeds: int) -> tuple[Features, dict]:
     """The features of all training images that were drawn, and the rows of each draw, by (shots, seed).
 
     Where the labels are known beforehand only those images are read; `None` shots are all images. An image drawn that
@@ -156,11 +156,11 @@ def training_features(model, data: Data, shots: list[int | None], seeds: int, de
     source = data.train
     labels = None if None in shots or source.multi_label else source.labels
     if labels is None:
-        found = features(model, data, source, device, dtype)
+        found = features(model, data, source)
         return found, draws(found.y.numpy())
     drawn = draws(np.array(labels))
     kept = np.unique(np.concatenate(list(drawn.values())))
-    found = features(model, data, Subset(source, kept.tolist()), device, dtype)
+    found = features(model, data, Subset(source, kept.tolist()))
     kept = kept[found.index.numpy()]
     return found, {key: np.searchsorted(kept, indices[np.isin(indices, kept)]) for key, indices in drawn.items()}
 
@@ -184,10 +184,10 @@ def few_shot(
     check_l2(method, l2)
     if config.sizes:
         raise InputError("fewshot takes images of one size: leave sizes out")
-    model, data, device, dtype = open_weights(config, img_size)
-    (x, y, _, left_out), drawn = training_features(model, data, shots, seeds, device, dtype)
-    queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)
-    at = device if method == "knn" else torch.device("cpu")
+    model, data = open_weights(config, img_size)
+    (x, y, _, left_out), drawn = training_features(model, data, shots, seeds)
+    queries, truth, _, also_left_out = features(model, data, data.val)
+    at = data.device if method == "knn" else torch.device("cpu")
     results = []
     for n in shots:
         draws, accuracies = [indices for (number, _), indices in drawn.items() if number == n], []

@@ -24,7 +24,7 @@ from ..model.baselines import sizes
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast_dtype
-from .accuracy import check_sizes, cut_as_told, logits_of, run_record
+from .accuracy import check_sizes, cut_as_told, logits_of
 
 FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -55,11 +55,6 @@ def best_classes(
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
     classes = logits.topk(count).indices  # not of the probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
-
-
-def learned_by_sigmoid(weights: str) -> bool:
-    """Whether the weights come from a run with objective=sigmoid, which only its state/ says."""
-    return run_record(weights).get("settings", {}).get("objective") == "sigmoid"
 
 
 def predict(

@@ -84,13 +84,13 @@ def showed(summary: dict) -> str:
 def write_report(output: Path, summary: dict, results: Results) -> None:
     """Writes report.html into the results from the demo's run folders, or says in one line why not."""
     weights, images = str(kept_weights(output / "finetune")), summary["test_images"]
-    model, data, cpu, _ = open_weights(resolve("eval", dict(data="digits", weights=weights, device="cpu")))
+    model, data = open_weights(resolve("eval", dict(data="digits", weights=weights, device="cpu")))
     names = dict(pretrain="Pre-training at 32 pixels", finetune="Fine-tuning at 48 pixels")
     links = (f'<li><a href="{task}/report.html">{html.escape(name)}</a></li>' for task, name in names.items())
     runs = "The report of each run has its settings, its evaluations and the commands that go on from it."
     sections = {"What fine-tuning showed": (showed(summary), ""), "The runs": (runs, f"<ul>{''.join(links)}</ul>")}
     sections |= curves({task: output / task for task in names})
-    sections |= model_sections(model, data, cpu, None)
+    sections |= model_sections(model, data)
     numbers = {
         "test accuracy after pre-training": with_error(summary["pretrain_accuracy"], images),
         "test accuracy after fine-tuning at 48 px": with_error(summary["finetune_accuracy"], images),

@@ -163,9 +163,9 @@ def evaluate_frozen(
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     if config.sizes:
         raise InputError("vtab takes images of one size: leave sizes out")
-    model, data, device, dtype = open_weights(config, img_size)
-    x, y, _, left_out = features(model, data, take(data.train, examples), device, dtype)
-    queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)
+    model, data = open_weights(config, img_size)
+    x, y, _, left_out = features(model, data, take(data.train, examples))
+    queries, truth, _, also_left_out = features(model, data, data.val)
     used = {} if method not in L2 else dict(l2=best_l2(method, x, y, len(data.classes)) if l2 is None else l2)
     found = classify(method, x, y, queries, len(data.classes), **used)
     images = dict(train_images=len(x), test_images=len(truth), unreadable_images=left_out + also_left_out)

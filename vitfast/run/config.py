@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import InputError, both_ends
@@ -297,15 +297,18 @@ def values(each: dataclasses.Field) -> str:
     return each.metadata.get("text", "").removeprefix("be ").removeprefix("lie ")
 
 
-def described(config: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(name, value as YAML in one line, meaning and range) of each field."""
+def commented(config: Recipe) -> str:
+    """The fields as YAML, which --config takes, with the meaning and the range of each beside it."""
     import yaml
 
+    lines = []
     for name, value in as_plain(config).items():
         each = config.__dataclass_fields__[name]
         # A list of one value in the flow style is the value in one line, between brackets.
-        text = yaml.safe_dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
-        yield name, text, each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
+        line = f"{name}: {yaml.safe_dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]}"
+        meaning = each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
+        lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
+    return "\n".join(lines)
 
 
 def is_none(value) -> bool:

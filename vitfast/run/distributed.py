@@ -83,7 +83,7 @@ class Ranks:
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
 
     def agree(self, flag: int) -> int:
-        """The largest flag of all ranks."""
+        """The largest flag of all ranks, once every rank has called this."""
         if self.world == 1:
             return flag
         value = torch.tensor(flag)
@@ -134,11 +134,6 @@ class Ranks:
             if rank := next((i for i, each in enumerate(found) if each != found[0]), 0):
                 value = listed[name]() if listed and name in listed else value
                 raise InputError(f"every rank must have the same {name}; {_difference(self.gather(value), rank)}")
-
-    def wait(self) -> None:
-        """Returns once every rank has called it."""
-        if self.world > 1:
-            dist.barrier(group=self.control)
 
 
 def _difference(values: list, rank: int) -> str:

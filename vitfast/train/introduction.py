@@ -18,7 +18,7 @@ TASKS = dict(pretrain="pre-trains", finetune="fine-tunes")
 logger = logging.getLogger("vitfast")
 
 
-def introduce(config: Config, model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None) -> None:
+def introduce(config: Config, model: nn.Module, data: Data) -> None:
     """Logs what a run is about to do, and warns of lengths that mislead; on the first rank."""
     if not data.ranks.first:
         return
@@ -27,7 +27,7 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
     weights = f" of {config.weights}" if config.weights else ""
     side = "x".join(map(str, data.img_size))
     size = f"of sizes {config.sizes} and, in evaluations, {side} pixels" if config.sizes else f"of {side} pixels"
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    where = torch.cuda.get_device_name(data.device) if data.device.type == "cuda" else "the CPU"
     ranks = f" on {data.ranks.world} ranks" if data.ranks.world > 1 else ""
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
@@ -38,7 +38,7 @@ def introduce(config: Config, model: nn.Module, data: Data, device: torch.device
         f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
         f"in {_classes(data)}. {unlabelled}The run takes {_count(steps, 'step')} of {about}"
         f"{_count(round(data.images_per_step), 'image')}, which is {about}{passes}, by {recipe}. It "
-        f"computes on {where}{ranks} in {precision(dtype)}, and writes to {config.output}."
+        f"computes on {where}{ranks} in {precision(data.dtype)}, and writes to {config.output}."
     )
     if data.packing is None and config.batch_size > images:
         logger.warning(

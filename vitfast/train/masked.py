@@ -154,7 +154,7 @@ class MaskedPatches(nn.Module):
         return loss, (out.detach().argmax(-1) == classes).float().mean()
 
 
-def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
+def evaluate_masked(model: MaskedPatches, data: Data) -> dict:
     """Mean loss and share of right colours over the validation set, which the ranks divide up.
 
     The corruption of each image is always the same.
@@ -169,9 +169,9 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
         position += len(images) * data.ranks.world
         if count:  # all ranks run the model equally often, as sharded models require
             images, noise = images[own], noise[own]
-        drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
-        with autocast(device, dtype):
-            result = model(images.to(device, non_blocking=True), drawn)
+        drawn = Corruption(*(part.to(data.device) for part in corruption(noise, model.share)))
+        with autocast(data.device, data.dtype):
+            result = model(images.to(data.device, non_blocking=True), drawn)
         return torch.stack([*result, torch.ones_like(result[0])]).double() * count
 
-    return validation_means(model, data, device, ["loss", "accuracy"], score)
+    return validation_means(model, data, ["loss", "accuracy"], score)

@@ -145,26 +145,12 @@ def resolve(task: str, *layers: dict) -> Config:
 
 def model_arguments(config: Config, loaded: bool = False) -> dict:
     """ViT arguments that a recipe decides; `loaded`: those that it may change on loaded weights."""
-    arguments = dict(
-        pos_drop_rate=config.dropout,
-        proj_drop_rate=config.dropout,
-        drop_path_rate=config.drop_path,
-        residual_in_fp32=config.residual_in_fp32,
-        drop_path_mode=config.drop_path_mode,
-    )
+    rates = dict(pos_drop_rate=config.dropout, proj_drop_rate=config.dropout, drop_path_rate=config.drop_path)
+    same = ["residual_in_fp32", "drop_path_mode", *(["img_size"] if config.img_size or not loaded else [])]
     if loaded:  # img_size 0: the weights keep their own
-        return arguments | (dict(img_size=config.img_size) if config.img_size else {})
-    return arguments | dict(
-        img_size=config.img_size,
-        init_values=config.init_values,
-        global_pool=config.global_pool,
-        class_token=config.global_pool == "token",
-        pos_embed=config.pos_embed,
-        pos_embed_at=config.pos_embed_at,
-        head_init_bias=config.head_init_bias,
-        weight_init=config.weight_init,
-        act_layer=config.act_layer,
-    )
+        return rates | {name: getattr(config, name) for name in same}
+    same += ["init_values", "global_pool", "pos_embed", "pos_embed_at", "head_init_bias", "weight_init", "act_layer"]
+    return rates | {name: getattr(config, name) for name in same} | dict(class_token=config.global_pool == "token")
 
 
 def vit_arguments(config: Config, classes: int) -> dict:

@@ -10,6 +10,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.loader import Data
 from ..data.samples import seed_everything
 from ..errors import InputError
 from ..model.vit import ViT
@@ -17,7 +18,7 @@ from ..ops import reference as ref
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast
-from ..run.distributed import Ranks, reducing, shard
+from ..run.distributed import reducing, shard
 from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
 
@@ -32,15 +33,8 @@ class TrainStep:
     where there is one), and `unsharded` is a meta-device copy of a sharded model, into which whole weights fit.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        classes: int,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        ranks: Ranks,
-    ):
+    def __init__(self, config: Config, model: nn.Module, data: Data):
+        device, dtype, ranks = data.device, data.dtype, data.ranks
         micro_batches = config.accumulate * ranks.world
         if config.batch_size < micro_batches:
             raise InputError(
@@ -69,7 +63,7 @@ class TrainStep:
         self.mixup = None
         if mixing:
             smoothing = config.label_smoothing
-            self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=smoothing, num_classes=classes)
+            self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=smoothing, num_classes=len(data.classes))
         self.ema = ModelEmaV3(model, config.ema_decay, use_warmup=config.ema_warmup) if config.ema_decay else None
         self.unsharded = copy.deepcopy(self.averaged).to("meta") if sharded else None
         vit = model.vit if self.masked else model

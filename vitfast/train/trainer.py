@@ -16,7 +16,7 @@ from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..eval.answers import Collector
 from ..run.config import Config, as_plain, total_steps
-from ..run.device import autocast_dtype, choose_device
+from ..run.device import choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
 from ..run.files import write_text
 from ..run.lock import locked
@@ -59,13 +59,12 @@ class Trainer:
         self.ranks, self.device = join(choose_device(config.device))
         self.ranks.check_same(run_facts(config))
         self._write(".", self.ranks.on_first, self._check_unlocked)
-        self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.index, self.images = run_data(self.data, record, self.checkpoint)
-        introduce(config, model, self.data, self.device, self.dtype)
+        introduce(config, model, self.data)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
-        self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
+        self.train_step = TrainStep(config, model, self.data)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
         self.answers = None  # those of the last evaluation, for the report
@@ -84,7 +83,7 @@ class Trainer:
         self.save_every = config.save_every or self.eval_every
         self.early = EarlyStop(config, self.checkpoint, self.step)
         self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
-        self.ranks.wait()  # every rank has read what the first may now replace
+        self.ranks.agree(GO)  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
         """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
@@ -185,11 +184,10 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """Loss and accuracy of the model that is kept, on the validation set."""
-        what = self.train_step.averaged, self.data, self.device, self.dtype
         if self.train_step.masked:
-            return evaluate_masked(*what)
+            return evaluate_masked(self.train_step.averaged, self.data)
         self.answers = Collector(self.config.objective)
-        return evaluate(*what, self.answers.add)
+        return evaluate(self.train_step.averaged, self.data, self.answers.add)
 
     @property
     def epoch(self) -> float:
@@ -365,7 +363,7 @@ class Trainer:
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
             threads=torch.get_num_threads(),
-            precision=precision(self.dtype),
+            precision=precision(self.data.dtype),
             parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
             train_images=len(self.data.train),
@@ -382,7 +380,7 @@ class Trainer:
         self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         answers = None if self.answers is None else self.answers.gather(self.data)
         if self.ranks.first:
-            write_report(self.config, self.data, summary, self.device, self.dtype, answers)
+            write_report(self.config, self.data, summary, answers)
         return summary
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ...data.loader import Data
@@ -48,24 +47,20 @@ def optional():
 
 
 @optional()
-def write_report(
-    config: Config,
-    data: Data,
-    summary: dict,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    answers: Answers | None = None,
-) -> None:
+def write_report(config: Config, data: Data, summary: dict, answers: Answers | None = None) -> None:
     """Writes report.html into the folder of a run that has its checkpoint, or says why not.
 
     answers: those of the run's last evaluation, gathered; else the model looks at up to LOOKED validation images.
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
-    model = load_any(config.model, last).to(device).eval()  # not compiled, not sharded
+    model = load_any(config.model, last).to(data.device).eval()  # not compiled, not sharded
     sections = progress_sections(config, data)
-    sections |= model_sections(model, data, device, dtype, config.objective, answers) | many_sizes(summary)
+    sections |= model_sections(model, data, answers) | many_sizes(summary)
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
-    sections["Settings"] = _settings(config)
+    header, (shown, rest) = ("setting", "value", "field"), settings(config)
+    folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
+    note = "They are in config.yaml; --set FIELD=VALUE changes one."
+    sections["Settings"] = note, columns(header, shown, left=3) + folded
     sections["Origin"] = _origin(run, summary)
     told = introduction(config, model, data, summary)
     text = page(f"vitfast {config.task}", results(summary), sections, told)
@@ -83,8 +78,7 @@ def complete(config: Config, summary: dict) -> None:
         if (run / "report.html").exists():
             return
         last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
-        _, data, device, dtype = open_weights(last)
-        write_report(config, data, summary, device, dtype)
+        write_report(config, open_weights(last)[1], summary)
 
 
 def introduction(config: Config, model: nn.Module, data: Data, summary: dict) -> str:
@@ -108,12 +102,6 @@ def best_weights(run: Path, summary: dict) -> Path:
     """The folder of a run's best model, which is the last one where none was better."""
     last, best = run / "checkpoints" / LAST, summary.get("best_accuracy")
     return run / BEST if best is not None and best > summary["accuracy"] else last
-
-
-def _settings(config: Config) -> tuple[str, str]:
-    header, (shown, rest) = ("setting", "value", "field"), settings(config)
-    folded = fold(f"{len(rest)} more, at their defaults", columns(header, rest, left=3))
-    return "They are in config.yaml; --set FIELD=VALUE changes one.", columns(header, shown, left=3) + folded
 
 
 def _origin(run: Path, summary: dict) -> tuple[str, str]:
@@ -146,14 +134,7 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
     return {"Sizes": (note, picture(as_png(figure), "how many images got each size", chart=True))}
 
 
-def model_sections(
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    objective: str = "softmax",
-    answers: Answers | None = None,
-) -> dict[str, tuple[str, str]]:
+def model_sections(model: nn.Module, data: Data, answers: Answers | None = None) -> dict[str, tuple[str, str]]:
     """The sections on a model's answers, where it has a head, and on the inside of a ViT.
 
     model: in eval mode. answers: those to the whole validation set; else it looks at up to LOOKED images.
@@ -161,8 +142,8 @@ def model_sections(
     sections = {}
     if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
         if answers is None:
-            answers = look(model, data, device, dtype, objective, LOOKED)[0]
-        sections = answer_sections(answers, model, data, device, dtype, objective)
+            answers = look(model, data, LOOKED)[0]
+        sections = answer_sections(answers, model, data)
     return sections | (_inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {})
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
@@ -28,14 +27,7 @@ LISTED = 1000  # classes that a folded table lists
 PAIRS = 10
 
 
-def answer_sections(
-    answers: Answers,
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    objective: str,
-) -> dict[str, tuple[str, str]]:
+def answer_sections(answers: Answers, model: nn.Module, data: Data) -> dict[str, tuple[str, str]]:
     """The sections, by their headings.
 
     model: in eval mode; it looks at images again only where these are Shards.
@@ -47,7 +39,7 @@ def answer_sections(
             sections["Confusion matrix"] = note, matrix(answers.confusion(len(data.classes)), data.classes)
         if pairs := answers.confused(PAIRS):
             sections["Most confused pairs"] = _pairs(pairs, answers, data)
-    return sections | {"Wrong answers": _wrong(answers, model, data, device, dtype, objective)}
+    return sections | {"Wrong answers": _wrong(answers, model, data)}
 
 
 def _classes(answers: Answers, data: Data) -> tuple[str, str]:
@@ -103,11 +95,11 @@ def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> t
     return "", columns(("true class", "answer", "images", "share of the true class"), rows, left=2)
 
 
-def _wrong(answers: Answers, model, data: Data, device, dtype, objective: str) -> tuple[str, str]:
+def _wrong(answers: Answers, model: nn.Module, data: Data) -> tuple[str, str]:
     """The wrongly classified images, up to SHOWN of them, the most confident first."""
     wrong, looked, note = answers.wrong, looked_at(answers, data), ""
     if isinstance(data.val, Shards):
-        answers, images = look(model, data, device, dtype, objective, STREAMED)
+        answers, images = look(model, data, STREAMED)
         note = f" The data is read in order: the pictures are of the first {len(answers):,} images."
         shown = answers.wrong[:SHOWN]
         pixels, place = (images[i] for i in shown), lambda i: ""

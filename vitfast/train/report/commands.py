@@ -68,7 +68,10 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
         add("fine-tune it: it has no head yet", *more)
     else:
         add("the classes of images", "predict", folder or "IMAGES", "--weights", weights)
-        add("accuracy on the validation images", "eval", "--weights", weights, *_data(config, folder))
+        names = ("data_dir", "hold_out", "num_classes", *(("model",) if is_baseline(config.model) else ()))
+        given = [f"{name}={value}" for name in names if (value := getattr(config, name))]
+        same = ["--data", folder or config.data, *(["--set", *given] if given else [])]
+        add("accuracy on the validation images", "eval", "--weights", weights, *same)
     if not is_baseline(config.model):
         onnx = ["--format", "onnx", "--output", f"{run}/model.onnx"]
         add("a file that runs without vitfast", "export", "--weights", weights, *onnx)
@@ -84,10 +87,3 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
         add("go on, to twice the length", *words, before=before, launch=torchrun if ranks > 1 else start)
     note = "Paste them into a shell." + ("" if folder else " IMAGES stands for image files, or a folder of them.")
     return note, f"<pre>{html.escape(chr(10).join(lines))}</pre>"
-
-
-def _data(config: Config, folder: str | None) -> list[str]:
-    """The options of `eval` for the validation images of a run."""
-    names = ("data_dir", "hold_out", "num_classes", *(("model",) if is_baseline(config.model) else ()))
-    given = [f"{name}={value}" for name in names if (value := getattr(config, name))]
-    return ["--data", folder or config.data, *(["--set", *given] if given else [])]

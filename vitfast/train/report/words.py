@@ -90,11 +90,6 @@ FORMS = dict(images_per_second="{:,.0f} images/s", waiting_for_data="{:.0%}", to
 ELSEWHERE = frozenset("finished task sizes device ranks threads precision".split())
 
 
-def in_words(name: str) -> str:
-    """A field of a Config as one reads it."""
-    return FIELDS.get(name, name.replace("_", " "))
-
-
 def value_in_words(name: str, value) -> str:
     """The value of a field of a Config as one reads it."""
     if name == "img_size" and not value:
@@ -116,7 +111,7 @@ def settings(config: Config) -> tuple[list[tuple[str, str, str]], list[tuple[str
         if name != "about":
             part = shown if value != defaults[name] or (name in SHOWN and value is not None) else rest
             text = "that of the weights" if name == "model" and of_weights else value_in_words(name, value)
-            part.append((in_words(name), text, name))
+            part.append((FIELDS.get(name, name.replace("_", " ")), text, name))
     return shown, rest
 
 
