@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 
-from .gpus import capability
+from .launch import capability
 
 MANIFEST = "vitfast.json"
 FIELDS = set("gpu triton ptxas python key kernels models count".split())  # of the manifest

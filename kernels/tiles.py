@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from . import gpus
+from . import launch
 from .launch import batch_invariant
 
 # Kernels of ours in which a row, or a query, sums in one order wherever it lies, whatever the sizes beside it.
@@ -88,26 +88,26 @@ def using(
     global _overrides
     if op and op not in operations():
         raise ValueError(f"tiles.using: no operation {op!r}")
-    outer, taken = (_overrides, gpus.assumed), {}
+    outer, taken = (_overrides, launch.assumed_generation), {}
     _overrides = _overrides | ({(op, shape): config} if op else {})
-    gpus.assumed = gpus.assumed if sm is None else gpus.table_of(sm)
+    launch.assumed_generation = launch.assumed_generation if sm is None else launch.table_of(sm)
     _watching.append(taken)
     try:
         yield taken
     finally:
         _watching.pop()
-        _overrides, gpus.assumed = outer
+        _overrides, launch.assumed_generation = outer
 
 
 def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
     """What an operation's function is given for x."""
-    return shape, "32" if x.dtype == torch.float32 else "16", gpus.generation(x.device)
+    return shape, "32" if x.dtype == torch.float32 else "16", launch.generation(x.device)
 
 
 @functools.cache  # since a launcher asks at every call
 def _configs(op: str, shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    if sm not in gpus.GENERATIONS:
-        raise KeyError(f"no configuration of {op} for a GPU older than sm_{gpus.GENERATIONS[0]}")
+    if sm not in launch.GENERATIONS:
+        raise KeyError(f"no configuration of {op} for a GPU older than sm_{launch.GENERATIONS[0]}")
     return list(dict.fromkeys(operations()[op](shape, bits, sm)))
 
 
@@ -164,7 +164,7 @@ def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
 
 def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> KernelConfig | None:
     """The configuration in the user's own table, if a launcher of this version takes it."""
-    row = user_table(x.device.index).get((op, shape, bits)) if x.is_cuda and gpus.assumed is None else None
+    row = user_table(x.device.index).get((op, shape, bits)) if x.is_cuda and launch.assumed_generation is None else None
     return row if row and _fits(row, op, shape, bits, sm) else None
 
 

@@ -38,10 +38,10 @@ import triton  # noqa: E402
 from every_launcher import candidates, in_training, variants  # noqa: E402
 from hazards import hazards  # noqa: E402
 
-from vitfast.kernels import archives, gpus, tiles  # noqa: E402
+from vitfast.kernels import archives, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
-from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
+from vitfast.kernels.launch import GENERATIONS, Launch, cdiv, record  # noqa: E402
 from vitfast.tools.machine_code import compiler  # noqa: E402
 from vitfast.tools.machine_code.model_launches import META, resize  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
     parser.add_argument("--also", nargs="+", default=[], help="with --quick: variants to be taken, as in 'linear, qkv'")
     parser.add_argument("--kernels", nargs="+", help="those that have changed; rows of others stay")
-    parser.add_argument("--sm", type=int, nargs="+", default=list(gpus.GENERATIONS))
+    parser.add_argument("--sm", type=int, nargs="+", default=list(GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     sizes = QUICK_SIZES if args.quick else TABLE_SIZES

@@ -10,7 +10,7 @@ import torch
 from cubin import SHARED_LIMIT
 from known_configs import known_configs
 
-from vitfast.kernels import gpus, tiles
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.tiles import config
 from vitfast.tools.tune import user_table
 
@@ -48,18 +48,18 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(exact, monkeypatch):
         for row in csv.DictReader(file):
             needed[int(row["sm"])] = max(needed.get(int(row["sm"]), 0), int(row["shared"]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(exact, 10))
-    gpus._generation.cache_clear()
-    table = gpus.generation(torch.device("cuda", 0))
-    gpus._generation.cache_clear()
+    launch._generation.cache_clear()
+    table = launch.generation(torch.device("cuda", 0))
+    launch._generation.cache_clear()
     with tiles.using(sm=exact):
-        assert gpus.generation(torch.device("meta")) == table
+        assert launch.generation(torch.device("meta")) == table
     assert needed[table] <= SHARED_LIMIT[table] == 1024 * SHARED_KIB[exact]
     assert table // 10 == exact // 10 and (table == exact or exact in (86, 87, 103, 121))
     assert needed[90] > 1024 * SHARED_KIB[89] and needed[100] > 1024 * SHARED_KIB[121]  # so that this can fail
 
 
 def test_a_gpu_that_nobody_knows_takes_the_newest_tiles_before_it():
-    assert [gpus.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
+    assert [launch.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
 
 
 def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
@@ -86,7 +86,7 @@ def table(tmp_path, monkeypatch):
     """The path of a user's table on a pretended GPU."""
     monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(gpus, "generation", lambda device: 90)
+    monkeypatch.setattr(launch, "generation", lambda device: 90)
     tiles.user_table.cache_clear()
     yield tmp_path / "tiles.json"
     tiles.user_table.cache_clear()

@@ -20,8 +20,6 @@ try:
 except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
-    from ..kernels import gpus
-
     NO_TRITON = None
 
 Function = TypeVar("Function", bound=Callable)
@@ -85,7 +83,7 @@ def constant_when_compiled(function: Function) -> Function:
 @constant_when_compiled  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
 def _too_old(device: torch.device) -> bool:
     """Whether a GPU is older than every generation that has kernels."""
-    return gpus.generation(device) == 0
+    return launch.generation(device) == 0
 
 
 def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:

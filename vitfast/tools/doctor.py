@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import InputError, both_ends
-from ..kernels import gpus, launch, tiles
+from ..kernels import launch, tiles
 from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
 from ..kernels.libraries import cublaslt
 from ..kernels.matmul.configs import OPERATIONS as PRODUCTS
@@ -216,7 +216,7 @@ def machine() -> dict[str, str]:
     gpu = torch.cuda.get_device_properties(0)
     facts |= dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor)) | here
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    exact, table = 10 * gpu.major + gpu.minor, gpus.generation(device())
+    exact, table = 10 * gpu.major + gpu.minor, launch.generation(device())
     if table and table != exact:
         facts["tiles"] = f"those of sm_{table}, as sm_{exact} has no table of its own; `vitfast tune` may find faster"
     if missing := missing_for_launchers():

@@ -19,7 +19,7 @@ from planted import MUTANTS, NUMBERS, ROOT
 from sanitizer import Sanitizer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitfast.kernels import gpus, launch, rows, tiles
+from vitfast.kernels import launch, rows, tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.tools.verify import Judge, Wrong, errors
@@ -77,7 +77,7 @@ def long_plan(name: str, dtype: torch.dtype):
             turn, heads = i + 2 * (i // 4), (1, MANY_HEADS)[i // 2 % 2]
             layouts = [edges.layouts_of(name)[(turn + step) % 4] for step in (1, 2)]
             yield edges.Case(name, sizes, dtype, layouts[0], many_heads=heads)
-            yield edges.Case(name, sizes, dtype, layouts[1], gpus.GENERATIONS[turn % 5], heads)
+            yield edges.Case(name, sizes, dtype, layouts[1], launch.GENERATIONS[turn % 5], heads)
 
 
 def check(cases) -> None:

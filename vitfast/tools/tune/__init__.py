@@ -18,7 +18,7 @@ from time import monotonic
 import torch
 
 from ...errors import InputError, unknown
-from ...kernels import gpus, tiles
+from ...kernels import launch, tiles
 from ..verify.clock import DeviceClock
 from ..verify.draw import Sizes
 from . import user_table
@@ -47,7 +47,7 @@ def machine(dtype: torch.dtype) -> Iterator[Tuner]:
     device = torch.device("cuda")
     name = f"tuning-{torch.cuda.get_device_properties(device).uuid}.lock"
     alone = user_table.lock(name, "another vitfast tune runs on this GPU: each would spoil the other's times")
-    with alone, contextlib.closing(Compiler(gpus.capability(device))) as compiler:
+    with alone, contextlib.closing(Compiler(launch.capability(device))) as compiler:
         yield Tuner(dtype, device, torch.cuda.get_device_name(device), DeviceClock(device), compiler)
 
 
