@@ -73,7 +73,7 @@ class Question:
     follows: what changes where the prediction holds, and where it does not. seconds: what the whole takes, 120 at most;
     `measured` says that it was measured, else it is an estimate. files: patterns of the files whose code it speaks of.
     worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table -> what is predicted of
-    it. needs: a package without which it is not asked.
+    it.
     """
 
     name: str
@@ -86,7 +86,6 @@ class Question:
     worth: float = 0.0
     rows: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     measured: bool = False
-    needs: str = ""
 
     # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
     has_results = property(lambda self: isinstance(self.run, Rivals) or self.run.kind == "bench")

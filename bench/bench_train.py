@@ -92,7 +92,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     augmentation |= dict(mean=(0.5,) * 3, std=(0.5,) * 3)
     options = dict(is_training=True, num_workers=WORKERS, device=machine.DEVICE)
     loader = create_loader(dataset, size, s.batch, **augmentation, **options)
-    peer = Peer(Setting("timm", *(("compile", "amp") if machine.GPU else ("eager", "fp32"))), s, training=True)
+    peer = Peer(Setting("timm", *(("compile", "amp") if machine.GPU else ("eager", "fp32"))), s, "train")
     with machine.DEVICE:
         peer.model.reset_classifier(len(list((folder / "train").iterdir())))
     return itertools.chain.from_iterable(itertools.repeat(loader)), learner(peer, lr=1e-4)[0]
@@ -153,7 +153,7 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     torch.manual_seed(seed)
     with machine.DEVICE:
         weights = BUILDERS["timm"](shape).state_dict()
-    peer = Peer(setting, shape, training=True)
+    peer = Peer(setting, shape, "train")
     peer.model.load_state_dict(weights)
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))

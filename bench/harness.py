@@ -147,9 +147,9 @@ def description(
 class Timed:
     """An operation or a model (peers.py), which is compared with float64 before it is timed and after.
 
-    A subclass has impl, work, dtype, group and `kernels`, the mode of ours; `compare`, which gives {error, error_limit}
-    or raises WrongResult, with `when` in it; `ready`, which warms up after the first comparison; and `call`, which is
-    timed with what `prepare` returns, `calls` times in a round.
+    A subclass has impl, work, dtype, group, `kernels`, the mode of ours, and `more`, its own facts; `compare`, which
+    gives {error, error_limit} or raises WrongResult, with `when` in it; `ready`, which warms up after the first
+    comparison; and `call`, which is timed with what `prepare` returns, `calls` times in a round.
     """
 
     peak: int | None = None
@@ -168,9 +168,9 @@ class Timed:
         """The beginning of a case of pytest-benchmark."""
         return self.prepare()
 
-    def facts(self, seconds: float, **more) -> dict:
+    def facts(self, seconds: float) -> dict:
         """The description, at so many seconds a call."""
-        return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **more)
+        return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **self.more)
 
 
 class Operation(Timed):
@@ -183,8 +183,9 @@ class Operation(Timed):
 
     dtype = DTYPE
 
-    def __init__(self, case: Case, impl: str, function: Callable, direction: str):
+    def __init__(self, case: Case, impl: str, function: Callable, direction: str, **more):
         self.case, self.impl, self.function, self.direction = case, impl, function, direction
+        self.more = dict(op=case.op, shape=case.shape, direction=direction) | more
         self.group, self.work, self.lead = f"{case.op} {case.shape} {direction}", case.work.of(direction), None
         # on: a case that no kernel covers fails, it does not fall back.
         self.kernels = "on" if machine.GPU and impl == "vitfast" else "auto"
@@ -236,12 +237,9 @@ class Operation(Timed):
     def call(self, call: Call, outputs: object) -> None:
         call(outputs)
 
-    def facts(self, seconds: float, **more) -> dict:
-        return super().facts(seconds, op=self.case.op, shape=self.case.shape, direction=self.direction, **more)
 
-
-def bench(benchmark, timed: Timed, **more) -> None:
-    """Checks, times and checks again. more: for extra_info."""
+def bench(benchmark, timed: Timed) -> None:
+    """Checks, times and checks again."""
     benchmark.group = timed.group
     with timed.context():
         timed.judge()
@@ -253,4 +251,4 @@ def bench(benchmark, timed: Timed, **more) -> None:
 
         seconds = measure(benchmark, run, lambda: (timed.setup(), {}), timed.calls, timed.rounds)
         timed.judge(after=True)
-    benchmark.extra_info.update(timed.facts(seconds, **more))
+    benchmark.extra_info.update(timed.facts(seconds))

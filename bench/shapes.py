@@ -49,6 +49,12 @@ def planned(*shapes: Shape) -> dict[str, Shape]:
     return {s.name: s for s in shapes}
 
 
+def shape_of(name: str) -> Shape:
+    """The shape of a name such as "B/16 224 B256"; on a CPU a toy under that name."""
+    model, image, batch = name.removeprefix(WHERE).split(" ")
+    return next(iter(planned(Shape(model, int(image), int(batch[1:]))).values()))
+
+
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
 MORE = (Shape("B/16", 224, 32), Shape("Ti/16", 224, 512), Shape("L/16", 512, 16), Shape("H/14", 518, 8))

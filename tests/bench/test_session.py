@@ -21,7 +21,7 @@ from questions import QUESTIONS
 ROOT = Path(__file__).parents[2]
 HANG = "trap '' INT TERM; setsid sleep 300 & echo $! > $SCRIPTED/orphan; echo hangs; while :; do sleep 1; done"
 ILLEGAL = "echo 'RuntimeError: CUDA error: an illegal memory access was encountered'; exit 1"
-ORDER = sorted((q for q in QUESTIONS.values() if not q.needs), key=lambda q: -q.total_worth / q.seconds)
+ORDER = sorted(QUESTIONS.values(), key=lambda q: -q.total_worth / q.seconds)
 FIRST, SECOND, THIRD = (question.name for question in ORDER[:3])
 
 
@@ -130,7 +130,7 @@ def test_decide_asks_what_is_open_in_order_and_keeps_each_answer(stage):
     assert stage.run("decide") == 0
     of_attention = ("kernels/attention", "kernels/*/")
     asked = {name for name, q in QUESTIONS.items() if any(file.startswith(of_attention) for file in q.files)}
-    assert set(stage.calls) == {"racecheck", *asked} - {name for name in asked if QUESTIONS[name].needs}
+    assert set(stage.calls) == {"racecheck", *asked}
 
 
 @pytest.mark.slow
