@@ -23,6 +23,8 @@ class Rivals:
     shape: str
     names: tuple[str, ...]
 
+    kind = "rivals"
+
     @property
     def operation(self) -> tuple[str, str] | None:
         """The row of bench_ops and the direction; None for whole models."""
@@ -88,16 +90,10 @@ class Question:
     measured: bool = False
 
     # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
-    has_results = property(lambda self: isinstance(self.run, Rivals) or self.run.kind == "bench")
+    has_results = property(lambda self: self.run.kind in ("rivals", "bench"))
     check = property(lambda self: "" if self.has_results else self.name.replace("_", " "))
     # in ms of a step of B/16, rows of README's table included
     total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
-
-    @property
-    def tests(self) -> list[str]:
-        """The files of tests that it runs."""
-        runs_tests = not self.has_results and self.run.kind == "tests"
-        return [word for word in self.run.arguments if word.endswith(".py")] if runs_tests else []
 
 
 def faster(ours: str, theirs: str = "") -> Reading:

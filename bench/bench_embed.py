@@ -18,18 +18,17 @@ from types import SimpleNamespace
 import machine
 import pytest
 import torch
-from bench_train import WORKERS, folder  # noqa: F401
+from bench_train import MODELS, WORKERS, folder  # noqa: F401
 from harness import compiled, description, measure
 from machine import wall, warm_up
 from PIL import Image
-from shapes import Shape, model_work, planned
+from shapes import Shape, model_work, shape_of
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitfast import ViT
 from vitfast.eval.embedder import Embedder
 
-MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
 ROUNDS, IMAGES = (5, 4096) if machine.GPU else (3, 48)
 STAGES = ("forward", "memory", "files")
 DTYPE = torch.bfloat16 if machine.GPU else torch.float32
@@ -69,7 +68,7 @@ class Script:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_embed(benchmark, folder, model, stage):  # noqa: F811
-    s = MODELS[model]
+    s = shape_of(model)
     benchmark.group = f"embed, {stage} {model}"
     torch.manual_seed(0)
     vit = ViT.from_preset(s.model, img_size=s.image, num_classes=0).to(machine.DEVICE, DTYPE).eval()

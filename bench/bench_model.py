@@ -22,12 +22,13 @@ import pytest
 import torch
 from harness import bench
 from machine import median_seconds
-from peers import ACCELERATED, BUILDERS, INVARIANT, LEAN, Peer, Setting
-from shapes import MAIN, Shape, planned, shape_of
+from peers import BUILDERS, INVARIANT, LEAN, Peer, Setting
+from result_files import ACCELERATED
+from shapes import MAIN, Shape, here, shape_of
 
 from vitfast import ops
 
-MODELS = {name.rpartition(" B")[0]: name for name in planned(*MAIN)}  # shapes by names without the batch
+MODELS = {name.rpartition(" B")[0]: name for name in here(*MAIN)}  # shapes by names without the batch
 PRECISIONS = ("fp32",) if machine.SMALL else ("bf16", "amp")
 HOWS = ("eager",) if machine.SMALL else ("compile", "eager", "max-autotune", "reduce-overhead")
 EVERY = [*itertools.starmap(Setting, itertools.product(BUILDERS, HOWS, PRECISIONS))]

@@ -86,10 +86,6 @@ def test_attention_packed(benchmark, mix, direction, impl):
 # ---- training steps
 
 
-def vit(mix: Mix) -> nn.Module:
-    return ViT.from_preset(mix.model, depth=mix.depth, dynamic_img_size=True)
-
-
 def naflex(mix: Mix) -> nn.Module:
     from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
@@ -131,8 +127,10 @@ class PackedPeer(Peer):
 
     def plain(self) -> nn.Module:
         torch.manual_seed(0)  # the same random weights every time
+        mix, ours = self.shape, self.setting.library == "vitfast"
         with machine.DEVICE:
-            return randomised((vit if self.setting.library == "vitfast" else naflex)(self.shape)).train()
+            model = ViT.from_preset(mix.model, depth=mix.depth, dynamic_img_size=True) if ours else naflex(mix)
+            return randomised(model).train()
 
     def few(self, dtype: torch.dtype) -> list:
         images = [image.to(dtype) for image in self.compared]

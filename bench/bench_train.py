@@ -24,16 +24,17 @@ import pytest
 import torch
 from harness import description, measure
 from machine import wall, warm_up
-from peers import BACKEND, BUILDERS, Peer, Setting, learner
+from peers import BUILDERS, Peer, Setting, learner
 from PIL import Image
-from shapes import Shape, model_work, planned
+from result_files import BACKEND
+from shapes import Shape, here, model_work, shape_of
 from torch import Tensor
 
 from vitfast import ops
 
 # ---- from files
 
-MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
+MODELS = here("S/16 224 B256", "B/16 224 B256")
 FILES, SIZE = (4096, (375, 500)) if machine.GPU else (64, (120, 160))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if machine.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
@@ -101,7 +102,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
 @pytest.mark.parametrize("impl", ["vitfast", "timm"])
 @pytest.mark.parametrize("model", MODELS)
 def test_train_from_files(benchmark, folder, model, impl):
-    s = MODELS[model]
+    s = shape_of(model)
     benchmark.group = f"train from JPEG files {model}"
     batches, step = dict(vitfast=ours, timm=timms)[impl](folder, s)
     for batch in itertools.islice(batches, WARMUP):
@@ -128,7 +129,6 @@ def test_train_from_files(benchmark, folder, model, impl):
 
 # ---- losses
 
-CURVES = planned(Shape("S/16", 224, 128))
 PRECISIONS = ("fp32",) if machine.SMALL else ("amp", "bf16")
 CURVE_STEPS, WINDOW = (1000, 50) if machine.GPU else (4, 2)
 
@@ -168,9 +168,9 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
 @pytest.mark.parametrize("library", ["vitfast", BACKEND, "timm"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", CURVES)
+@pytest.mark.parametrize("model", here("S/16 224 B128"))
 def test_loss_curve(benchmark, model, precision, seed, library):
-    shape, found = CURVES[model], []
+    shape, found = shape_of(model), []
     setting = Setting(library, "eager" if machine.SMALL else "compile", precision)
     with ops.use_kernels("on" if machine.GPU and library.startswith("vitfast") else "auto"):
         seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)

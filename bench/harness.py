@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import machine
 import torch
-from machine import allocated, cold, lead_of, peak_bytes, warm_up
+from machine import cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
 
 from vitfast import ops
@@ -216,7 +216,7 @@ class Operation(Timed):
         return judge(self.impl, what, worst_row(compared, self.truth), self.own, DTYPE)
 
     def ready(self, seconds: float) -> None:
-        before, calls = allocated(), [Call(self.case, self.function, self.direction)]
+        before, calls = torch.cuda.memory_allocated(), [Call(self.case, self.function, self.direction)]
         whole = lambda: calls[0](calls[0].prepare())  # noqa: E731
         warm_up(whole, seconds=seconds)
         self.peak = peak_bytes(whole, before)

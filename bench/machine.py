@@ -120,11 +120,6 @@ def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int 
     return statistics.median(timeit.repeat(run, lambda: cold(lead), timer=clock(), repeat=rounds, number=1))
 
 
-def allocated() -> int:
-    """Bytes of device memory in use now; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if GPU else 0
-
-
 def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
     """The most device memory in use during `run`, less the `before` bytes; None on a CPU."""
     if not GPU:

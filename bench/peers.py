@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Timed, checked_samples, compiled, judge
-from machine import allocated, cold, median_seconds, peak_bytes, warm_up
+from machine import cold, median_seconds, peak_bytes, warm_up
+from result_files import ACCELERATED, BACKEND
 from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -144,15 +145,13 @@ def _torchvision(s: Shape) -> nn.Module:
     return VisionTransformer(s.image, s.patch, **sizes)
 
 
-ACCELERATED = "vitfast.accelerate(timm)"
-BACKEND = "vitfast backend (timm)"  # in each setting compiled by the backend: "eager" is its inner compiler then
 BUILDERS = {
     "vitfast": lambda s: ViT.from_preset(s.model, img_size=s.image),
     "timm": _timm,
     "huggingface": _hugging_face,
     "torchvision": _torchvision,
     ACCELERATED: lambda s: vitfast.accelerate(_timm(s)),
-    BACKEND: _timm,
+    BACKEND: _timm,  # in each setting compiled by the backend: "eager" is its inner compiler then
 }
 
 
@@ -196,7 +195,8 @@ class Peer(Timed):
     calls, rounds = STEPS, machine.MODEL_ROUNDS
 
     def __init__(self, setting: Setting, shape: Shape | Mix, op: str):
-        self.setting, self.shape, self.training, self.before = setting, shape, op.startswith("train"), allocated()
+        self.setting, self.shape, self.training = setting, shape, op.startswith("train")
+        self.before = torch.cuda.memory_allocated()  # 0 without a GPU
         self.impl, self.dtype, self.group, self.more = setting.name, setting.dtype, f"{op} {shape.name}", dict(op=op)
         self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
         self.single = machine.GPU and op == "latency"
@@ -226,16 +226,9 @@ class Peer(Timed):
 
     def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""
-        with (
-            self.setting.autocast(),
-            self.mode(),
-            sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext(),
-        ):
+        forcing = sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext()
+        with self.setting.autocast(), forcing:
             return logits_of(self.function(images))
-
-    def mode(self) -> vitfast.batch_invariant:
-        """A context; entered around many calls, it spares each of them the installation of its algorithms."""
-        return vitfast.batch_invariant(self.setting.option == INVARIANT)
 
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
@@ -311,7 +304,8 @@ class Peer(Timed):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with super().context(), self.mode(), torch.inference_mode(not self.training):
+        invariant = vitfast.batch_invariant(self.setting.option == INVARIANT)  # installed once, not for each call
+        with super().context(), invariant, torch.inference_mode(not self.training):
             yield
 
     @property

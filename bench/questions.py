@@ -6,9 +6,9 @@ estimates where nothing else is said.
 """
 
 from asking import Command, Prediction, Question, Rivals, curves, exit_code, faster, info, pair, peaks
+from result_files import ACCELERATED, BACKEND
 
 B16, BF16, TIMM = "B/16 224 B256", "vitfast compile bf16", "timm compile bf16"
-BACKEND, ACCELERATED = "vitfast backend (timm)", "vitfast.accelerate(timm)"
 
 # ---- files
 
@@ -19,17 +19,10 @@ DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
-
-
-def family(name: str) -> tuple[str, ...]:
-    """A family of kernels alone."""
-    return f"kernels/{name}/*.py", "kernels/rows.py"
-
-
-ATTENTION, MATMUL, NORM, PATCHES = map(family, ("attention", "matmul", "layer_norm", "patch_embed"))
-
-FILES = {"attention": ATTENTION, "linear_gelu": MATMUL, "mlp_block": MATMUL, "add_layer_norm": NORM}
-FILES |= {"patch_embed uint8": PATCHES}  # of operations; of whole models it is OURS or ADAPTERS
+FAMILIES = dict(attention="attention", linear_gelu="matmul", mlp_block="matmul", add_layer_norm="layer_norm")
+FAMILIES |= {"patch_embed uint8": "patch_embed"}
+# of operations; of whole models it is OURS or ADAPTERS
+FILES = {op: (f"kernels/{folder}/*.py", "kernels/rows.py") for op, folder in FAMILIES.items()}
 
 # ---- rows of README's table
 
@@ -84,7 +77,7 @@ def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, wor
     names, figure = tuple(f"{each} reduce-overhead {precision}" for each in (ours, "timm")), f"{accelerate}{precision}"
     row = (STEP, f"{figure} by timm {precision}") if model == "B/16 224" else (OTHERS, f"{model} {figure}")
     return rivals(
-        f"graphs_{plain(model)}_{precision}",
+        f"graphs_{model.replace('/', '').replace(' ', '_').lower()}_{precision}",
         f"How much faster is a step of {model} in {precision}, both as CUDA graphs?",
         "train",
         names,
@@ -95,11 +88,6 @@ def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, wor
         worth=worth,
         rows={row: expected},
     )
-
-
-def plain(text: str) -> str:
-    """As a name of a file."""
-    return text.replace("/", "").replace(" ", "_").lower()
 
 
 ALL_PASS = Prediction("all pass", exit_code, most=0)
@@ -340,7 +328,7 @@ QUEUE = (
         "Does attention's backward by warpgroups with roles end, and give float64's numbers and the same bits twice?",
         "the kernel leaves",
         45,
-        ATTENTION,
+        FILES["attention"],
         *paths("kernels/", "backward_specialized"),
     ),
     tests(

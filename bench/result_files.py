@@ -17,6 +17,7 @@ from pathlib import Path
 from asking import read_answer
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
+VITFAST, ACCELERATED, BACKEND, *PEERS = LIBRARIES
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, with a time or without, and those that cases of some operations must have besides.

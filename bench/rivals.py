@@ -27,13 +27,13 @@ from pathlib import Path
 import bench_model
 import bench_ops
 import machine
-import peers
 import pytest
 import torch
 import triton
 from asking import Rivals
 from machine import wall
 from questions import QUESTIONS
+from result_files import ACCELERATED
 
 from vitfast.errors import both_ends
 from vitfast.kernels import tiles
@@ -41,12 +41,6 @@ from vitfast.kernels import tiles
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
 AHEAD = 8  # calls that Python may be ahead of the device
 compiled_here = []  # names of the kernels of ours that Triton compiled in this process
-
-
-def free_memory() -> None:
-    gc.collect()
-    if machine.GPU:
-        torch.cuda.empty_cache()
 
 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
@@ -76,7 +70,8 @@ class Rival:
 
     def __init__(self, of: Rivals, name: str):
         self.name, self.turns, self.lead = name, [], 0.0
-        free_memory()  # of rivals that failed
+        gc.collect()  # rivals that failed
+        torch.cuda.empty_cache()
         began = time.monotonic()
         make = bench_ops.timed if of.operation else bench_model.timed
         self.timed = make(*(of.operation or (of.what,)), of.shape, name.split(" | ")[0])
@@ -140,7 +135,7 @@ class Run:
     """All rivals of one question, and its result file."""
 
     def __init__(self, of: Rivals, path: Path):
-        self.of, self.path, self.rivals, self.failed, self.skipped = of, path, {}, {}, {}
+        self.of, self.path, self.rivals, self.missing = of, path, {}, {}  # missing: name -> (state, reason)
 
     def each(self, names: Iterable[str], do: Callable[[str], object], limit: float = 0.0) -> None:
         """Does something for each rival; one that fails is out, with the reason."""
@@ -151,7 +146,7 @@ class Run:
             except (Exception, pytest.skip.Exception) as error:
                 skipped = isinstance(error, pytest.skip.Exception)
                 reason = both_ends(str(error) if skipped else f"{type(error).__name__}: {error}")
-                (self.skipped if skipped else self.failed)[name] = reason
+                self.missing[name] = "skipped" if skipped else "failed", reason
                 self.rivals.pop(name, None)
                 print(f"{name}: {reason}", flush=True)
 
@@ -165,27 +160,22 @@ class Run:
         print(f"{name}: right (error {self.rivals[name].timed.errors['error']:.1e}), ready", flush=True)
 
     def write(self) -> None:
+        cases = dict(benchmarks=[], failed=[], skipped=[])
+        for name, (state, reason) in self.missing.items():
+            cases[state].append(self.of.case(name) | dict(reason=reason))
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
-        # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
-        right = [n for n, rival in timed.items() if "error_after" in rival.timed.errors and " | " not in n]
-        missing = [
-            [self.of.case(name) | dict(reason=why) for name, why in reasons.items()]
-            for reasons in (self.failed, self.skipped)
-        ]
-        machine.write_results(
-            self.path,
-            [self.of.case(name) | timed[name].entry() for name in right],
-            *missing,
-            rivals={name: rival.summary() for name, rival in timed.items()},
-            missing=self.failed | self.skipped,
-            compiled=len(compiled_here),
-        )
+        for name, rival in timed.items():
+            # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
+            if "error_after" in rival.timed.errors and " | " not in name:
+                cases["benchmarks"].append(self.of.case(name) | rival.entry())
+        rivals, missing = {n: r.summary() for n, r in timed.items()}, {n: why for n, (_, why) in self.missing.items()}
+        machine.write_results(self.path, **cases, rivals=rivals, missing=missing, compiled=len(compiled_here))
 
     def all(self, ends: float = math.inf) -> bool:
         """Whether every rival that could be tried has a time, and was right before and after."""
         timing = (ROUNDS + 1) * SECONDS * len(self.of.names) + 5  # seconds, the second comparison included
         # `accelerate` makes torch.compile forget what it has compiled
-        first = sorted(self.of.names, key=lambda name: not name.startswith(peers.ACCELERATED))
+        first = sorted(self.of.names, key=lambda name: not name.startswith(ACCELERATED))
         self.each(first, lambda name: self.build(name, ends - timing))
         self.rivals = {name: self.rivals[name] for name in self.of.names if name in self.rivals}
         self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4), 60)  # until the chip is warm
@@ -198,7 +188,7 @@ class Run:
         self.write()
         for name, rival in self.rivals.items():
             print(f"{name}: {rival.summary()}", flush=True)
-        return not self.failed
+        return "failed" not in (state for state, _ in self.missing.values())
 
 
 def count(*, src, cache_hit: bool, **_) -> None:

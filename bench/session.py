@@ -14,7 +14,7 @@ from pathlib import Path
 
 import decide
 import report
-from asking import Question, Rivals
+from asking import Question
 from result_files import load
 
 PYTHON = os.environ.get("PYTHON", sys.executable)
@@ -132,7 +132,7 @@ class Session:
     def ask(self, question: Question, limit: float, workers: int) -> dict:
         """Runs what a question asks for."""
         name, run, limit, environment = question.name, question.run, min(limit, self.left()), {}
-        if isinstance(run, Rivals):
+        if run.kind == "rivals":
             ends = str(int(time.time() + limit))
             command = [PYTHON, "bench/rivals.py", name, "--folder", str(self.out), "--ends", ends]
         elif run.kind == "bench":

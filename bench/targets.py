@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from decide import predictions
-from result_files import LIBRARIES, Results, counted, library
+from result_files import ACCELERATED, BACKEND, PEERS, VITFAST, Results, counted, library
 
-VITFAST, ACCELERATED, BACKEND, *PEERS = LIBRARIES
 MAIN = "B/16 224"
 GRAPHS = "reduce-overhead"  # torch's CUDA graphs
 

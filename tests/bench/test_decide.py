@@ -128,7 +128,7 @@ def test_what_fits_and_is_worth_most_comes_first():
 
 def test_an_installed_package_is_asked_for_no_tests(place):
     asked = [q for q in QUEUE if not decide.hindrance(q, {}, 600)]
-    assert not any(q.tests for q in asked) and {q.check for q in asked} == {"", "vitfast doctor"}
+    assert "tests" not in {q.run.kind for q in asked} and {q.check for q in asked} == {"", "vitfast doctor"}
 
 
 def test_every_question_says_what_follows_and_of_which_files():
@@ -273,13 +273,13 @@ def test_a_rival_that_is_wrong_before_or_after_has_no_time(tmp_path, monkeypatch
     assert content["benchmarks"] == [] and content["rivals"]["quick"]["ms"] > 0
     late = rivals.Run(run.of, tmp_path / "late.json")
     assert not late.all(time.time() + 1)
-    assert set(late.failed) == set(functions) and "too little time" in late.failed["quick"]
+    assert set(late.missing) == set(functions) and "too little time" in late.missing["quick"][1]
 
 
 @pytest.mark.slow
 def test_a_name_that_is_no_implementation_has_no_time(tmp_path):
     run = rivals.Run(Rivals("layer_norm forward", "B/16 224 B256", ("vitfsat", "eager")), tmp_path / "x.json")
-    assert not run.all() and "no implementation 'vitfsat', only vitfast, eager" in run.failed["vitfsat"]
+    assert not run.all() and "no implementation 'vitfsat', only vitfast, eager" in run.missing["vitfsat"][1]
 
 
 BATCHES = """
