@@ -26,8 +26,6 @@ from peers import BUILDERS, INVARIANT, LEAN, Peer, Setting
 from result_files import ACCELERATED
 from shapes import MAIN, Shape, here, shape_of
 
-from vitfast import ops
-
 MODELS = {name.rpartition(" B")[0]: name for name in here(*MAIN)}  # shapes by names without the batch
 PRECISIONS = ("fp32",) if machine.SMALL else ("bf16", "amp")
 HOWS = ("eager",) if machine.SMALL else ("compile", "eager", "max-autotune", "reduce-overhead")
@@ -52,7 +50,7 @@ def best_batch(library: str, shape: Shape) -> int:
             try:
                 # eager: compiling each batch of each setting would take too long
                 peer = Peer(Setting(library, "eager", "bf16"), replace(shape, batch=batch), "throughput")
-                with torch.inference_mode(), ops.use_kernels(peer.kernels):
+                with peer.context():
                     speed[batch] = batch / median_seconds(lambda p=peer: p(p.images), rounds=5)
             except torch.cuda.OutOfMemoryError:
                 if not speed:

@@ -30,8 +30,6 @@ from result_files import BACKEND
 from shapes import Shape, here, model_work, shape_of
 from torch import Tensor
 
-from vitfast import ops
-
 # ---- from files
 
 MODELS = here("S/16 224 B256", "B/16 224 B256")
@@ -158,10 +156,11 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
     generator, found = torch.Generator(machine.DEVICE).manual_seed(seed), []
-    for _ in range(CURVE_STEPS):
-        images, labels = gratings(generator, shape.batch, shape.image)
-        found.append(step(images.to(setting.stored), labels))
-        warmup.step()
+    with peer.context():
+        for _ in range(CURVE_STEPS):
+            images, labels = gratings(generator, shape.batch, shape.image)
+            found.append(step(images.to(setting.stored), labels))
+            warmup.step()
     return torch.stack(found).double().unflatten(0, (-1, WINDOW)).mean(1).tolist()
 
 
@@ -172,8 +171,7 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
 def test_loss_curve(benchmark, model, precision, seed, library):
     shape, found = shape_of(model), []
     setting = Setting(library, "eager" if machine.SMALL else "compile", precision)
-    with ops.use_kernels("on" if machine.GPU and library.startswith("vitfast") else "auto"):
-        seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
+    seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
     kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS
     benchmark.extra_info.update(description(setting.name, kernels, seconds, setting.dtype, **facts))

@@ -198,7 +198,6 @@ class Peer(Timed):
         self.setting, self.shape, self.training = setting, shape, op.startswith("train")
         self.before = torch.cuda.memory_allocated()  # 0 without a GPU
         self.impl, self.dtype, self.group, self.more = setting.name, setting.dtype, f"{op} {shape.name}", dict(op=op)
-        self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
         self.single = machine.GPU and op == "latency"
         if self.single:
             self.calls, self.rounds = 1, machine.ROUNDS

@@ -283,7 +283,7 @@ def test_a_name_that_is_no_implementation_has_no_time(tmp_path):
 
 
 BATCHES = """
-import bench_model, rivals, sys, torch
+import bench_model, peers, rivals, sys, torch
 from asking import Rivals
 seen = []
 
@@ -292,7 +292,7 @@ def traced(graph, inputs):
     return graph
 
 bench_model.best_batch = lambda library, shape: dict(timm=5).get(library, 3)
-rivals.peers.compiled = lambda model, how, **options: torch.compile(model, backend=traced)
+peers.compiled = lambda model, how, **options: torch.compile(model, backend=traced)
 rivals.QUESTIONS["two"] = rivals.QUESTIONS["norm_backward"].__class__(
     *("two", "", Rivals("throughput", "B/16 224 B256", ("timm compile bf16", "vitfast.accelerate(timm) compile bf16"))),
     *(None, ("", ""), 1, ()),
