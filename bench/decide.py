@@ -59,7 +59,7 @@ def read_all(paths: Iterable[Path]) -> Iterator[dict]:
 
 
 def answers(gpu: str, folder: Path) -> dict[str, dict]:
-    """The answer of each question on this GPU, from the stage's folder and the committed ones.
+    """The answer of each question on this GPU, from the run's folder and the committed ones.
 
     It is the newest that settles the question for the current contents of its files, else the newest.
     """

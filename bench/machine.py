@@ -189,7 +189,7 @@ def description() -> dict:
 def ceilings() -> dict[str, float]:
     """This device's best rates: "copy" in bytes/s, read and written; products by dtype in FLOP/s.
 
-    They are measured once a process, or once a stage (`once`).
+    They are measured once a process, or once a run of bench/gpu.sh (`once`).
     """
 
     def measured() -> dict[str, float]:
@@ -218,8 +218,8 @@ _kept: dict[str, object] = {}
 def once(what: str, measure: Callable[[], object]) -> object:
     """Returns what `measure()` does, and keeps it under the name `what`: in this process, and in a file, if any.
 
-    $VITFAST_CEILINGS names the JSON file. A stage of bench/gpu.sh has such a file, and its end removes it: the first
-    process measures, and what later ones read is of the same stage on the same machine, not of the same process.
+    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file, and its end removes it: the first
+    process measures, and what later ones read is of the same run on the same machine, not of the same process.
     `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)

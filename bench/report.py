@@ -22,8 +22,9 @@ from targets import GRAPHS, VITFAST, figure_rows, target_rows
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
-    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one: its JSON files\n"
-    "belong into `bench/results/<gpu>`. `vitfast report-gpu` takes ten minutes, and leaves the same in an archive.\n"
+    "No GPU result is committed yet: there is no speed claim. `pytest bench/ --benchmark-only --benchmark-json=FILE`\n"
+    "measures one: the file belongs into `bench/results/<gpu>`. `vitfast report-gpu` takes ten minutes, and leaves an\n"
+    "archive of such files.\n"
 )
 
 

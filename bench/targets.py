@@ -238,19 +238,17 @@ TARGETS = (
 )
 
 
-def figures(results: Results, parts: list[tuple]) -> list[Figure]:
-    """The figures of a target."""
-    return [figure for of, *rest in parts for figure in of(results, *rest)]
+def figures(results: Results) -> Iterator[tuple[str, Figure]]:
+    """Every figure, after what its target is."""
+    for what, parts in TARGETS:
+        for of, *rest in parts:
+            yield from ((what, figure) for figure in of(results, *rest))
 
 
 def target_rows(results: Results) -> list[list[str]]:
     """A row for each figure that has a value: target, figure, what is wanted, value, and its cases."""
-    rows = []
-    for what, parts in TARGETS:
-        for figure in figures(results, parts):
-            if figure.value is not None:
-                rows.append([what, figure.of, figure.wanted, figure.shown, figure.details])
-    return rows
+    found = ((what, figure) for what, figure in figures(results) if figure.value is not None)
+    return [[what, figure.of, figure.wanted, figure.shown, figure.details] for what, figure in found]
 
 
 def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
@@ -259,18 +257,16 @@ def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
     A row has the target, what the figure is of, what is wanted, what a question predicts (questions.py), and the
     values. A figure without a value has a row where it is predicted.
     """
-    rows, without, predicted = [], {}, predictions()
-    for what, parts in TARGETS:
-        found = {}
-        for i, results in enumerate(gpus):
-            for figure in figures(results, parts):
-                if figure.value is None and (what, figure.of) not in predicted:
-                    continue
-                values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
+    found, without, predicted = {what: {} for what, _ in TARGETS}, {}, predictions()
+    for i, results in enumerate(gpus):
+        for what, figure in figures(results):
+            if figure.value is not None or (what, figure.of) in predicted:
+                values = found[what].setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
                 values[i] = figure.shown
                 without |= dict.fromkeys(figure.without)
-        titles = [what, *[""] * len(found)]
-        for title, ((of, wanted), values) in zip(titles, found.items()):
+    rows = []
+    for what, by_figure in found.items():
+        for title, ((of, wanted), values) in zip([what, *[""] * len(by_figure)], by_figure.items()):
             expected = predicted.get((what, of))
             rows.append([title, of, wanted, "-" if expected is None else f"{expected:.2f}", *values])
     return rows, [*without]

@@ -133,7 +133,7 @@ def test_an_installed_package_is_asked_for_no_tests(place):
 
 def test_every_question_says_what_follows_and_of_which_files():
     having = [report.load(ROOT / "bench" / "results" / "h200"), report.Results("none")]
-    figures = {(what, f.of) for what, parts in targets.TARGETS for r in having for f in targets.figures(r, parts)}
+    figures = {(what, figure.of) for results in having for what, figure in targets.figures(results)}
     assert len(QUESTIONS) == len(QUEUE) > 30
     for q in QUEUE:
         if isinstance(q.run, Rivals):
