@@ -22,7 +22,7 @@ from pathlib import Path
 import machine
 import pytest
 import torch
-from harness import description, measure
+from harness import DTYPE, description, measure
 from machine import wall, warm_up
 from peers import BUILDERS, Peer, Setting, learner
 from PIL import Image
@@ -117,12 +117,11 @@ def test_train_from_files(benchmark, folder, model, impl):
 
     alone = statistics.median(run(itertools.repeat(batch)) for _ in range(ROUNDS))
     seconds = measure(benchmark, lambda: run(batches), rounds=ROUNDS, timer=wall)
-    dtype = torch.bfloat16 if machine.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
     rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
     info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
-    work = model_work(s, dtype.itemsize).of("both") * STEPS
-    benchmark.extra_info.update(description(impl, work, seconds, dtype, **info))
+    work = model_work(s, DTYPE.itemsize).of("both") * STEPS
+    benchmark.extra_info.update(description(impl, work, seconds, DTYPE, **info))
 
 
 # ---- losses
