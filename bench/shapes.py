@@ -132,7 +132,7 @@ def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
         found.append((height, width))
 
 
-SMALL = Mix(f"{WHERE}NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
+TOY_MIX = Mix("NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
 MIXES_ON_GPU = (
     # NaViT (Dehghani et al., 2023): resolutions drawn anew for every image, aspects kept
     Mix("NaViT 64-256 px", "B/16", filled(64, 256, TOKENS)),
@@ -140,8 +140,9 @@ MIXES_ON_GPU = (
     Mix("DINO 2x224 + 8x96 px", "B/16", (((224, 224),) * 2 + ((96, 96),) * 8) * 64),
     Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
-REHEARSED = [replace(SMALL, label=f"{WHERE}{mix.label}") for mix in MIXES_ON_GPU]
-MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if machine.GPU else [SMALL] if machine.SMALL else REHEARSED)}
+MIXES = {f"{WHERE}{mix.label}": mix for mix in ([TOY_MIX] if machine.SMALL else MIXES_ON_GPU)}
+if not machine.GPU:
+    MIXES = {label: replace(TOY_MIX, label=label) for label in MIXES}
 
 
 # ---- their work
