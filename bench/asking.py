@@ -23,6 +23,8 @@ class Rivals:
     shape: str
     names: tuple[str, ...]
 
+    kind = "rivals"
+
     @property
     def operation(self) -> tuple[str, str] | None:
         """The row of bench_ops and the direction; None for whole models."""
@@ -73,7 +75,7 @@ class Question:
     follows: what changes where the prediction holds, and where it does not. seconds: what the whole takes, 120 at most;
     `measured` says that it was measured, else it is an estimate. files: patterns of the files whose code it speaks of.
     worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table -> what is predicted of
-    it. needs: a package without which it is not asked.
+    it.
     """
 
     name: str
@@ -86,19 +88,12 @@ class Question:
     worth: float = 0.0
     rows: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     measured: bool = False
-    needs: str = ""
 
     # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
-    has_results = property(lambda self: isinstance(self.run, Rivals) or self.run.kind == "bench")
+    has_results = property(lambda self: self.run.kind in ("rivals", "bench"))
     check = property(lambda self: "" if self.has_results else self.name.replace("_", " "))
     # in ms of a step of B/16, rows of README's table included
     total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
-
-    @property
-    def tests(self) -> list[str]:
-        """The files of tests that it runs."""
-        runs_tests = not self.has_results and self.run.kind == "tests"
-        return [word for word in self.run.arguments if word.endswith(".py")] if runs_tests else []
 
 
 def faster(ours: str, theirs: str = "") -> Reading:

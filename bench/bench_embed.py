@@ -18,21 +18,20 @@ from types import SimpleNamespace
 import machine
 import pytest
 import torch
-from bench_train import WORKERS, folder  # noqa: F401
-from harness import compiled, description, measure
+from bench_train import MODELS, WORKERS, folder  # noqa: F401
+from harness import DTYPE, compiled, description, measure
 from machine import wall, warm_up
+from peers import BUILDERS
 from PIL import Image
-from shapes import Shape, model_work, planned
+from shapes import Shape, model_work, shape_of
+from targets import STAGES
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitfast import ViT
 from vitfast.eval.embedder import Embedder
 
-MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
 ROUNDS, IMAGES = (5, 4096) if machine.GPU else (3, 48)
-STAGES = ("forward", "memory", "files")
-DTYPE = torch.bfloat16 if machine.GPU else torch.float32
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the distance of the two results, by norm
 
 
@@ -47,12 +46,9 @@ class Script:
 
     def __init__(self, model: ViT, s: Shape):
         from timm.data import create_transform
-        from timm.models.vision_transformer import VisionTransformer
 
-        from vitfast.model.presets import preset
-
-        size = dict(img_size=s.image, num_classes=0)
-        self.model = VisionTransformer(**preset(s.model) | size).to(machine.DEVICE, DTYPE).eval()
+        self.model = BUILDERS["timm"](s).to(machine.DEVICE, DTYPE).eval()
+        self.model.reset_classifier(0)
         self.model.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("head.")})
         self.run = compiled(self.model, "compile") if machine.GPU else self.model
         options = dict(interpolation="bicubic", crop_pct=1.0, mean=model.mean, std=model.std)
@@ -69,7 +65,7 @@ class Script:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_embed(benchmark, folder, model, stage):  # noqa: F811
-    s = MODELS[model]
+    s = shape_of(model)
     benchmark.group = f"embed, {stage} {model}"
     torch.manual_seed(0)
     vit = ViT.from_preset(s.model, img_size=s.image, num_classes=0).to(machine.DEVICE, DTYPE).eval()
@@ -112,5 +108,5 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
     info = dict(op="embed", shape=model, direction="forward", stage=stage, batch=s.batch, workers=WORKERS)
     info |= dict(ratio=other / took, images_per_second=count / took, script_images_per_second=count / other)
     info |= dict(waiting=stages.waiting / total, error=error)
-    work = [kernel for kernel in model_work(s, DTYPE.itemsize).of("forward")] * max(1, count // s.batch)
+    work = model_work(s, DTYPE.itemsize).forward * max(1, count // s.batch)
     benchmark.extra_info.update(description("vitfast", work, took, DTYPE, error_after=check(), **info))

@@ -6,22 +6,19 @@ Functions and inputs are those of vitfast.tools.verify.cases where that has them
 "attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
 sides. Peers do rotary positions and a
 bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
-attention block runs on the fastest backend of SDPA. QuACK, where it is installed, has RMSNorm, the MLP and, forward
-alone, LayerNorm and the linear layer with GELU. For uint8 images the patch embedding's peers normalise first.
+attention block runs on the fastest backend of SDPA. For uint8 images the patch embedding's peers normalise first.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import libraries
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DTYPE, Case, Operation, bench, compiled
-from libraries import FLASH, QUACK, library_function
-from peers import BACKENDS, best_backend, forced, sdpa
-from shapes import SHAPES, Shape, grid, patch_embed_work
+from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa
+from shapes import Shape, grid, patch_embed_work, shape_of
 
 from vitfast import ops
 from vitfast.ops import reference as ref
@@ -40,8 +37,7 @@ class Op:
 
     case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: (Shape, bytes of an element) ->
     Work. batched: how many inputs have the batch as their first axis. peers: implementation -> a function of its own,
-    or None where it is ours or the formula; "compile" and "max-autotune" compile it. forward_only: implementations
-    that have no backward.
+    or None where it is ours or the formula; "compile" and "max-autotune" compile it.
     """
 
     case: Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]
@@ -49,7 +45,6 @@ class Op:
     impls: tuple[str, ...] = EAGER
     batched: int = 1
     peers: Callable[[str], Callable | None] = lambda impl: None
-    forward_only: tuple[str, ...] = ()
 
 
 def verified(name: str) -> Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]:
@@ -72,12 +67,6 @@ def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
 def row(name: str, *sizes: str, **more) -> Op:
     """An Op of the case and the count that are called `name`; the count takes the rows and these sizes."""
     return Op(verified(name), rows_work(name, *sizes), **more)
-
-
-def with_quack(name: str, *sizes: str, **more) -> Op:
-    """A row of which QuACK has the operation too."""
-    peers = lambda impl: getattr(libraries, f"quack_{name}")() if impl == QUACK else None  # noqa: E731
-    return row(name, *sizes, impls=(*EAGER[:2], QUACK, *EAGER[2:]), peers=peers, **more)
 
 
 def qkv(s: Shape) -> Input:
@@ -132,16 +121,16 @@ OPS = {
     "attention": Op(packed, ATTENTION, SDPA, peers=attention_peer),
     "attention rotary": Op(rotary, ATTENTION),
     "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads")),
-    "layer_norm": with_quack("layer_norm", "width", forward_only=(QUACK,)),
-    "rms_norm": with_quack("rms_norm", "width"),
+    "layer_norm": row("layer_norm", "width"),
+    "rms_norm": row("rms_norm", "width"),
     "add_layer_norm": row("add_layer_norm", "width", batched=2),
     "patch_embed uint8": pixels("patch_embed, uint8", pixel_size=1),
     "patch_embed float": pixels("patch_embed"),
     "attention_block": row("attention_block", "tokens", "width"),
     "mlp_block": row("mlp_block", *MLP),
     "gated_mlp_block": row("gated_mlp_block", *MLP),
-    "linear_gelu": with_quack("linear_gelu", *MLP, forward_only=(QUACK,)),
-    "mlp": with_quack("mlp", *MLP),
+    "linear_gelu": row("linear_gelu", *MLP),
+    "mlp": row("mlp", *MLP),
     "gated_mlp": row("gated_mlp", *MLP),
 }
 
@@ -159,24 +148,22 @@ def function_of(name: str, s: Shape, impl: str) -> Callable:
     return compiled(function, how, fullgraph=True) if how in ("compile", "max-autotune") else function
 
 
-def timed_function(name: str, s: Shape, impl: str, direction: str) -> tuple[Callable, dict]:
-    """The function of an implementation as it is timed, and facts about it; skips what it does not have."""
+def timed(name: str, direction: str, shape: str, impl: str) -> Operation:
+    """An implementation as it is timed; skips what is not installed."""
     if impl not in OPS[name].impls:
         raise ValueError(f"{name} has no implementation {impl!r}, only {', '.join(OPS[name].impls)}")
-    if direction != "forward" and impl in OPS[name].forward_only:
-        pytest.skip(f"{impl} has no backward of {name}")
+    s, facts = shape_of(shape), {}
     function = function_of(name, s, impl)
-    if name != "attention_block" or impl == "vitfast":
-        return function, {}
-    backend = best_backend(s, direction != "forward")
-    return forced(function, backend), dict(attention=backend)
+    if name == "attention_block" and impl != "vitfast":
+        facts["attention"] = best_backend(s, direction != "forward")
+        function = forced(function, facts["attention"])
+    return Operation(case_of(name, s), impl, function, direction, **facts)
 
 
 def _test(name: str):
     @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls))
     def test(benchmark, shape, direction, impl):
-        function, facts = timed_function(name, SHAPES[shape], impl, direction)
-        bench(benchmark, Operation(case_of(name, SHAPES[shape]), impl, function, direction), **facts)
+        bench(benchmark, timed(name, direction, shape, impl))
 
     return test
 

@@ -1,8 +1,8 @@
 """Images of many sizes (the mixes of shapes.py): attention, and training steps, packed and padded.
 
 FLOPs and bytes count what is needed, without padding, for everybody. The truth is float64 on each image alone. What
-depends on the sizes alone (offsets, a block mask) is made once, outside of what is timed, as a model makes it once for
-all its layers.
+depends on the sizes alone (offsets) is made once, outside of what is timed, as a model makes it once for all its
+layers.
 
 Attention: ops.attention with offsets is compared with peers that take packed tensors too; q, k and v are separate.
 
@@ -17,9 +17,8 @@ from collections.abc import Callable
 import machine
 import pytest
 import torch
-from harness import DTYPE, Case, Operation, bench, compiled
-from libraries import FLASH, library_function
-from peers import Model, Peer, Setting, randomised
+from harness import DTYPE, Case, Operation, bench
+from peers import FLASH, Peer, Setting, library_function, randomised
 from shapes import MIXES, PATCH, Mix, model_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +27,7 @@ import vitfast
 from vitfast import ViT, ops
 from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
+from vitfast.tools.cost.work import Kernels
 
 # ---- attention
 
@@ -54,34 +54,11 @@ def torch_varlen(mix: Mix) -> Callable:
     return lambda q, k, v: function(q, k, v, offsets, offsets, longest, longest)
 
 
-def flex(mix: Mix, how: str) -> Callable:
-    """flex_attention over all tokens as one sequence, compiled ("compile", "max-autotune").
-
-    Its mask is block-diagonal: blocks without a pair are left out.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    images = torch.arange(mix.batch, device=machine.DEVICE)
-    owner = images.repeat_interleave(torch.tensor(mix.lengths, device=machine.DEVICE))
-    same = lambda b, h, i, j: owner[i] == owner[j]  # noqa: E731
-    # compiled, so that the mask of every pair is not in memory
-    mask = create_block_mask(same, None, None, mix.rows, mix.rows, device=machine.DEVICE, _compile=True)
-    function = compiled(flex_attention, how, fullgraph=True)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]  # views (1, H, tokens, Dh)
-        return function(*heads, block_mask=mask)[0].transpose(0, 1)
-
-    return attention
-
-
 # Functions of q, k and v for a mix; those not installed skip their cases.
 IMPLEMENTATIONS: dict[str, Callable[[Mix], Callable]] = {
     "vitfast": lambda mix: functools.partial(ops.attention, offsets=offsets_of(mix), longest=mix.longest),
     **{name: functools.partial(flash, name=name) for name in FLASH},
     "torch varlen": torch_varlen,
-    "flex compile": functools.partial(flex, how="compile"),
-    "flex max-autotune": functools.partial(flex, how="max-autotune"),
 }
 
 
@@ -107,10 +84,6 @@ def test_attention_packed(benchmark, mix, direction, impl):
 
 
 # ---- training steps
-
-
-def vit(mix: Mix) -> nn.Module:
-    return ViT.from_preset(mix.model, depth=mix.depth, dynamic_img_size=True)
 
 
 def naflex(mix: Mix) -> nn.Module:
@@ -142,6 +115,7 @@ class PackedPeer(Peer):
 
     def build(self) -> None:
         mix, library = self.shape, self.setting.library
+        self.more["padded_share"] = mix.padded_tokens if library == "timm NaFlexVit" else 0.0
         self.lay_out = functools.partial(vitfast.pack, patch_size=PATCH) if library == "vitfast" else padded
         self.model, self.backend = self.plain().to(self.setting.stored), None
         if library.startswith("vitfast.accelerate"):
@@ -153,8 +127,10 @@ class PackedPeer(Peer):
 
     def plain(self) -> nn.Module:
         torch.manual_seed(0)  # the same random weights every time
+        mix, ours = self.shape, self.setting.library == "vitfast"
         with machine.DEVICE:
-            return randomised((vit if self.setting.library == "vitfast" else naflex)(self.shape)).train()
+            model = ViT.from_preset(mix.model, depth=mix.depth, dynamic_img_size=True) if ours else naflex(mix)
+            return randomised(model).train()
 
     def few(self, dtype: torch.dtype) -> list:
         images = [image.to(dtype) for image in self.compared]
@@ -163,19 +139,23 @@ class PackedPeer(Peer):
     def named(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return gradients
 
+    @property
+    def work(self) -> Kernels:
+        """Without padding and optimiser."""
+        return model_work(self.shape, self.dtype.itemsize).of("both")
+
+    def step(self) -> Callable:
+        upstream = torch.randn(self.shape.batch, 1000, dtype=self.dtype, device=machine.DEVICE)
+
+        def step(images):
+            self(images).backward(upstream)
+            self.model.zero_grad(set_to_none=True)
+
+        return step
+
 
 @pytest.mark.parametrize("how", ["eager"] if machine.SMALL else ["compile", "eager"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_train_packed(benchmark, mix, way, how):
-    mix = MIXES[mix]
-    peer = PackedPeer(Setting(way, how, "bf16" if machine.GPU else "fp32"), mix, training=True)
-    upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=machine.DEVICE)
-
-    def step(images):
-        peer(images).backward(upstream)
-        peer.model.zero_grad(set_to_none=True)
-
-    needed = model_work(mix, peer.setting.dtype.itemsize).of("both")  # without padding
-    share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
-    bench(benchmark, Model(peer, "train packed", step, needed), padded_share=share)
+    bench(benchmark, PackedPeer(Setting(way, how, "bf16" if machine.GPU else "fp32"), MIXES[mix], "train packed"))

@@ -22,18 +22,17 @@ from pathlib import Path
 import machine
 import pytest
 import torch
-from harness import description, measure
+from harness import DTYPE, description, measure
 from machine import wall, warm_up
-from peers import BACKEND, BUILDERS, Peer, Setting, learner
+from peers import BUILDERS, Peer, Setting, learner
 from PIL import Image
-from shapes import Shape, model_work, planned
+from result_files import BACKEND
+from shapes import Shape, here, model_work, shape_of
 from torch import Tensor
-
-from vitfast import ops
 
 # ---- from files
 
-MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
+MODELS = here("S/16 224 B256", "B/16 224 B256")
 FILES, SIZE = (4096, (375, 500)) if machine.GPU else (64, (120, 160))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if machine.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
@@ -92,7 +91,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     augmentation |= dict(mean=(0.5,) * 3, std=(0.5,) * 3)
     options = dict(is_training=True, num_workers=WORKERS, device=machine.DEVICE)
     loader = create_loader(dataset, size, s.batch, **augmentation, **options)
-    peer = Peer(Setting("timm", *(("compile", "amp") if machine.GPU else ("eager", "fp32"))), s, training=True)
+    peer = Peer(Setting("timm", *(("compile", "amp") if machine.GPU else ("eager", "fp32"))), s, "train")
     with machine.DEVICE:
         peer.model.reset_classifier(len(list((folder / "train").iterdir())))
     return itertools.chain.from_iterable(itertools.repeat(loader)), learner(peer, lr=1e-4)[0]
@@ -101,7 +100,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
 @pytest.mark.parametrize("impl", ["vitfast", "timm"])
 @pytest.mark.parametrize("model", MODELS)
 def test_train_from_files(benchmark, folder, model, impl):
-    s = MODELS[model]
+    s = shape_of(model)
     benchmark.group = f"train from JPEG files {model}"
     batches, step = dict(vitfast=ours, timm=timms)[impl](folder, s)
     for batch in itertools.islice(batches, WARMUP):
@@ -118,17 +117,15 @@ def test_train_from_files(benchmark, folder, model, impl):
 
     alone = statistics.median(run(itertools.repeat(batch)) for _ in range(ROUNDS))
     seconds = measure(benchmark, lambda: run(batches), rounds=ROUNDS, timer=wall)
-    dtype = torch.bfloat16 if machine.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
     rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
     info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
-    work = model_work(s, dtype.itemsize).of("both") * STEPS
-    benchmark.extra_info.update(description(impl, work, seconds, dtype, **info))
+    work = model_work(s, DTYPE.itemsize).of("both") * STEPS
+    benchmark.extra_info.update(description(impl, work, seconds, DTYPE, **info))
 
 
 # ---- losses
 
-CURVES = planned(Shape("S/16", 224, 128))
 PRECISIONS = ("fp32",) if machine.SMALL else ("amp", "bf16")
 CURVE_STEPS, WINDOW = (1000, 50) if machine.GPU else (4, 2)
 
@@ -153,27 +150,27 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     torch.manual_seed(seed)
     with machine.DEVICE:
         weights = BUILDERS["timm"](shape).state_dict()
-    peer = Peer(setting, shape, training=True)
+    peer = Peer(setting, shape, "train")
     peer.model.load_state_dict(weights)
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
     generator, found = torch.Generator(machine.DEVICE).manual_seed(seed), []
-    for _ in range(CURVE_STEPS):
-        images, labels = gratings(generator, shape.batch, shape.image)
-        found.append(step(images.to(setting.stored), labels))
-        warmup.step()
+    with peer.context():
+        for _ in range(CURVE_STEPS):
+            images, labels = gratings(generator, shape.batch, shape.image)
+            found.append(step(images.to(setting.stored), labels))
+            warmup.step()
     return torch.stack(found).double().unflatten(0, (-1, WINDOW)).mean(1).tolist()
 
 
 @pytest.mark.parametrize("library", ["vitfast", BACKEND, "timm"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", CURVES)
+@pytest.mark.parametrize("model", here("S/16 224 B128"))
 def test_loss_curve(benchmark, model, precision, seed, library):
-    shape, found = CURVES[model], []
+    shape, found = shape_of(model), []
     setting = Setting(library, "eager" if machine.SMALL else "compile", precision)
-    with ops.use_kernels("on" if machine.GPU and library.startswith("vitfast") else "auto"):
-        seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
+    seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
     kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS
     benchmark.extra_info.update(description(setting.name, kernels, seconds, setting.dtype, **facts))

@@ -7,7 +7,6 @@ each question, with the GPU, and a hash of every file that the question speaks o
 import datetime
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -60,7 +59,7 @@ def read_all(paths: Iterable[Path]) -> Iterator[dict]:
 
 
 def answers(gpu: str, folder: Path) -> dict[str, dict]:
-    """The answer of each question on this GPU, from the stage's folder and the committed ones.
+    """The answer of each question on this GPU, from the run's folder and the committed ones.
 
     It is the newest that settles the question for the current contents of its files, else the newest.
     """
@@ -90,9 +89,7 @@ def limit(question: Question, known: dict[str, dict]) -> int:
 
 def hindrance(question: Question, known: dict[str, dict], left: float) -> str:
     """Why a question cannot be asked here and now, or ""."""
-    if question.needs and not importlib.util.find_spec(question.needs):
-        return f"{question.needs} is not installed"
-    if not all((ROOT / path).is_file() for path in question.tests):
+    if question.run.kind == "tests" and not (ROOT / "tests").is_dir():
         return "an installed package has no tests"
     took = seconds(question, known)
     return f"it takes {took} s" if took > left else ""
@@ -118,11 +115,9 @@ def announcement(question: Question, known: dict[str, dict]) -> str:
 
 
 def measured(content: dict) -> str:
-    """The times of the rivals, with power and clock, or how a command ended."""
+    """The times of the rivals, or how a command ended."""
     words = [content["said"]] if "rivals" not in content else []
-    for name, rival in content.get("rivals", {}).items():
-        power = " at {watts:.0f} W and {mhz:.0f} MHz".format(**rival) if rival.get("watts") and rival.get("mhz") else ""
-        words.append(f"{name} {rival['ms']:.4g} ms{power}")
+    words += [f"{name} {rival['ms']:.4g} ms" for name, rival in content.get("rivals", {}).items()]
     words += [f"{name}: {reason[:160]}" for name, reason in content.get("missing", {}).items()]
     if content.get("compiled"):
         words.append(f"{content['compiled']} kernels of ours were compiled first")

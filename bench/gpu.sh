@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The questions and benchmarks on this machine's GPU, results in a folder (OUT: bench/results/local):
+# The questions of questions.py on this machine's GPU, results in a folder (OUT: bench/results/local):
 #
-#     bench/gpu.sh decide|all [OUT] [--rehearse] [--only NAME]...
+#     bench/gpu.sh decide [OUT] [--rehearse] [--only NAME]...
 #
-# decide    the questions of questions.py that are open on this kind of GPU, by worth per second, until the time is up:
-#           what is compared runs in turns, and each answer is kept as it comes; `--only NAME` asks that one (again)
-# all       decide until nothing is open, then every benchmark beside its peers, as long as that takes
+# Those that are open on this kind of GPU are asked by worth per second, until the time is up: what is compared runs in
+# turns, and each answer is kept as it comes. `--only NAME` asks that one (again). Every benchmark beside its peers, as
+# long as that takes, is `pytest bench/ --benchmark-only --benchmark-json=OUT/benchmarks.json`.
 #
 # --rehearse runs without a GPU: every case by its name, in plain PyTorch on the CPU at a toy's sizes, no time of any
 # meaning. Tests that need a GPU are skipped in it.
 #
-# OUT (from the repository's root on) holds NAME.log and NAME.json of each step, steps_STAGE.json, answers/ and
+# OUT (from the repository's root on) holds NAME.log and NAME.json of each step, steps_decide.json, answers/ and
 # report.md, written anew after each step. What was there before stays. To commit results, copy the JSON files and
 # answers/ to bench/results/<gpu>.
 #
-# `decide` ends within 555 seconds (another number: VITFAST_SECONDS, with limits in proportion), whatever hangs. A step, a
+# It ends within 555 seconds (another number: VITFAST_SECONDS, with limits in proportion), whatever hangs. A step, a
 # process group of its own, gets its limit or what is left. At its limit it gets SIGINT, on which pytest still prints its
 # failures, and soon SIGKILL; whatever it left behind, even in another session, is known by its environment (VITFAST_RUN)
 # and killed. What fails is recorded as failed, and the next step follows; two in a row that broke the device end the run.

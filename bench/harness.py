@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import machine
 import torch
-from machine import allocated, cold, lead_of, peak_bytes, warm_up
+from machine import cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
 
 from vitfast import ops
@@ -94,27 +94,6 @@ def worst_row(results: list[Tensor], truth: list[Tensor]) -> float:
     return max(errors(result, of)[0] for result, of in zip(results, truth, strict=True))
 
 
-class Call:
-    """One call of a function in one direction, on random inputs of its own."""
-
-    def __init__(self, case: Case, function: Callable, direction: str):
-        self.function, self.direction, self.tensors = function, direction, case.draw()
-        self.leaves = [t for t in self.tensors if t.requires_grad]
-        self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
-
-    def prepare(self):
-        """Makes what the timed part starts from: for a backward, the outputs of its forward."""
-        return self.function(*self.tensors) if self.direction == "backward" else None
-
-    def __call__(self, outputs):
-        if self.direction == "forward":
-            with torch.no_grad():
-                return self.function(*self.tensors)
-        if outputs is None:
-            outputs = self.function(*self.tensors)
-        return torch.autograd.grad(outputs, self.leaves, self.upstream)
-
-
 def measure(
     benchmark,
     run: Callable,
@@ -147,17 +126,17 @@ def description(
 class Timed:
     """An operation or a model (peers.py), which is compared with float64 before it is timed and after.
 
-    A subclass has impl, work, dtype, group and `kernels`, the mode of ours; `compare`, which gives {error, error_limit}
-    or raises WrongResult, with `when` in it; `ready`, which warms up after the first comparison; and `call`, which is
-    timed with what `prepare` returns, `calls` times in a round.
+    A subclass has impl ("vitfast..." is ours), work, dtype, group and `more`, its own facts; `compare`, which gives
+    {error, error_limit} or raises WrongResult, with `when` in it; `ready`, which warms up after the first comparison;
+    and `call`, which is timed with what `prepare` returns, `calls` times in a round.
     """
 
     peak: int | None = None
     calls, rounds = 1, machine.ROUNDS
 
     def context(self) -> contextlib.AbstractContextManager:
-        """Around everything."""
-        return ops.use_kernels(self.kernels)
+        """Around everything; with "on" a case of ours that no kernel covers fails, it does not fall back."""
+        return ops.use_kernels("on" if machine.GPU and self.impl.startswith("vitfast") else "auto")
 
     def judge(self, after: bool = False) -> None:
         """Compares and keeps the errors."""
@@ -168,9 +147,9 @@ class Timed:
         """The beginning of a case of pytest-benchmark."""
         return self.prepare()
 
-    def facts(self, seconds: float, **more) -> dict:
+    def facts(self, seconds: float) -> dict:
         """The description, at so many seconds a call."""
-        return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **more)
+        return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **self.more)
 
 
 class Operation(Timed):
@@ -183,11 +162,10 @@ class Operation(Timed):
 
     dtype = DTYPE
 
-    def __init__(self, case: Case, impl: str, function: Callable, direction: str):
+    def __init__(self, case: Case, impl: str, function: Callable, direction: str, **more):
         self.case, self.impl, self.function, self.direction = case, impl, function, direction
+        self.more = dict(op=case.op, shape=case.shape, direction=direction) | more
         self.group, self.work, self.lead = f"{case.op} {case.shape} {direction}", case.work.of(direction), None
-        # on: a case that no kernel covers fails, it does not fall back.
-        self.kernels = "on" if machine.GPU and impl == "vitfast" else "auto"
         torch.manual_seed(0)
         self.tensors, self.upstream, few = case.draw(), None, None
         batch = self.tensors[0].shape[0]
@@ -215,33 +193,44 @@ class Operation(Timed):
         return judge(self.impl, what, worst_row(compared, self.truth), self.own, DTYPE)
 
     def ready(self, seconds: float) -> None:
-        before, calls = allocated(), [Call(self.case, self.function, self.direction)]
-        whole = lambda: calls[0](calls[0].prepare())  # noqa: E731
+        before, sets = torch.cuda.memory_allocated(), [self.draw()]
+        whole = lambda: self.call(*self.started(*sets[0]))  # noqa: E731
         warm_up(whole, seconds=seconds)
         self.peak = peak_bytes(whole, before)
-        calls += [Call(self.case, self.function, self.direction) for _ in range(SETS - 1)]
-        self.next = itertools.cycle(calls).__next__
+        sets += [self.draw() for _ in range(SETS - 1)]
+        self.next = itertools.cycle(sets).__next__
 
-    def prepare(self) -> tuple[Call, object]:
-        call = self.next()
-        return call, call.prepare()
+    def draw(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Random inputs and upstream gradients of a call."""
+        tensors = self.case.draw()
+        outputs = [] if self.direction == "forward" else run(self.function, tensors)
+        return tensors, [torch.randn_like(o) for o in outputs]
 
-    def setup(self) -> tuple[Call, object]:
+    def started(self, tensors: list[Tensor], upstream: list[Tensor]) -> tuple:
+        """What `call` takes: of a backward, the outputs of its forward too, which is not timed."""
+        outputs = self.function(*tensors) if self.direction == "backward" else None
+        return tensors, [t for t in tensors if t.requires_grad], upstream, outputs
+
+    def prepare(self) -> tuple:
+        return self.started(*self.next())
+
+    def setup(self) -> tuple:
         if self.lead is None:
             self.lead = lead_of(functools.partial(self.call, *self.prepare()))
         prepared = self.prepare()
         cold(self.lead)
         return prepared
 
-    def call(self, call: Call, outputs: object) -> None:
-        call(outputs)
+    def call(self, tensors: list[Tensor], leaves: list[Tensor], upstream: list[Tensor], outputs: object) -> None:
+        if self.direction == "forward":
+            with torch.no_grad():
+                self.function(*tensors)
+        else:
+            torch.autograd.grad(self.function(*tensors) if outputs is None else outputs, leaves, upstream)
 
-    def facts(self, seconds: float, **more) -> dict:
-        return super().facts(seconds, op=self.case.op, shape=self.case.shape, direction=self.direction, **more)
 
-
-def bench(benchmark, timed: Timed, **more) -> None:
-    """Checks, times and checks again. more: for extra_info."""
+def bench(benchmark, timed: Timed) -> None:
+    """Checks, times and checks again."""
     benchmark.group = timed.group
     with timed.context():
         timed.judge()
@@ -253,4 +242,4 @@ def bench(benchmark, timed: Timed, **more) -> None:
 
         seconds = measure(benchmark, run, lambda: (timed.setup(), {}), timed.calls, timed.rounds)
         timed.judge(after=True)
-    benchmark.extra_info.update(timed.facts(seconds, **more))
+    benchmark.extra_info.update(timed.facts(seconds))

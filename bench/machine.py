@@ -38,7 +38,7 @@ ROUNDS = 20 if GPU else 5
 MODEL_ROUNDS = 10 if GPU else 3
 WARM_SECONDS = 1.0  # of a GPU before anything is timed
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4", "quack-kernels")  # these need not be installed
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these need not be installed
 ALARM_AGAIN = 5  # seconds
 
 
@@ -113,30 +113,11 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """`run` as a CUDA graph: what it launched when captured is replayed, without Python."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # a capture needs lazy initialisations done before it, on a stream of their own
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int = WARMUP) -> float:
     """Median time of one call, cold."""
     warm_up(run, warmup)
     lead = lead_of(run)
     return statistics.median(timeit.repeat(run, lambda: cold(lead), timer=clock(), repeat=rounds, number=1))
-
-
-def allocated() -> int:
-    """Bytes of device memory in use now; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if GPU else 0
 
 
 def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
@@ -205,24 +186,23 @@ def description() -> dict:
     return facts() | dict(ceilings=ceilings(), datasheet_bf16_flops=datasheet_flops(name()))
 
 
-@functools.cache
 def ceilings() -> dict[str, float]:
     """This device's best rates: "copy" in bytes/s, read and written; products by dtype in FLOP/s.
 
-    They are measured once a process, or once a stage (`once`).
+    They are measured once a process, or once a run of bench/gpu.sh (`once`).
     """
-    return once("ceilings", _measured_ceilings)
 
+    def measured() -> dict[str, float]:
+        size, n = (2**31, 8192) if GPU else (2**22, 256)
+        source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
+        target = torch.empty_like(source)
+        found = {"copy": 2.0 * size / median_seconds(lambda: target.copy_(source), warmup=10)}
+        for dtype in ("float32",) if SMALL else ("bfloat16", "float16", "float32"):
+            a, b = (torch.randn(n, n, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
+            found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
+        return found
 
-def _measured_ceilings() -> dict[str, float]:
-    size, n = (2**31, 8192) if GPU else (2**22, 256)
-    source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
-    target = torch.empty_like(source)
-    found = {"copy": 2.0 * size / median_seconds(lambda: target.copy_(source), warmup=10)}
-    for dtype in ("float32",) if SMALL else ("bfloat16", "float16", "float32"):
-        a, b = (torch.randn(n, n, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
-        found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
-    return found
+    return once("ceilings", measured)
 
 
 def write_results(path: str | os.PathLike, benchmarks: list, failed: list, skipped: list, **more) -> None:
@@ -232,18 +212,21 @@ def write_results(path: str | os.PathLike, benchmarks: list, failed: list, skipp
     write_text(path, json.dumps(content | more, indent=1, default=str) + "\n")
 
 
-def once(what: str, measure: Callable[[], object]) -> object:
-    """Returns what `measure()` does, and keeps it under the name `what`.
+_kept: dict[str, object] = {}
 
-    It is kept in the JSON file that $VITFAST_CEILINGS names, if any. A stage of bench/gpu.sh has such a file, and its
-    end removes it: the first process measures, and what later ones read is of the same stage on the same
-    machine, not of the same process. `measure` may call `once`.
+
+def once(what: str, measure: Callable[[], object]) -> object:
+    """Returns what `measure()` does, and keeps it under the name `what`: in this process, and in a file, if any.
+
+    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file, and its end removes it: the first
+    process measures, and what later ones read is of the same run on the same machine, not of the same process.
+    `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)
-    known = lambda: json.loads(path.read_text()) if path.is_file() else {}  # noqa: E731
-    if what in (before := known()):
-        return before[what]
-    found = measure()
-    if path != Path(os.devnull):
-        write_text(path, json.dumps(known() | {what: found}) + "\n")
-    return found
+    if path.is_file():
+        _kept.update(json.loads(path.read_text()))
+    if what not in _kept:
+        _kept[what] = measure()
+        if path != Path(os.devnull):
+            write_text(path, json.dumps(_kept) + "\n")
+    return _kept[what]

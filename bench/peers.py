@@ -1,4 +1,4 @@
-"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
+"""The peers: each backend of SDPA, flash-attn 3 and 4, and whole ViTs of timm, Hugging Face and torchvision.
 
 The models run in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a
 class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in
@@ -9,15 +9,18 @@ more, the peer's weights put back.
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import harness
 import machine
+import pytest
 import torch
 import torch.nn.functional as F
 from harness import Timed, checked_samples, compiled, judge
-from machine import allocated, captured, cold, median_seconds, peak_bytes, warm_up
+from machine import cold, median_seconds, peak_bytes, warm_up
+from result_files import ACCELERATED, BACKEND
 from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,7 +31,7 @@ from vitfast.model.activation_memory import choose_saved_activations
 from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
 from vitfast.tools.cost.gpus import datasheet_flops
-from vitfast.tools.cost.work import Kernels, total_flops
+from vitfast.tools.cost.work import Kernels, total_flops, update
 from vitfast.tools.verify import exact_fp32, worst
 
 STEPS = 3 if machine.GPU else 1  # calls per timed round
@@ -38,6 +41,28 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+FLASH = {  # name -> package, the module of its public functions, which have a backward; 2 is in torch
+    "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
+    "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
+}
+
+
+def library_function(package: str, module: str, name: str) -> Callable:
+    """A function of a package; skips the case where that is not installed or has none of that name.
+
+    Of several results it returns the first, because some versions of flash-attn return the logsumexp too.
+    """
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # an import that looks for a GPU or a shared library may raise anything
+        pytest.skip(f"{package} cannot be used: {error}")
+
+    @functools.wraps(function)
+    def first_result(*args, **options):
+        result = function(*args, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    return first_result
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,24 +75,21 @@ def forced(function: Callable, backend: str) -> Callable:
     return sdpa_kernel(BACKENDS[backend if machine.GPU else "math"])(function)
 
 
-@functools.cache
 def best_backend(s: Shape, training: bool) -> str:
     """The fastest backend of SDPA at this shape, by a measurement made now."""
-    if not machine.GPU:
-        return "math"
-    return machine.once(f"SDPA at {s.name}, {training=}", lambda: _fastest_backend(s, training))
 
+    def fastest() -> str:
+        size = (s.batch, s.tokens, s.heads, s.head)
+        qkv = [torch.randn(size, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training) for _ in range(3)]
+        upstream = torch.randn(size, device=machine.DEVICE).to(harness.DTYPE)
+        run = lambda: torch.autograd.grad(sdpa(*qkv), qkv, upstream) if training else sdpa(*qkv)  # noqa: E731
+        times = {}
+        for name in ("flash", "cudnn", "efficient"):
+            with contextlib.suppress(RuntimeError):  # a backend that cannot run here
+                times[name] = median_seconds(forced(run, name), rounds=10)
+        return min(times, key=times.get, default="math")
 
-def _fastest_backend(s: Shape, training: bool) -> str:
-    size = (s.batch, s.tokens, s.heads, s.head)
-    qkv = [torch.randn(size, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training) for _ in range(3)]
-    upstream = torch.randn(size, device=machine.DEVICE).to(harness.DTYPE)
-    run = lambda: torch.autograd.grad(sdpa(*qkv), qkv, upstream) if training else sdpa(*qkv)  # noqa: E731
-    times = {}
-    for name in ("flash", "cudnn", "efficient"):
-        with contextlib.suppress(RuntimeError):  # a backend that cannot run here
-            times[name] = median_seconds(forced(run, name), rounds=10)
-    return min(times, key=times.get, default="math")
+    return machine.once(f"SDPA at {s.name}, {training=}", fastest) if machine.GPU else "math"
 
 
 LEAN = "least memory"  # backward computes again what it can
@@ -123,15 +145,13 @@ def _torchvision(s: Shape) -> nn.Module:
     return VisionTransformer(s.image, s.patch, **sizes)
 
 
-ACCELERATED = "vitfast.accelerate(timm)"
-BACKEND = "vitfast backend (timm)"  # in each setting compiled by the backend: "eager" is its inner compiler then
 BUILDERS = {
     "vitfast": lambda s: ViT.from_preset(s.model, img_size=s.image),
     "timm": _timm,
     "huggingface": _hugging_face,
     "torchvision": _torchvision,
     ACCELERATED: lambda s: vitfast.accelerate(_timm(s)),
-    BACKEND: _timm,
+    BACKEND: _timm,  # in each setting compiled by the backend: "eager" is its inner compiler then
 }
 
 
@@ -162,18 +182,26 @@ def make_model(library: str, s: Shape) -> nn.Module:
         return randomised(BUILDERS[library](s))
 
 
-class Peer:
+class Peer(Timed):
     """A library's model in one setting, called on batches, and judged before and after it is timed.
 
-    As in harness.Check: the whole batch is computed, some samples are compared, the upstream gradient of the others is
-    zero, and the limit comes from the error of the plain model in the same precision. Errors are by norm: of each
+    op: "train" is a whole step (learner), "latency" one call from cold caches, "throughput" calls back to back.
+
+    As in harness.Operation: the whole batch is computed, some samples are compared, the upstream gradient of the others
+    is zero, and the limit comes from the error of the plain model in the same precision. Errors are by norm: of each
     sample's logits, and in training of the gradients of every parameter together.
     """
 
-    def __init__(self, setting: Setting, shape: Shape | Mix, training: bool):
-        self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
-        self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
-        ours = setting.library == "vitfast"
+    calls, rounds = STEPS, machine.MODEL_ROUNDS
+
+    def __init__(self, setting: Setting, shape: Shape | Mix, op: str):
+        self.setting, self.shape, self.training = setting, shape, op.startswith("train")
+        self.before = torch.cuda.memory_allocated()  # 0 without a GPU
+        self.impl, self.dtype, self.group, self.more = setting.name, setting.dtype, f"{op} {shape.name}", dict(op=op)
+        self.single = machine.GPU and op == "latency"
+        if self.single:
+            self.calls, self.rounds = 1, machine.ROUNDS
+        training, ours = self.training, setting.library == "vitfast"
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
             self.model.set_keep("least" if setting.option == LEAN else "auto")
@@ -197,16 +225,9 @@ class Peer:
 
     def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""
-        with (
-            self.setting.autocast(),
-            self.mode(),
-            sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext(),
-        ):
+        forcing = sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext()
+        with self.setting.autocast(), forcing:
             return logits_of(self.function(images))
-
-    def mode(self) -> vitfast.batch_invariant:
-        """A context; entered around many calls, it spares each of them the installation of its algorithms."""
-        return vitfast.batch_invariant(self.setting.option == INVARIANT)
 
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
@@ -231,8 +252,26 @@ class Peer:
         """The gradients by the names of the plain model."""
         return to_timm_names(gradients).state
 
-    def check(self) -> dict[str, float]:
-        """Compares logits and gradients of exactly what is about to be timed with the plain model in float64."""
+    def compare(self, when: str) -> dict[str, float]:
+        """Compares logits and gradients of exactly what is timed with the plain model in float64.
+
+        After timing they are those of the same function, images, and weights as before it.
+        """
+        if not when:
+            self._find_truth()
+        elif self.training:
+            with torch.no_grad():
+                for parameter, before in zip(self.model.parameters(), self.weights):
+                    parameter.copy_(before)
+        found = self._run(self.model, [self.images], self.upstream, self)
+        if self.setting.library == BACKEND and (done := vitfast.backend.report()).left:
+            raise AssertionError(f"{self.setting.name}: blocks of {self.shape.name} are left\n{done}")
+        found = [found[i] for i in self.chosen] + found[self.shape.batch :]
+        error = worst(found, [t.to(machine.DEVICE) for t in self.truth])
+        return judge(self.setting.name, f"{self.shape.name}{when}", error, self.own, self.setting.dtype)
+
+    def _find_truth(self) -> None:
+        """Keeps the plain model's logits and gradients in float64, its own error, and the weights."""
         self.upstream = torch.zeros(self.shape.batch, 1000, dtype=torch.float64, device=machine.DEVICE)
         self.upstream[self.chosen] = torch.randn_like(self.upstream[self.chosen])
         plain, upstream = self.plain(), self.upstream[self.chosen]
@@ -243,24 +282,6 @@ class Peer:
                 own = self._run(plain.to(self.setting.stored), self.few(self.setting.stored), upstream)
         self.own, self.truth = worst(own, truth), [t.cpu() for t in truth]
         self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
-        del plain, truth, own
-        return self._judge()
-
-    def check_again(self) -> dict[str, float]:
-        """The same after timing: the same function, images, and weights as they were at `check`."""
-        with torch.no_grad():
-            for parameter, before in zip(self.model.parameters(), self.weights):
-                parameter.copy_(before)
-        return self._judge(" after timing")
-
-    def _judge(self, when: str = "") -> dict[str, float]:
-        """Judges exactly what is timed."""
-        found = self._run(self.model, [self.images], self.upstream, self)
-        if self.setting.library == BACKEND and (done := vitfast.backend.report()).left:
-            raise AssertionError(f"{self.setting.name}: blocks of {self.shape.name} are left\n{done}")
-        found = [found[i] for i in self.chosen] + found[self.shape.batch :]
-        error = worst(found, [t.to(machine.DEVICE) for t in self.truth])
-        return judge(self.setting.name, f"{self.shape.name}{when}", error, self.own, self.setting.dtype)
 
     def _run(self, model: nn.Module, batches: list, upstream: Tensor, call: Callable | None = None) -> list[Tensor]:
         """The logits of each sample and, in training, all gradients in one vector.
@@ -280,6 +301,55 @@ class Peer:
             found.append(torch.cat([gradients[name].double().flatten() for name in sorted(gradients)]))
         return found
 
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        invariant = vitfast.batch_invariant(self.setting.option == INVARIANT)  # installed once, not for each call
+        with super().context(), invariant, torch.inference_mode(not self.training):
+            yield
+
+    @property
+    def work(self) -> Kernels:
+        """That of the forward pass or of a training step."""
+        work = model_work(self.shape, self.dtype.itemsize)
+        if not self.training:
+            return work.forward
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return work.of("both") + update(parameters, size=self.setting.stored.itemsize)
+
+    def step(self) -> Callable:
+        """The function of images that is timed."""
+        if not self.training:
+            return self
+        step, _ = learner(self, lr=1e-5)
+        labels = torch.randint(0, 1000, (self.shape.batch,), device=machine.DEVICE)
+        return lambda images: step(images, labels)
+
+    def ready(self, seconds: float) -> None:
+        self.call = functools.partial(self.step(), self.images)
+        self.call()  # compiled before anybody waits
+        warm_up(self.call, seconds=seconds)
+        self.peak = peak_bytes(self.call, self.before) if self.setting.peak_known else None
+
+    def prepare(self) -> tuple:
+        if self.single:
+            cold()
+        return ()
+
+    def facts(self, seconds: float) -> dict:
+        """The facts that tables show of a whole model.
+
+        FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The
+        shares are of the product measured in this run and of the data sheet's.
+        """
+        shape, promised = self.shape, datasheet_flops(machine.name())
+        flops = (3 if self.training else 1) * total_flops(model_work(shape, 2).forward)
+        ceiling = machine.ceilings()[str(self.dtype).removeprefix("torch.")]
+        facts = dict(direction="both" if self.training else "forward", shape=shape.name, batch=shape.batch)
+        facts |= dict(precision=self.setting.precision, attention=self.backend or "its own", model_flops=int(flops))
+        facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
+        facts |= dict(mfu_datasheet=promised and flops / seconds / promised)
+        return super().facts(seconds) | facts
+
 
 def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
     """A training step of a peer, which takes images and labels and returns the loss, and its optimiser.
@@ -298,58 +368,3 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
         return loss.detach()
 
     return step, optimizer
-
-
-class Model(Timed):
-    """A peer as it is timed. step: a function of its images, such as a training step. op: what that is.
-
-    A latency is of one call, from cold caches and, where it is not reduce-overhead, whose graphs are its own, as a CUDA
-    graph.
-    """
-
-    calls, rounds = STEPS, machine.MODEL_ROUNDS
-
-    def __init__(self, peer: Peer, op: str, step: Callable, work: Kernels):
-        self.peer, self.op, self.work, self.run = peer, op, work, functools.partial(step, peer.images)
-        self.impl, self.dtype, self.kernels = peer.setting.name, peer.setting.dtype, peer.kernels
-        self.group, self.single = f"{op} {peer.shape.name}", machine.GPU and op == "latency"
-        if self.single:
-            self.calls, self.rounds = 1, machine.ROUNDS
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        with super().context(), self.peer.mode(), torch.inference_mode(not self.peer.training):
-            yield
-
-    def compare(self, when: str) -> dict:
-        return self.peer.check_again() if when else self.peer.check()
-
-    def ready(self, seconds: float) -> None:
-        self.run()  # compiled before anybody waits
-        warm_up(self.run, seconds=seconds)
-        self.peak = peak_bytes(self.run, self.peer.before) if self.peer.setting.peak_known else None
-        if self.single and self.peer.setting.how != "reduce-overhead":
-            self.run = captured(self.run)
-
-    def prepare(self) -> tuple:
-        if self.single:
-            cold()
-        return ()
-
-    def call(self) -> None:
-        self.run()
-
-    def facts(self, seconds: float, **more) -> dict:
-        """The facts that tables show of a whole model.
-
-        FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The
-        shares are of the product measured in this run and of the data sheet's.
-        """
-        peer, shape, promised = self.peer, self.peer.shape, datasheet_flops(machine.name())
-        flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
-        ceiling = machine.ceilings()[str(self.dtype).removeprefix("torch.")]
-        facts = dict(op=self.op, direction="both" if peer.training else "forward", shape=shape.name, batch=shape.batch)
-        facts |= dict(precision=peer.setting.precision, attention=peer.backend or "its own", model_flops=int(flops))
-        facts |= dict(images_per_second=shape.batch / seconds, mfu_ceiling=flops / seconds / ceiling)
-        facts |= dict(mfu_datasheet=promised and flops / seconds / promised)
-        return super().facts(seconds, **facts, **more)

@@ -6,9 +6,9 @@ estimates where nothing else is said.
 """
 
 from asking import Command, Prediction, Question, Rivals, curves, exit_code, faster, info, pair, peaks
+from result_files import ACCELERATED, BACKEND
 
 B16, BF16, TIMM = "B/16 224 B256", "vitfast compile bf16", "timm compile bf16"
-BACKEND, ACCELERATED = "vitfast backend (timm)", "vitfast.accelerate(timm)"
 
 # ---- files
 
@@ -19,25 +19,17 @@ DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
-
-
-def family(name: str) -> tuple[str, ...]:
-    """A family of kernels alone."""
-    return f"kernels/{name}/*.py", "kernels/rows.py"
-
-
-ATTENTION, MATMUL, NORM, PATCHES = map(family, ("attention", "matmul", "layer_norm", "patch_embed"))
-
-FILES = {"attention": ATTENTION, "linear_gelu": MATMUL, "mlp_block": MATMUL, "add_layer_norm": NORM}
-FILES |= {"patch_embed uint8": PATCHES}  # of operations; of whole models it is OURS or ADAPTERS
+FAMILIES = dict(attention="attention", linear_gelu="matmul", mlp_block="matmul", add_layer_norm="layer_norm")
+FAMILIES |= {"patch_embed uint8": "patch_embed"}
+# of operations; of whole models it is OURS or ADAPTERS
+FILES = {op: (f"kernels/{folder}/*.py", "kernels/rows.py") for op, folder in FAMILIES.items()}
 
 # ---- rows of README's table
 
 STEP, INFERENCE = "B/16 224 training step, batch 256", "B/16 inference"
 OTHERS = "S/16, L/16, H/14, B/16@384 training step"
 BY_BACKEND, BY_EMBED = 'timm\'s B/16 by `torch.compile(backend="vitfast")`', "`vitfast.Embedder`"
-CURVES, ATTENTIONS = "loss curves, ours against timm", "attention N = 197, 257, 577, forward and backward"
-MEMORY = "peak memory of the B/16 training step"
+CURVES, MEMORY = "loss curves, ours against timm", "peak memory of the B/16 training step"
 
 FIGURE = ("README's figure stands", "README's figure falls to this one")
 PROFILE = ("README and the backend's page have it", "a profile says what is more than in the rival")
@@ -85,7 +77,7 @@ def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, wor
     names, figure = tuple(f"{each} reduce-overhead {precision}" for each in (ours, "timm")), f"{accelerate}{precision}"
     row = (STEP, f"{figure} by timm {precision}") if model == "B/16 224" else (OTHERS, f"{model} {figure}")
     return rivals(
-        f"graphs_{plain(model)}_{precision}",
+        f"graphs_{model.replace('/', '').replace(' ', '_').lower()}_{precision}",
         f"How much faster is a step of {model} in {precision}, both as CUDA graphs?",
         "train",
         names,
@@ -96,25 +88,6 @@ def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, wor
         worth=worth,
         rows={row: expected},
     )
-
-
-def operation(op: str, direction: str, others: str, expected: float, shape: str = B16, **more) -> Question:
-    """An operation of ours beside others, with commas between them; expected: times the fastest of them."""
-    names, where = ("vitfast", *others.split(", ")), f"{shape.rpartition(' ')[0]} {direction}"
-    asks = f"{op} at {shape}, {direction}: is ours faster than {' and '.join(names[1:])}?"
-    prediction = Prediction(f"{expected:.2f} times the fastest of them", faster("vitfast"), min(1.0, expected))
-    follows = ("the tiles stay", f"`vitfast tune --only {op.split()[0]}` searches for other tiles")
-    if more.pop("predicted", False):  # in README's table
-        more["rows"] = {(ATTENTIONS, f"{op} {where}"): expected}
-    name = f"{plain(op)}_{plain(where)}" + "_flash_attn" * ("needs" in more)
-    return rivals(
-        name, asks, f"{op} {direction}", names, prediction, follows, shape=shape, seconds=40, worth=0.2, **more
-    )
-
-
-def plain(text: str) -> str:
-    """As a name of a file."""
-    return text.replace("/", "").replace(" ", "_").lower()
 
 
 ALL_PASS = Prediction("all pass", exit_code, most=0)
@@ -132,10 +105,8 @@ def paths(folder: str, names: str) -> tuple[str, ...]:
 
 # ---- the queue
 
-LEAN, BY_LT, TIMM_GRAPHS = f"{BF16} least memory", f"{BF16} | linear_residual_fwd=cublaslt", "timm reduce-overhead bf16"
-DOOR_BF16 = f"{ACCELERATED} compile bf16"
-FLASH = dict(others="flash-attn 3, sdpa cudnn", needs="flash_attn_interface", predicted=True)
-SDPA, AUTO = "sdpa cudnn, sdpa flash", "compile, max-autotune"
+LEAN, GRAPHS, TIMM_GRAPHS = f"{BF16} least memory", "vitfast reduce-overhead bf16", "timm reduce-overhead bf16"
+BY_LT = f"{GRAPHS} | linear_residual_fwd=cublaslt"
 QUEUE = (
     backend("train", "bf16", BF16, "59 ms, 0.98 of our ViT's speed", 0.97, 12.5, bf16_by_our_own_ViT=0.98),
     backend("train", "amp", "timm compile amp", "66 ms, 1.15 times timm's speed", 1.1, 10.1, amp_by_timm_amp=1.15),
@@ -143,12 +114,12 @@ QUEUE = (
     backend("throughput", "amp", "timm compile amp", "1.2 times timm's speed", 1.1, 3.0),
     rivals(
         "one_image",
-        "One image: 0.50 ms by the rule for few rows, and less with proj and fc2 by cuBLASLt?",
+        "One image, as CUDA graphs: 0.50 ms by the rule for few rows, and less with proj and fc2 by cuBLASLt?",
         "latency",
-        (BF16, BY_LT, DOOR_BF16, TIMM, TIMM_GRAPHS),
+        (GRAPHS, BY_LT, f"{ACCELERATED} reduce-overhead bf16", TIMM_GRAPHS),
         Prediction(
-            "0.50 ms, by `accelerate` too, and 0.45 by cuBLASLt (24 kernels of 2 us less); timm 0.55, as graphs 0.60",
-            faster(BY_LT, BF16),
+            "0.50 ms, by `accelerate` too, and 0.45 by cuBLASLt (24 kernels of 2 us less); timm 0.60",
+            faster(BY_LT, GRAPHS),
             least=1.05,
         ),
         ("few rows of linear_residual_fwd go to cuBLASLt (_FEW_ROWS)", "the rule stays with cuBLAS"),
@@ -273,22 +244,6 @@ QUEUE = (
             ("throughput", BF16, 1.19, 0.4),
         )
     ),
-    operation("attention", "forward", SDPA, 1.05),
-    operation("attention", "backward", SDPA, 1.9),
-    operation("attention", "forward", SDPA, 1.47, "H/14 224 B64"),
-    operation("attention", "backward", SDPA, 1.4, "H/14 224 B64"),
-    operation("attention", "forward", SDPA, 0.95, "B/16 384 B64", predicted=True),
-    operation("attention", "backward", SDPA, 1.2, "B/16 384 B64", predicted=True),
-    operation("attention", "forward", expected=1.0, **FLASH),
-    operation("attention", "backward", expected=1.3, **FLASH),
-    operation("linear_gelu", "forward", AUTO, 1.3),
-    operation("linear_gelu", "backward", AUTO, 1.12),
-    operation("mlp_block", "forward", AUTO, 1.22),
-    operation("mlp_block", "backward", AUTO, 1.07),
-    operation("add_layer_norm", "forward", AUTO, 1.0),
-    operation("add_layer_norm", "backward", AUTO, 1.0),
-    operation("add_layer_norm", "forward", "eager", 1.0, "H/14 224 B64"),
-    operation("patch_embed uint8", "forward", "compile, compile unfold, max-autotune", 0.87),
     rivals(
         "norm_backward",
         "LayerNorm + residual backward, D 1280, four times the rows: is it its start that is missing?",
@@ -341,11 +296,11 @@ QUEUE = (
         0.1,
     ),
     Question(
-        "aoti_linear",
-        "Does AOTInductor's package of one nn.Linear, with nothing of ours, load and run?",
-        Command("tests", ("tests/model/test_export.py", "-k", "package_of_one_linear and cuda")),
-        Prediction("no: torch 2.11's loader crashes on it too", exit_code, least=1),
-        ("`vitfast export --format aoti` refuses torch 2.11 on a GPU and says why", "the ViT's package is bisected"),
+        "aoti_package",
+        "Does AOTInductor's package of a ViT load and run?",
+        Command("tests", ("tests/model/test_export.py", "-k", "aoti_package and cuda")),
+        Prediction("no: torch 2.11's loader crashes on it", exit_code, least=1),
+        ("`vitfast export --format aoti` refuses torch 2.11 on a GPU and says why", "the pages have it"),
         40,
         ("vitfast/model/export.py", "tests/model/test_export.py"),
     ),
@@ -373,7 +328,7 @@ QUEUE = (
         "Does attention's backward by warpgroups with roles end, and give float64's numbers and the same bits twice?",
         "the kernel leaves",
         45,
-        ATTENTION,
+        FILES["attention"],
         *paths("kernels/", "backward_specialized"),
     ),
     tests(

@@ -22,8 +22,9 @@ from targets import GRAPHS, VITFAST, figure_rows, target_rows
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
-    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one: its JSON files\n"
-    "belong into `bench/results/<gpu>`. `vitfast report-gpu` takes ten minutes, and leaves the same in an archive.\n"
+    "No GPU result is committed yet: there is no speed claim. `pytest bench/ --benchmark-only --benchmark-json=FILE`\n"
+    "measures one: the file belongs into `bench/results/<gpu>`. `vitfast report-gpu` takes ten minutes, and leaves an\n"
+    "archive of such files.\n"
 )
 
 
@@ -182,9 +183,8 @@ def gpus(folder: Path) -> list[Results]:
     return [r for r in found if r.measured or r.missing or r.checks or r.damaged or r.answers]
 
 
-def documents(folder: Path, readme: Path) -> dict[Path, str]:
+def documents(found: list[Results], folder: Path, readme: Path) -> dict[Path, str]:
     """The text that every generated file should hold."""
-    found = gpus(folder)
     texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}" for r in found]}
     texts[readme] = [overview(found)] if found else []
     for path, parts in texts.items():
@@ -199,9 +199,9 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     args = parser.parse_args(argv)
-    texts = documents(folder, readme)
+    found = gpus(folder)
+    texts = documents(found, folder, readme)
     if args.check:
-        found = gpus(folder)
         wrong = [
             f"{path} is stale: run python bench/report.py" for path, text in texts.items() if path.read_text() != text
         ]

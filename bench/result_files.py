@@ -1,6 +1,6 @@
 """The results of a GPU, read from the JSON files of a folder.
 
-Two kinds of files: pytest-benchmark's, as conftest.py writes them; and steps_STAGE.json of gpu.sh, {"steps": [{name,
+Two kinds of files: pytest-benchmark's, as conftest.py writes them; and steps_*.json of gpu.sh, {"steps": [{name,
 state, code, seconds}]}. answers/ holds those to the questions of questions.py (decide.py). A file that is damaged or
 half written, or lacks what a table needs, is named with the reason, and the others count.
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from asking import read_answer
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "vitfast backend (timm)", "timm", "huggingface", "torchvision")
+VITFAST, ACCELERATED, BACKEND, *PEERS = LIBRARIES
 WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # The keys that every case must have, with a time or without, and those that cases of some operations must have besides.

@@ -3,15 +3,15 @@
     python bench/rivals.py NAME --folder DIR [--ends EPOCH_SECONDS]
 
 Each rival is built, compared with float64 and warmed up. Then they take turns, A B A B, each for SECONDS without a
-pause, so that the power limit binds as in training; clock and power are read meanwhile. At last they are compared with
-float64 again. A cold start misleads: two programs of one kernel that differ by 4 % from a cold chip can be equally fast
-at its power limit. The first call of a turn does not count.
+pause, so that the power limit binds as in training. At last they are compared with float64 again. A cold start
+misleads: two programs of one kernel that differ by 4 % from a cold chip can be equally fast at its power limit. The
+first call of a turn does not count.
 
 DIR/NAME.json has what pytest-benchmark's files have (result_files.py reads both): a case for each rival under the name
 that bench_model.py or bench_ops.py gives it, and besides "rivals", by name: milliseconds a call, those of each turn,
-watts, MHz, seconds until it was ready (compiling included), errors; "missing", why a rival has no time; and "compiled",
-how many kernels of ours Triton compiled. What fails or is wrong is out, and the others go on. The file is written anew
-after every round.
+seconds until it was ready (compiling included), errors; "missing", why a rival has no time; and "compiled", how many
+kernels of ours Triton compiled. What fails or is wrong is out, and the others go on. The file is written anew after
+every round.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import gc
 import math
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,46 +27,20 @@ from pathlib import Path
 import bench_model
 import bench_ops
 import machine
-import peers
 import pytest
 import torch
 import triton
 from asking import Rivals
-from harness import Operation, Timed
 from machine import wall
 from questions import QUESTIONS
-from shapes import WHERE, Shape, planned
+from result_files import ACCELERATED
 
 from vitfast.errors import both_ends
 from vitfast.kernels import tiles
 
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
 AHEAD = 8  # calls that Python may be ahead of the device
-SAMPLED = dict(watts="power.draw", mhz="clocks.sm")
-SETTINGS = bench_model.TRAINED | bench_model.INFERRED
 compiled_here = []  # names of the kernels of ours that Triton compiled in this process
-
-
-def shape_of(name: str) -> Shape:
-    """The shape of a name such as "B/16 224 B256"; on a CPU a toy under that name."""
-    model, image, batch = name.split(" ")
-    return next(iter(planned(Shape(model, int(image), int(batch[1:]))).values()))
-
-
-def sample(found: list[dict], stop: threading.Event) -> None:
-    """Reads clock and power until it is stopped, or a reading takes too long."""
-    took = 0.0
-    while machine.GPU and took < 1 and not stop.wait(0.25):
-        begun = time.monotonic()
-        told = machine.ask_driver(*SAMPLED.values())
-        found.append({key: float(text.split()[0]) for key, text in told.items() if text[:1].isdigit()})  # not "[N/A]"
-        took = time.monotonic() - begun
-
-
-def free_memory() -> None:
-    gc.collect()
-    if machine.GPU:
-        torch.cuda.empty_cache()
 
 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
@@ -96,10 +69,12 @@ class Rival:
     """One of those that are compared, in the state in which it is timed."""
 
     def __init__(self, of: Rivals, name: str):
-        self.name, self.turns, self.samples, self.lead = name, [], [], 0.0
-        free_memory()  # of rivals that failed
+        self.name, self.turns, self.lead = name, [], 0.0
+        gc.collect()  # rivals that failed
+        torch.cuda.empty_cache()
         began = time.monotonic()
-        self.timed, self.more = built(of, name.split(" | ")[0])
+        make = bench_ops.timed if of.operation else bench_model.timed
+        self.timed = make(*(of.operation or (of.what,)), of.shape, name.split(" | ")[0])
         with self.context():
             self.timed.judge()
             self.timed.ready(0.0)
@@ -123,38 +98,28 @@ class Rival:
 
     def turn(self, seconds: float) -> None:
         """Calls without a pause for so many seconds; keeps the time of each."""
-        stamps, samples, stop, read = [], [], threading.Event(), machine.clock()
-        reader = threading.Thread(target=sample, args=(samples, stop), daemon=True)
-        reader.start()
-        try:
-            with self.context():
-                end = wall() + seconds
-                while len(stamps) < 3 or time.perf_counter() < end:
-                    prepared = self.timed.prepare()
-                    if machine.GPU and self.lead:
-                        torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
-                    start = read()
-                    self.timed.call(*prepared)
-                    stamps.append((start, read()))
-                    if machine.GPU and len(stamps) > AHEAD:
-                        stamps[-AHEAD - 1][1].event.synchronize()
-                self.turns.append([last - first for first, last in stamps[1:]])
-        finally:
-            stop.set()
-            reader.join(1)
-        self.samples += samples[len(samples) // 2 :]  # power is an average over the second before
+        stamps, read = [], machine.clock()
+        with self.context():
+            end = wall() + seconds
+            while len(stamps) < 3 or time.perf_counter() < end:
+                prepared = self.timed.prepare()
+                if machine.GPU and self.lead:
+                    torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
+                start = read()
+                self.timed.call(*prepared)
+                stamps.append((start, read()))
+                if machine.GPU and len(stamps) > AHEAD:
+                    stamps[-AHEAD - 1][1].event.synchronize()
+            self.turns.append([last - first for first, last in stamps[1:]])
 
     def compare_again(self) -> None:
         with self.context():
             self.timed.judge(after=True)
 
     def summary(self) -> dict:
-        """The numbers that the question reads: milliseconds a call and a turn, power and clock, and the errors."""
+        """The numbers that the question reads: milliseconds a call and a turn, memory and errors."""
         calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
-        for name, key in SAMPLED.items():
-            read = [sampled[key] for sampled in self.samples if key in sampled]
-            found[name] = statistics.median(read) if read else None
         found |= dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak and peak / 2**20)
         return found | self.timed.errors
 
@@ -163,28 +128,14 @@ class Rival:
         calls = sum(self.turns, [])
         median, (low, _, high) = statistics.median(calls), statistics.quantiles(calls, n=4)
         stats = dict(median=median, iqr=high - low, rounds=len(calls))
-        return dict(stats=stats, extra_info=self.timed.facts(median, **self.more))
-
-
-def built(of: Rivals, setting: str) -> tuple[Timed, dict]:
-    """The operation or model that is timed, and what the tables say of it besides."""
-    shape = shape_of(of.shape)
-    if of.operation:
-        op, direction = of.operation
-        function, more = bench_ops.timed_function(op, shape, setting, direction)
-        return Operation(bench_ops.case_of(op, shape), setting, function, direction), more
-    if of.what == "train":
-        peer = peers.Peer(SETTINGS[setting], shape, training=True)
-    else:
-        peer = bench_model.inference_peer(SETTINGS[setting], WHERE + of.shape.rpartition(" ")[0], of.what)
-    return peers.Model(peer, of.what, *bench_model.work_of(peer)), {}
+        return dict(stats=stats, extra_info=self.timed.facts(median))
 
 
 class Run:
     """All rivals of one question, and its result file."""
 
     def __init__(self, of: Rivals, path: Path):
-        self.of, self.path, self.rivals, self.failed, self.skipped = of, path, {}, {}, {}
+        self.of, self.path, self.rivals, self.missing = of, path, {}, {}  # missing: name -> (state, reason)
 
     def each(self, names: Iterable[str], do: Callable[[str], object], limit: float = 0.0) -> None:
         """Does something for each rival; one that fails is out, with the reason."""
@@ -195,7 +146,7 @@ class Run:
             except (Exception, pytest.skip.Exception) as error:
                 skipped = isinstance(error, pytest.skip.Exception)
                 reason = both_ends(str(error) if skipped else f"{type(error).__name__}: {error}")
-                (self.skipped if skipped else self.failed)[name] = reason
+                self.missing[name] = "skipped" if skipped else "failed", reason
                 self.rivals.pop(name, None)
                 print(f"{name}: {reason}", flush=True)
 
@@ -209,32 +160,27 @@ class Run:
         print(f"{name}: right (error {self.rivals[name].timed.errors['error']:.1e}), ready", flush=True)
 
     def write(self) -> None:
+        cases = dict(benchmarks=[], failed=[], skipped=[])
+        for name, (state, reason) in self.missing.items():
+            cases[state].append(self.of.case(name) | dict(reason=reason))
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
-        # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
-        right = [n for n, rival in timed.items() if "error_after" in rival.timed.errors and " | " not in n]
-        missing = [
-            [self.of.case(name) | dict(reason=why) for name, why in reasons.items()]
-            for reasons in (self.failed, self.skipped)
-        ]
-        machine.write_results(
-            self.path,
-            [self.of.case(name) | timed[name].entry() for name in right],
-            *missing,
-            rivals={name: rival.summary() for name, rival in timed.items()},
-            missing=self.failed | self.skipped,
-            compiled=len(compiled_here),
-        )
+        for name, rival in timed.items():
+            # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
+            if "error_after" in rival.timed.errors and " | " not in name:
+                cases["benchmarks"].append(self.of.case(name) | rival.entry())
+        rivals, missing = {n: r.summary() for n, r in timed.items()}, {n: why for n, (_, why) in self.missing.items()}
+        machine.write_results(self.path, **cases, rivals=rivals, missing=missing, compiled=len(compiled_here))
 
     def all(self, ends: float = math.inf) -> bool:
         """Whether every rival that could be tried has a time, and was right before and after."""
         timing = (ROUNDS + 1) * SECONDS * len(self.of.names) + 5  # seconds, the second comparison included
         # `accelerate` makes torch.compile forget what it has compiled
-        first = sorted(self.of.names, key=lambda name: not name.startswith(peers.ACCELERATED))
+        first = sorted(self.of.names, key=lambda name: not name.startswith(ACCELERATED))
         self.each(first, lambda name: self.build(name, ends - timing))
         self.rivals = {name: self.rivals[name] for name in self.of.names if name in self.rivals}
         self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS / 4), 60)  # until the chip is warm
         for rival in self.rivals.values():
-            rival.turns, rival.samples = [], []
+            rival.turns = []
         for _ in range(ROUNDS):
             self.each(self.rivals, lambda name: self.rivals[name].turn(SECONDS), 60)
             self.write()
@@ -242,7 +188,7 @@ class Run:
         self.write()
         for name, rival in self.rivals.items():
             print(f"{name}: {rival.summary()}", flush=True)
-        return not self.failed
+        return "failed" not in (state for state, _ in self.missing.values())
 
 
 def count(*, src, cache_hit: bool, **_) -> None:

@@ -1,8 +1,7 @@
-"""Runs a stage of gpu.sh, which says what it does: each step in its own time, and every result kept."""
+"""Runs the questions of gpu.sh, which says what it does: each step in its own time, and every result kept."""
 
 import argparse
 import contextlib
-import math
 import os
 import re
 import signal
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import decide
 import report
-from asking import Question, Rivals
+from asking import Question
 from result_files import load
 
 PYTHON = os.environ.get("PYTHON", sys.executable)
-SECONDS = 555  # of a stage, for which the limits of questions are; of another length they are in proportion
+SECONDS = 555  # of a run, for which the limits of questions are; of another length they are in proportion
 GRACE = 5  # seconds between SIGINT and SIGKILL
-CASE_SECONDS, BENCHMARK_SECONDS = 300, 10800  # of a case, and of a benchmark's cases, in the stage `all`
 # What breaks a process's context for good; not an error of one call, such as a lack of memory or a refused argument.
 DEVICE_ERROR = (
     "illegal (memory access|instruction|address space)|misaligned address|invalid program counter"
@@ -45,12 +43,12 @@ def refuse(why: str):
 
 
 class Session:
-    """The steps of a stage and what they left in `out`. scratch: a folder for what nobody keeps."""
+    """The steps of a run and what they left in `out`. scratch: a folder for what nobody keeps."""
 
-    def __init__(self, stage: str, out: Path, scratch: Path, seconds: float):
+    def __init__(self, out: Path, scratch: Path, seconds: int):
         self.out, self.ends, self.grace = out, time.monotonic() + seconds, GRACE if seconds > 100 else 1
-        self.scale = seconds / SECONDS if math.isfinite(seconds) else 1.0
-        self.steps, self.file, self.failed, self.device_errors = [], out / f"steps_{stage}.json", False, 0
+        self.scale = seconds / SECONDS
+        self.steps, self.file, self.failed, self.device_errors = [], out / "steps_decide.json", False, 0
         self.mark = f"VITFAST_RUN={scratch.name}"
         self.environment = os.environ | dict(
             VITFAST_RUN=scratch.name,
@@ -123,20 +121,16 @@ class Session:
             self.failed = True
             print(f"the report cannot be written: {type(error).__name__}: {error}")
 
-    def pytest(self, name: str, limit: float, case_limit: float, *arguments: str) -> list[str]:
-        """The command of benchmarks, whose JSON is NAME.json."""
-        command = [PYTHON, "-m", "pytest", *arguments, "--benchmark-only", "-q", "-ra"]
-        command += ["--benchmark-columns=median,iqr,rounds", f"--benchmark-json={self.out / name}.json"]
-        return [*command, "--case-limit", str(int(min(case_limit, limit)))]
-
     def ask(self, question: Question, limit: float, workers: int) -> dict:
         """Runs what a question asks for."""
         name, run, limit, environment = question.name, question.run, min(limit, self.left()), {}
-        if isinstance(run, Rivals):
+        if run.kind == "rivals":
             ends = str(int(time.time() + limit))
             command = [PYTHON, "bench/rivals.py", name, "--folder", str(self.out), "--ends", ends]
         elif run.kind == "bench":
-            command = self.pytest(name, limit, limit, *run.arguments)
+            command = [PYTHON, "-m", "pytest", *run.arguments, "--benchmark-only", "-q", "-ra"]
+            command += ["--benchmark-columns=median,iqr,rounds", f"--benchmark-json={self.out / name}.json"]
+            command += ["--case-limit", str(int(limit))]
         elif run.kind == "tests":
             environment = dict(VITFAST_SANITIZER_SECONDS=str(int(limit) - 5))
             options = ["-m", "gpu", "-n", str(workers), "--dist", "load", "-q", "-ra"]
@@ -148,7 +142,7 @@ class Session:
     def decide(self, machine: str, only: list[str], workers: int) -> None:
         """Asks what is open until nothing is, or no time is left."""
         gpu = decide.gpu_of(machine)
-        while not self.broken():
+        while self.device_errors < 2:
             known, tried = decide.answers(gpu, self.out), [step["name"] for step in self.steps]
             question = decide.following(known, tried, self.left() / self.scale, only)
             if question is None:
@@ -158,22 +152,7 @@ class Session:
             answer = decide.answer(self.out, step, machine)
             print(f"   -> {answer['follows']}")
             self.report()
-
-    def broken(self) -> bool:
-        """Whether two steps in a row broke the device: others would only repeat them."""
-        if self.device_errors > 1:
-            print("two steps in a row broke the device: stopping here")
-        return self.device_errors > 1
-
-    def benchmarks(self) -> None:
-        """Every benchmark in a process of its own, since an illegal access in one kernel spoils its process."""
-        self.step("collect", 600, [PYTHON, "-m", "pytest", "bench", "--collect-only", "-q", "-p", "no:warnings"])
-        found = re.findall(r"^(bench/bench_\w+\.py::test_(\w+))\[", (self.out / "collect.log").read_text(), re.M)
-        for test, name in dict.fromkeys(found):
-            if self.broken():
-                return
-            self.step(name, BENCHMARK_SECONDS, self.pytest(name, BENCHMARK_SECONDS, CASE_SECONDS, test))
-            self.report()
+        print("two steps in a row broke the device: stopping here")  # others would only repeat them
 
 
 def probe(session: Session, scratch: Path) -> tuple[str, int]:
@@ -194,9 +173,9 @@ def probe(session: Session, scratch: Path) -> tuple[str, int]:
     return facts, int(free.split()[0])
 
 
-def run(stage: str, out: Path, scratch: Path, seconds: float, rehearse: bool, only: list[str]) -> int:
-    """The exit code of a stage."""
-    session = Session(stage, out, scratch, seconds)
+def run(out: Path, scratch: Path, seconds: int, rehearse: bool, only: list[str]) -> int:
+    """The exit code."""
+    session = Session(out, scratch, seconds)
     try:
         machine, free = probe(session, scratch)
         try:
@@ -212,8 +191,6 @@ def run(stage: str, out: Path, scratch: Path, seconds: float, rehearse: bool, on
             session.step("cache", 90, [PYTHON, "-m", "vitfast", "kernels", "install", str(archive)])
         # a worker of the GPU's tests takes 5 GiB
         session.decide(machine, only, max(1, min(len(os.sched_getaffinity(0)), free // 5, 8)))
-        if stage == "all":
-            session.benchmarks()
         code = int(session.failed)
     except KeyboardInterrupt:
         session.kill_rest()
@@ -225,7 +202,7 @@ def run(stage: str, out: Path, scratch: Path, seconds: float, rehearse: bool, on
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu.sh", description="bench/gpu.sh itself says what it does.")
-    parser.add_argument("stage", choices=["decide", "all"])
+    parser.add_argument("stage", choices=["decide"])
     parser.add_argument("out", nargs="?", type=Path, default=Path("bench/results/local"), metavar="OUT")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at a toy's sizes")
     parser.add_argument("--only", action="append", default=[], choices=list(decide.QUESTIONS), metavar="NAME")
@@ -240,8 +217,7 @@ def main() -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, interrupt)
     with tempfile.TemporaryDirectory(prefix="vitfast-", ignore_cleanup_errors=True) as scratch:
-        limit = math.inf if args.stage == "all" else int(seconds)
-        return run(args.stage, args.out, Path(scratch), limit, args.rehearse, args.only)
+        return run(args.out, Path(scratch), int(seconds), args.rehearse, args.only)
 
 
 def interrupt(number, frame):

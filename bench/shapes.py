@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import machine
-import pytest
 
 from vitfast.model.presets import preset
 from vitfast.tools.cost import work
@@ -38,21 +37,25 @@ class Shape:
         return getattr(self.sizes, name)
 
 
-TOY = Shape("Nano/8", 16, 2)
+TOY = "Nano/8 16 B2"
+FOCUS = "B/16 224 B256"  # where everything runs
+MAIN = (FOCUS, "S/16 224 B512", "B/16 384 B64", "L/16 224 B128", "H/14 224 B64")
+MORE = ("B/16 224 B32", "Ti/16 224 B512", "L/16 512 B16", "H/14 518 B8")
 
 
-def planned(*shapes: Shape) -> dict[str, Shape]:
-    """By name, a GPU's shapes as they run here: these, toys with their names, or on a CPU the toy."""
-    if not machine.GPU:
-        toys = [replace(TOY, label=f"{s.model} {s.image} B{s.batch}") for s in shapes]
-        shapes = [TOY] if machine.SMALL else toys
-    return {s.name: s for s in shapes}
+def here(*names: str) -> list[str]:
+    """A GPU's shapes as they are named here; on a CPU that rehearses nothing the toy alone."""
+    return [f"{WHERE}{name}" for name in ([TOY] if machine.SMALL else names)]
 
 
-FOCUS = Shape("B/16", 224, 256)  # where everything runs
-MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
-MORE = (Shape("B/16", 224, 32), Shape("Ti/16", 224, 512), Shape("L/16", 512, 16), Shape("H/14", 518, 8))
-SHAPES = planned(*MAIN, *MORE)
+def shape_of(name: str) -> Shape:
+    """The shape of a name such as "B/16 224 B256"; on a CPU a toy under that name."""
+    name = name.removeprefix(WHERE)
+    model, image, batch = (name if machine.GPU else TOY).split(" ")
+    return Shape(model, int(image), int(batch[1:]), name if machine.REHEARSED else "")
+
+
+SHAPES = here(*MAIN, *MORE)
 
 
 def _runs_at(impl: str, name: str, direction: str) -> bool:
@@ -60,15 +63,14 @@ def _runs_at(impl: str, name: str, direction: str) -> bool:
     if machine.SMALL:
         return impl in ("vitfast", "eager", "sdpa math")
     if impl.startswith(("compile", "max-autotune")):
-        return name == FOCUS.name
-    return direction != "backward" or any(name == s.name for s in MAIN)
+        return name.removeprefix(WHERE) == FOCUS
+    return direction != "backward" or name.removeprefix(WHERE) in MAIN
 
 
-def grid(impls: tuple[str, ...]) -> list:
+def grid(impls: tuple[str, ...]) -> list[tuple[str, str, str]]:
     """(shape, direction, impl) of an operation's cases; a CPU that rehearses nothing compiles nothing."""
     every = itertools.product(SHAPES, ("forward", "backward", "both"), impls)
-    wanted = [(name, direction, impl) for name, direction, impl in every if _runs_at(impl, name, direction)]
-    return [pytest.param(*case, id="-".join(case)) for case in wanted]
+    return [(name, direction, impl) for name, direction, impl in every if _runs_at(impl, name, direction)]
 
 
 # ---- images of many sizes: drawn once, from a fixed seed, so that every run has the same
@@ -130,7 +132,7 @@ def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
         found.append((height, width))
 
 
-SMALL = Mix(f"{WHERE}NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
+TOY_MIX = Mix("NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
 MIXES_ON_GPU = (
     # NaViT (Dehghani et al., 2023): resolutions drawn anew for every image, aspects kept
     Mix("NaViT 64-256 px", "B/16", filled(64, 256, TOKENS)),
@@ -138,8 +140,9 @@ MIXES_ON_GPU = (
     Mix("DINO 2x224 + 8x96 px", "B/16", (((224, 224),) * 2 + ((96, 96),) * 8) * 64),
     Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
-REHEARSED = [replace(SMALL, label=f"{WHERE}{mix.label}") for mix in MIXES_ON_GPU]
-MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if machine.GPU else [SMALL] if machine.SMALL else REHEARSED)}
+MIXES = {f"{WHERE}{mix.label}": mix for mix in ([TOY_MIX] if machine.SMALL else MIXES_ON_GPU)}
+if not machine.GPU:
+    MIXES = {label: replace(TOY_MIX, label=label) for label in MIXES}
 
 
 # ---- their work

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from decide import predictions
-from result_files import LIBRARIES, Results, counted, library
+from questions import BY_BACKEND, BY_EMBED, CURVES, INFERENCE, MEMORY, OTHERS, STEP
+from result_files import ACCELERATED, BACKEND, PEERS, VITFAST, Results, counted, library
 
-VITFAST, ACCELERATED, BACKEND, *PEERS = LIBRARIES
 MAIN = "B/16 224"
 GRAPHS = "reduce-overhead"  # torch's CUDA graphs
 
@@ -189,69 +189,53 @@ OTHER_MODELS = [
     for model in ("S/16 224", "L/16 224", "H/14 224", "B/16 384")
     for ours, precision, of in ((VITFAST, "bf16", "bf16"), (ACCELERATED, "amp", "accelerate amp"))
 ]
-# What; and the functions of the results that yield the figures, each with its arguments.
-TARGETS = (
-    ("gpu tests, `vitfast doctor`, compute-sanitizer", [(checks,)]),
-    (
-        "B/16 224 training step, batch 256",
-        [
-            (speed, "bf16 by timm bf16", SPEED, "train", MAIN, "bf16", VITFAST, ["timm"]),
-            (speed, "accelerate amp by timm amp", SPEED, "train", MAIN, "amp", ACCELERATED, ["timm"]),
-            (peak_share, "train"),
-        ],
-    ),
-    ("S/16, L/16, H/14, B/16@384 training step", OTHER_MODELS),
-    (
-        "B/16 inference",
-        [
-            (speed, "throughput by the best peer's", SPEED, "throughput", MAIN, "bf16", VITFAST, PEERS),
-            (peak_share, "throughput"),
-            (speed, "latency of one image by the best peer's", 0.8, "latency", MAIN, "bf16", VITFAST, PEERS),
-        ],
-    ),
-    (
-        "attention N = 197, 257, 577, forward and backward",
-        [(against, ["attention"], BOTH, {MAIN: 1.3, "H/14 224": 1.3, "B/16 384": 1.1}, SDPA)],
-    ),
-    ("residual add + LayerNorm, D = 768, 1024, 1280", [(layer_norm,)]),
-    (
-        "fc1 + GELU and the MLP block, forward and backward",
-        [(against, ["linear_gelu", "mlp_block"], BOTH, {MAIN: 1.2}, ["max-autotune"], "compile")],
-    ),
-    ("patch embedding from uint8", [(against, ["patch_embed uint8"], ["forward"], {MAIN: 3.0}, UNFOLDING)]),
-    ("peak memory of the B/16 training step", [(memory,)]),
-    (
-        "`vitfast.accelerate(timm model)`",
-        [
-            (speed, "bf16 by our own ViT", 0.95, "train", MAIN, "bf16", ACCELERATED, [VITFAST]),
-        ],
-    ),
-    (
-        'timm\'s B/16 by `torch.compile(backend="vitfast")`',
-        [
-            (speed, "bf16 by our own ViT", 0.97, "train", MAIN, "bf16", BACKEND, [VITFAST]),
-            (speed, "amp by timm amp", SPEED, "train", MAIN, "amp", BACKEND, ["timm"]),
-            (speed, "throughput by our own ViT", 0.97, "throughput", MAIN, "bf16", BACKEND, [VITFAST]),
-        ],
-    ),
-    ("`vitfast.Embedder`", [(embeddings,)]),
-    ("loss curves, ours against timm", [(loss_curves, VITFAST), (loss_curves, BACKEND)]),
-)
+# What -> the functions of the results that yield the figures, each with its arguments.
+TARGETS: dict[str, list[tuple]] = {
+    "gpu tests, `vitfast doctor`, compute-sanitizer": [(checks,)],
+    STEP: [
+        (speed, "bf16 by timm bf16", SPEED, "train", MAIN, "bf16", VITFAST, ["timm"]),
+        (speed, "accelerate amp by timm amp", SPEED, "train", MAIN, "amp", ACCELERATED, ["timm"]),
+        (peak_share, "train"),
+    ],
+    OTHERS: OTHER_MODELS,
+    INFERENCE: [
+        (speed, "throughput by the best peer's", SPEED, "throughput", MAIN, "bf16", VITFAST, PEERS),
+        (peak_share, "throughput"),
+        (speed, "latency of one image by the best peer's", 0.8, "latency", MAIN, "bf16", VITFAST, PEERS),
+    ],
+    "attention N = 197, 257, 577, forward and backward": [
+        (against, ["attention"], BOTH, {MAIN: 1.3, "H/14 224": 1.3, "B/16 384": 1.1}, SDPA),
+    ],
+    "residual add + LayerNorm, D = 768, 1024, 1280": [(layer_norm,)],
+    "fc1 + GELU and the MLP block, forward and backward": [
+        (against, ["linear_gelu", "mlp_block"], BOTH, {MAIN: 1.2}, ["max-autotune"], "compile"),
+    ],
+    "patch embedding from uint8": [(against, ["patch_embed uint8"], ["forward"], {MAIN: 3.0}, UNFOLDING)],
+    MEMORY: [(memory,)],
+    "`vitfast.accelerate(timm model)`": [
+        (speed, "bf16 by our own ViT", 0.95, "train", MAIN, "bf16", ACCELERATED, [VITFAST]),
+    ],
+    BY_BACKEND: [
+        (speed, "bf16 by our own ViT", 0.97, "train", MAIN, "bf16", BACKEND, [VITFAST]),
+        (speed, "amp by timm amp", SPEED, "train", MAIN, "amp", BACKEND, ["timm"]),
+        (speed, "throughput by our own ViT", 0.97, "throughput", MAIN, "bf16", BACKEND, [VITFAST]),
+    ],
+    BY_EMBED: [(embeddings,)],
+    CURVES: [(loss_curves, VITFAST), (loss_curves, BACKEND)],
+}
 
 
-def figures(results: Results, parts: list[tuple]) -> list[Figure]:
-    """The figures of a target."""
-    return [figure for of, *rest in parts for figure in of(results, *rest)]
+def figures(results: Results) -> Iterator[tuple[str, Figure]]:
+    """Every figure, after what its target is."""
+    for what, parts in TARGETS.items():
+        for of, *rest in parts:
+            yield from ((what, figure) for figure in of(results, *rest))
 
 
 def target_rows(results: Results) -> list[list[str]]:
     """A row for each figure that has a value: target, figure, what is wanted, value, and its cases."""
-    rows = []
-    for what, parts in TARGETS:
-        for figure in figures(results, parts):
-            if figure.value is not None:
-                rows.append([what, figure.of, figure.wanted, figure.shown, figure.details])
-    return rows
+    found = ((what, figure) for what, figure in figures(results) if figure.value is not None)
+    return [[what, figure.of, figure.wanted, figure.shown, figure.details] for what, figure in found]
 
 
 def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
@@ -260,18 +244,16 @@ def figure_rows(gpus: list[Results]) -> tuple[list[list[str]], list[str]]:
     A row has the target, what the figure is of, what is wanted, what a question predicts (questions.py), and the
     values. A figure without a value has a row where it is predicted.
     """
-    rows, without, predicted = [], {}, predictions()
-    for what, parts in TARGETS:
-        found = {}
-        for i, results in enumerate(gpus):
-            for figure in figures(results, parts):
-                if figure.value is None and (what, figure.of) not in predicted:
-                    continue
-                values = found.setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
+    found, without, predicted = {what: {} for what in TARGETS}, {}, predictions()
+    for i, results in enumerate(gpus):
+        for what, figure in figures(results):
+            if figure.value is not None or (what, figure.of) in predicted:
+                values = found[what].setdefault((figure.of, figure.wanted), ["-"] * len(gpus))
                 values[i] = figure.shown
                 without |= dict.fromkeys(figure.without)
-        titles = [what, *[""] * len(found)]
-        for title, ((of, wanted), values) in zip(titles, found.items()):
+    rows = []
+    for what, by_figure in found.items():
+        for title, ((of, wanted), values) in zip([what, *[""] * len(by_figure)], by_figure.items()):
             expected = predicted.get((what, of))
             rows.append([title, of, wanted, "-" if expected is None else f"{expected:.2f}", *values])
     return rows, [*without]

@@ -15,7 +15,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(machine, "GPU", True)
     monkeypatch.setattr(machine, "SMALL", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(shapes, "SHAPES", shapes.planned(*shapes.MAIN, *shapes.MORE))
+    monkeypatch.setattr(shapes, "SHAPES", shapes.here(*shapes.MAIN, *shapes.MORE))
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import pytest
 import shapes
 import torch
 from harness import WrongResult
-from libraries import FLASH
-from peers import Peer, Setting
+from peers import FLASH, Peer, Setting
 from shapes import Mix, Shape, model_work
 
 from vitfast import ops
@@ -37,7 +36,7 @@ def error(case: harness.Case, impl: str, function: Callable, direction: str = "b
 
 @pytest.mark.parametrize("name", bench_ops.OPS)
 def test_every_operation_is_its_formula_in_the_order_that_is_timed(name):
-    """Ours and, where it differs from the formula, the CPU's peer; outputs have the batch first, as Check assumes."""
+    """Ours and, where it differs from the formula, the CPU's peer; outputs have the batch first, as is assumed."""
     case = bench_ops.case_of(name, NANO)
     peer = {"attention": "sdpa math", "patch_embed uint8": "eager unfold"}
     for impl in ("vitfast", peer.get(name, "eager")):
@@ -49,8 +48,8 @@ def test_every_operation_is_its_formula_in_the_order_that_is_timed(name):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("library", [name for name in peers.BUILDERS if name != "vitfast"])
 def test_peers_compute_the_same_function(library):
-    peer = Peer(Setting(library, "eager", "fp32"), NANO, training=True)
-    assert peer.check()["error"] < 1e-5
+    peer = Peer(Setting(library, "eager", "fp32"), NANO, "train")
+    assert peer.compare("")["error"] < 1e-5
 
 
 def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
@@ -64,25 +63,25 @@ def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
     for build in (lambda s: VisionTransformer(**TIMM, act_layer="gelu_tanh"), slightly_wrong):
         monkeypatch.setitem(peers.BUILDERS, "timm", build)
         with pytest.raises(WrongResult, match="timm eager fp32 is wrong"):
-            Peer(Setting("timm", "eager", "bf16"), NANO, training=False).check()
+            Peer(Setting("timm", "eager", "bf16"), NANO, "throughput").compare("")
     monkeypatch.setitem(peers.BUILDERS, "timm", lambda s: VisionTransformer(**TIMM))
-    peer = Peer(Setting("timm", "eager", "fp32"), NANO, training=True)
+    peer = Peer(Setting("timm", "eager", "fp32"), NANO, "train")
     peer.model.blocks[2].attn.qkv.weight.register_hook(lambda gradient: 1.01 * gradient)
     with pytest.raises(WrongResult):
-        peer.check()
+        peer.compare("")
 
 
 def test_a_peer_is_checked_again_with_the_weights_that_it_had():
     """After steps that moved them; and what has turned wrong since is found."""
-    peer = Peer(Setting("timm", "eager", "fp32"), NANO, training=True)
-    first = peer.check()
+    peer = Peer(Setting("timm", "eager", "fp32"), NANO, "train")
+    first = peer.compare("")
     with torch.no_grad():
         for parameter in peer.model.parameters():
             parameter.mul_(1.5)
-    assert peer.check_again()["error"] == pytest.approx(first["error"], rel=1e-3)
+    assert peer.compare(" after timing")["error"] == pytest.approx(first["error"], rel=1e-3)
     peer.model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
     with pytest.raises(WrongResult, match="timm eager fp32 is wrong on .* after timing"):
-        peer.check_again()
+        peer.compare(" after timing")
 
 
 def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(monkeypatch):
@@ -91,8 +90,8 @@ def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(m
     monkeypatch.setattr(activation_memory, "choose", lambda vit, rows, size: settled.append(rows) or "all")
     keeps = lambda model, how, **options: found.append({block.keep for block in model.blocks})  # noqa: E731
     monkeypatch.setattr(peers, "compiled", keeps)
-    for training in (True, False):
-        Peer(Setting("vitfast", "compile", "fp32"), NANO, training)
+    for op in ("train", "throughput"):
+        Peer(Setting("vitfast", "compile", "fp32"), NANO, op)
     assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
 
 
@@ -167,20 +166,12 @@ def test_mixes_and_their_work():
 
 
 @pytest.mark.slow
-def test_ours_and_flex_compute_packed_attention(monkeypatch):
-    from torch.nn.attention import flex_attention
-
+def test_ours_computes_packed_attention():
     case, ours = bench_packed.case_of(SMALL), bench_packed.IMPLEMENTATIONS["vitfast"](SMALL)
     assert error(case, "vitfast", ours) < 1e-6
     if launch.INTERPRETED:
         with ops.use_kernels("on"):
             assert error(case, "vitfast", ours) < 1e-5
-    cut = lambda function: lambda *x, **more: function(*(t.detach() for t in x), **more)  # noqa: E731
-    monkeypatch.setattr(bench_packed, "compiled", lambda function, how, **options: cut(function))
-    make = flex_attention.create_block_mask
-    monkeypatch.setattr(flex_attention, "create_block_mask", lambda *a, _compile, **more: make(*a, **more))
-    flex = bench_packed.flex(SMALL, "compile")  # its backward is for GPUs
-    assert error(case, "flex compile", flex, "forward") < 1e-6
 
 
 @pytest.mark.slow
@@ -198,13 +189,13 @@ def test_one_lost_token_among_many_images_gets_no_time():
 def test_every_way_makes_the_same_step_or_gets_no_time(name, monkeypatch):
     """A way that takes one image for another, or turns wrong in a gradient, is found."""
     monkeypatch.setitem(PRESETS, "Ti/16", PRESETS["Ti/16"] | dict(embed_dim=64, num_heads=2))
-    peer = bench_packed.PackedPeer(Setting(name, "eager", "fp32"), SMALL, training=True)
-    assert peer.check()["error"] < 1e-5
+    peer = bench_packed.PackedPeer(Setting(name, "eager", "fp32"), SMALL, "train")
+    assert peer.compare("")["error"] < 1e-5
     right, images = peer.images, peer.compared
     peer.images = peer.lay_out([images[3], *images[1:3], images[0]])
     with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
-        peer.check_again()
+        peer.compare(" after timing")
     peer.images = right
     peer.model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
     with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
-        peer.check_again()
+        peer.compare(" after timing")

@@ -21,7 +21,7 @@ from questions import QUESTIONS
 ROOT = Path(__file__).parents[2]
 HANG = "trap '' INT TERM; setsid sleep 300 & echo $! > $SCRIPTED/orphan; echo hangs; while :; do sleep 1; done"
 ILLEGAL = "echo 'RuntimeError: CUDA error: an illegal memory access was encountered'; exit 1"
-ORDER = sorted((q for q in QUESTIONS.values() if not q.needs), key=lambda q: -q.total_worth / q.seconds)
+ORDER = sorted(QUESTIONS.values(), key=lambda q: -q.total_worth / q.seconds)
 FIRST, SECOND, THIRD = (question.name for question in ORDER[:3])
 
 
@@ -75,8 +75,8 @@ class Stage:
         """The arguments of each step's call, in order."""
         return dict(line.split("\t") for line in (self.folder / "calls").read_text().splitlines())
 
-    def states(self, stage: str = "decide") -> dict[str, str]:
-        return {s["name"]: s["state"] for s in json.loads((self.out / f"steps_{stage}.json").read_text())["steps"]}
+    def states(self) -> dict[str, str]:
+        return {s["name"]: s["state"] for s in json.loads((self.out / "steps_decide.json").read_text())["steps"]}
 
     def answer(self, name: str) -> dict:
         return json.loads((self.out / "answers" / f"{name}.json").read_text())
@@ -89,7 +89,7 @@ def stage(tmp_path):
 
 def test_what_cannot_begin_is_refused_with_exit_code_2(stage):
     """And nothing that was there is lost."""
-    assert stage.run("decade") == 2 and "invalid choice: 'decade'" in stage.text
+    assert stage.run("all") == 2 and "invalid choice: 'all'" in stage.text
     assert stage.run("decide", "--only", "nothing") == 2 and "invalid choice: 'nothing'" in stage.text
     assert stage.run("decide", VITFAST_SECONDS="9") == 2 and "whole number of seconds" in stage.text
     why = "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'"
@@ -130,7 +130,7 @@ def test_decide_asks_what_is_open_in_order_and_keeps_each_answer(stage):
     assert stage.run("decide") == 0
     of_attention = ("kernels/attention", "kernels/*/")
     asked = {name for name, q in QUESTIONS.items() if any(file.startswith(of_attention) for file in q.files)}
-    assert set(stage.calls) == {"racecheck", *asked} - {name for name in asked if QUESTIONS[name].needs}
+    assert set(stage.calls) == {"racecheck", *asked}
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_stage_ends_in_time_whatever_hangs_and_keeps_what_it_has(stage):
 
 @pytest.mark.slow
 def test_what_not_even_sigkill_ends_is_given_up(tmp_path, monkeypatch):
-    running = session.Session("decide", tmp_path, tmp_path, 10)
+    running = session.Session(tmp_path, tmp_path, 10)
     monkeypatch.setattr(session.os, "killpg", lambda group, number: None)
     state, code, taken = running.limited(["sleep", "300"], tmp_path / "log", 0.1)  # killed by its environment at last
     assert (state, code) == ("stuck", 124) and 3 < taken < 30
@@ -178,16 +178,12 @@ def test_a_step_that_fails_loses_itself_alone_and_a_broken_device_ends_the_run(s
 
 
 @pytest.mark.slow
-def test_all_installs_kernels_asks_everything_and_runs_every_benchmark_by_itself(stage):
+def test_kernels_that_were_compiled_ahead_are_installed_first(stage):
     cache = stage.folder / "tree" / "bench" / "cache"
     cache.mkdir()
     (cache / "sm90.tar.xz").touch()
-    stage.plan(collect="exit 0")
-    assert stage.run("all") == 0
-    *asked, collect, mlp, train = stage.calls
-    assert asked == ["cache", *(question.name for question in ORDER)]
+    assert stage.run("decide", "--only", FIRST) == 0 and list(stage.calls) == ["cache", FIRST]
     assert stage.calls["cache"].endswith("kernels install bench/cache/sm90.tar.xz")
-    assert (collect, mlp, train) == ("collect", "mlp", "train") and "test_mlp --benchmark-only" in stage.calls["mlp"]
 
 
 @pytest.mark.long

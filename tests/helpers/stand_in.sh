@@ -29,7 +29,6 @@ print(json.dumps(dict(rivals=rivals, benchmarks=cases, missing={})))' "$name" > 
         cases="{\"extra_info\": {\"impl\": \"vitfast\", $more, {\"extra_info\": {\"impl\": \"timm\", $more"
         echo "{\"benchmarks\": [$cases]}" > "$json"
         ;;
-    *--collect-only*) printf 'bench/bench_%s\n' ops.py::test_mlp[1] ops.py::test_mlp[2] model.py::test_train[a] ;;
 esac
 echo "output of $name"
 # shellcheck disable=SC1090
