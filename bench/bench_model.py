@@ -63,7 +63,7 @@ def best_batch(library: str, shape: Shape) -> int:
 
 
 def timed(what: str, shape: str, setting: str) -> Peer:
-    """A model as it is timed: a step of "train", "latency" (one image) or "throughput" (its library's best batch)."""
+    """A model as it is timed: "train", "latency" (one image) or "throughput" (the best batch)."""
     s, made = shape_of(shape), SETTINGS[setting]
     if what != "train":
         s = replace(s, batch=1 if what == "latency" else best_batch(made.library, s))

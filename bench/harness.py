@@ -207,7 +207,7 @@ class Operation(Timed):
         return tensors, [torch.randn_like(o) for o in outputs]
 
     def started(self, tensors: list[Tensor], upstream: list[Tensor]) -> tuple:
-        """What `call` takes: of a backward, the outputs of its forward too, which is not timed."""
+        """The arguments of `call`: of a backward, the outputs of its forward too, which is not timed."""
         outputs = self.function(*tensors) if self.direction == "backward" else None
         return tensors, [t for t in tensors if t.requires_grad], upstream, outputs
 

@@ -216,7 +216,7 @@ _kept: dict[str, object] = {}
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """Returns what `measure()` does, and keeps it under the name `what`: in this process, and in a file, if any.
+    """Returns what `measure()` does, and keeps it as `what` in this process, and in a file, if any.
 
     $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file, and its end removes it: the first
     process measures, and what later ones read is of the same run on the same machine, not of the same process.

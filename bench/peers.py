@@ -1,4 +1,4 @@
-"""The peers: each backend of SDPA, flash-attn 3 and 4, and whole ViTs of timm, Hugging Face and torchvision.
+"""The peers: SDPA's backends, flash-attn 3 and 4, ViTs of timm, Hugging Face and torchvision.
 
 The models run in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a
 class token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in

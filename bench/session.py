@@ -1,4 +1,4 @@
-"""Runs the questions of gpu.sh, which says what it does: each step in its own time, and every result kept."""
+"""Runs the questions of gpu.sh: each step in its own time, and every result kept."""
 
 import argparse
 import contextlib

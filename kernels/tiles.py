@@ -100,7 +100,7 @@ def using(
 
 
 def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
-    """What an operation's function is given for x."""
+    """The arguments of an operation's function for x."""
     return shape, "32" if x.dtype == torch.float32 else "16", launch.generation(x.device)
 
 
@@ -170,7 +170,7 @@ def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> Kernel
 
 @functools.cache
 def _fits(row: KernelConfig, *case) -> bool:
-    """Whether a launcher takes a row of the user's table; warns once where none does. case: as of `_configs`."""
+    """Whether a launcher takes a row of the user's table in a case of `_configs`; warns once if not."""
     form, *known = ((each.provider, *dict(each.blocks)) for each in (row, *_configs(*case)))
     if form not in known:
         taken = "{} at {}, {} bits, takes no".format(*case)

@@ -179,7 +179,7 @@ def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """Grid and common arguments of a kernel that writes a (M, K) times b: (K, N) for kind "nn", (N, K) for "nt".
+    """Grid and common arguments of a kernel for a (M, K) times b: "nn" (K, N) or "nt" (N, K).
 
     a and b become descriptors for the providers DESCRIBED. LOADS: for descriptors, the kind; for pointers, "even" where
     BLOCK_K divides K, else "masked".

@@ -178,7 +178,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
 def _ways(
     parts: Parts, tokens: int, masks: list[Mask], bias: Callable[[Call, list[Mask]], Any]
 ) -> list[tuple[bool, Callable[[Call], dict]]]:
-    """(tokens_first, masks as arguments) in every way that the source's shape and these masks may be meant."""
+    """(tokens_first, masks as arguments) in every way that the source and these masks may be meant."""
     shape = shape_of(parts.region.source)
     rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
     orders = rest + [True] * (len(shape) == 3 and shape[0] == tokens)

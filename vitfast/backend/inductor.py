@@ -24,7 +24,7 @@ _models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictiona
 
 
 class Rewrite(CustomGraphPass):
-    """The pass, behind the user's own: Inductor keeps its results apart by its uuid from those without it."""
+    """The pass, behind the user's own; its uuid keeps Inductor's results apart from those without it."""
 
     def __init__(self, others: list):
         self.others = others

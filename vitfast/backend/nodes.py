@@ -1,4 +1,4 @@
-"""What a node of a captured graph calls, gives, reads and changes, and the functions of PyTorch by kind."""
+"""Reads nodes of a captured graph: their calls, values and changes; PyTorch's functions by kind."""
 
 import inspect
 import re

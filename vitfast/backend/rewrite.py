@@ -103,7 +103,7 @@ class _Rewriter:
         return entries
 
     def _guarded(self, replace, node: Node, kind: str = "") -> list[Entry]:
-        """An error leaves this part as it was, and so does what no operation computes: an entry if it has a kind."""
+        """An error leaves this part as it was; so does what no operation computes, an entry if of a kind."""
         try:
             return replace(node)
         except Unrecognised as reason:

@@ -38,7 +38,7 @@ def block_bytes(block: BlockSizes, rows: int, size: int, keep: str) -> dict[str,
 
 
 def row_working_bytes(block: BlockSizes, size: int) -> int:
-    """Bytes of a row that only the MLP's backward holds: gradients of its output and before, and its activation."""
+    """Bytes of a row that only the MLP's backward holds: gradients, and its activation."""
     return block.width * (4 if block.residual_in_fp32 else size) + (block.before + block.hidden) * size
 
 

@@ -59,7 +59,7 @@ Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, who
 
 
 class Hidden(NamedTuple):
-    """The parameters and options of all that comes before the last layer, and what kernels compute of them."""
+    """The parameters and options of all before the last layer, and what kernels compute of them."""
 
     in_weight: Tensor  # (F, D), fc1 or gate
     in_bias: Tensor | None  # (F,)

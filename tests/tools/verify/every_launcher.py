@@ -14,7 +14,7 @@ from vitfast.kernels import rows, tiles
 from vitfast.kernels.attention import launchers as attention
 from vitfast.kernels.attention.options import PLAIN, AttentionOptions
 from vitfast.kernels.layer_norm import forward as layer_norm
-from vitfast.kernels.matmul import linear, mlp, weight_grad
+from vitfast.kernels.matmul import linear, mlp
 from vitfast.kernels.tiles import KernelConfig
 from vitfast.ops import reference as ref
 from vitfast.tools.verify.attention_launchers import (
@@ -111,24 +111,14 @@ def _activations(s: Sizes) -> dict[str, Launcher]:
 
 
 def _factors(s: Sizes) -> dict[str, Launcher]:
-    """Products with a layer scale and drop path."""
-    m, d, f = s.rows, s.width, s.hidden
-
-    def weight_gradient(g, x, ls, w):
-        product = g.t() @ x
-        product = product.to(wide(product))
-        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1)
+    """A product with a layer scale and drop path."""
+    m, d = s.rows, s.width
 
     def linear_residual(x, w, b, res, ls, drop):
         x, res = (t.view(s.batch, s.tokens, d) for t in (x, res))
         return ref.linear_residual(x, w, b, res, layer_scale=ls, drop_path=drop).view(m, d)
 
     return {
-        "weight gradient, layer scale": Launcher(
-            lambda t: (t.values(m, d), t.values(m, f), t.values(d), t.weight(d, f)),
-            weight_grad.scaled_weight_grad,
-            weight_gradient,
-        ),
         "linear + residual, factors, fp32 stream": Launcher(
             lambda t: (*layer(t, m, d, d), t.values(m, d, dtype=torch.float32), t.values(d), t.factors(s.batch)),
             lambda *t: linear.linear_residual(*t, s.tokens),

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.matmul import gated, linear, mlp
+from ...kernels.matmul import gated, linear, mlp, weight_grad
 from ...kernels.rows import column_sums
 from ...ops import reference as ref
 from .draw import Draw, Sizes
@@ -52,6 +52,13 @@ def with_activation(s: Sizes, count: int, activation: str, save: str | bool) -> 
     )
 
 
+def scaled_weight_gradient(g: Tensor, x: Tensor, scale: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """dW and dscale of scale * x W^T, of which the product is not rounded."""
+    product = g.t() @ x
+    product = product.to(wide(product))
+    return (scale[:, None] * product).to(g.dtype), (product * w).sum(1)
+
+
 def products(s: Sizes) -> dict[str, Launcher]:
     """The linear layers of an encoder layer, forward and backward."""
     m, d, f = s.rows, s.width, s.hidden
@@ -70,6 +77,11 @@ def products(s: Sizes) -> dict[str, Launcher]:
             ref.linear_residual,
         )
     found["linear, qkv"] = Launcher(lambda t: layer(t, m, *weights["qkv"]), linear.linear, F.linear)
+    found["weight gradient, layer scale"] = Launcher(
+        lambda t: (t.values(m, d), t.values(m, f), t.values(d), t.weight(d, f)),
+        weight_grad.scaled_weight_grad,
+        scaled_weight_gradient,
+    )
     # These run after a product by another provider.
     found["gelu"] = Launcher(lambda t: (t.values(m, f),), lambda pre: mlp.gelu(pre, "gelu"), F.gelu)
     for name, count, launcher, activation in (
