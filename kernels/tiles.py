@@ -168,17 +168,27 @@ def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> Kernel
     return row if row and _fits(row, op, shape, bits, sm) else None
 
 
+def _wrong_number(row: KernelConfig) -> str:
+    """The first number of a configuration that no kernel runs with, as "BLOCK_M = 0", or ""."""
+    for name, number in {"maxnreg": row.maxnreg, **row.meta}.items():
+        whole = type(number) is int and number >= (0 if name in ("maxnreg", "AHEAD") else 1)
+        power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
+        if not whole or (power_of_two and number & (number - 1)):
+            return f"{name} = {number!r}"
+    return ""
+
+
 @functools.cache
 def _fits(row: KernelConfig, *case) -> bool:
     """Whether a launcher takes a row of the user's table in a case of `_configs`; warns once if not."""
     form, *known = ((each.provider, *dict(each.blocks)) for each in (row, *_configs(*case)))
-    if form not in known:
-        taken = "{} at {}, {} bits, takes no".format(*case)
-        text = f"{taken} {' '.join(form)}; run vitfast tune again, or remove the row"
+    if wrong := " ".join(form) if form not in known else _wrong_number(row):
+        text = f"{'{} at {}, {} bits,'.format(*case)} takes no {wrong}; run vitfast tune again, or remove the row"
         warnings.warn(f"the tile table {user_table_path()}: {text}", stacklevel=2)
-    return form in known
+    return not wrong
 
 
 def from_record(record: dict) -> KernelConfig:
     """The configuration in an entry of the user's table."""
-    return config(*(record[name] for name in ("num_warps", "num_stages", "provider", "maxnreg")), **record["blocks"])
+    numbers = (record[name] for name in ("num_warps", "num_stages", "provider"))
+    return config(*numbers, record.get("maxnreg", 0), **record["blocks"])

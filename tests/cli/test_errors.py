@@ -109,7 +109,11 @@ def test_debug_raises_what_is_else_one_line():
         cli.main(["pretrain", "--recipe", "nope", "--data", "digits", "--output", "r", "--debug"])
 
 
-@pytest.mark.parametrize("args", [["tune", "--seconds", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)
+@pytest.mark.parametrize(
+    "args",
+    [["tune", "--seconds", "many"], ["pretrain", "--steps", ""], ["train"], ["pretrain", "--set", "lr"], []],
+    ids=str,
+)
 def test_wrong_usage_exits_2(capsys, args):
     code, _, err = run_cli(capsys, *args)
     assert code == 2 and "usage: vitfast" in err

@@ -126,12 +126,16 @@ def test_parquet_files_hold_bytes_structs_or_paths(tmp_path):
     for i, c in enumerate(CONTENTS):
         (tmp_path / "files" / f"{i}.png").write_bytes(c)
     names = [f"files/{i}.png" for i in range(7)]
-    for column in ("path", "other"):
-        parquet(tmp_path / "c.parquet", text=["a"] * 7, **{column: names})
+    for column, given in (("path", names), ("other", names), ("image", [{"bytes": None, "path": n} for n in names])):
+        parquet(tmp_path / "c.parquet", text=["a"] * 7, **{column: given})
         chosen = column if column == "other" else None
         assert list(listed(tmp_path / "c.parquet", chosen).values()) == CONTENTS
         stamps = [(record.size, record.modified) for record in records(str(tmp_path / "c.parquet"), chosen)]
         assert stamps == [((file := (tmp_path / n).stat()).st_size, file.st_mtime_ns) for n in names]
+    mixed = [{"bytes": c if i % 2 else None, "path": n} for i, (c, n) in enumerate(zip(CONTENTS, names))]
+    parquet(tmp_path / "c.parquet", image=mixed)
+    assert list(listed(tmp_path / "c.parquet").values()) == CONTENTS
+    assert [str(r.content).endswith(n) for r, n in zip(records(str(tmp_path / "c.parquet")), names)] == [1, 0] * 3 + [1]
     for columns, column, message in (
         (dict(a=[1], b=["x"]), None, r"no column of images \(a, b\); give --column"),
         (dict(a=[b"1"], b=[b"2"]), None, r"several columns of images \(a, b\)"),

@@ -94,6 +94,7 @@ def table(tmp_path, monkeypatch):
 
 GPU_TENSOR = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
 SPLIT = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=128)
+GATED = dict(tiles.shipped("gated_linear_fwd", torch.empty(0), "768x768", ("triton",)).blocks)
 ROWS = [  # of a user's table at 768x3072, and the words for those that no launcher takes
     ("linear_fwd", config(provider="cudnn"), "takes no cudnn"),
     ("gated_bwd", config(provider="torch"), "takes no torch"),
@@ -106,6 +107,8 @@ ROWS = [  # of a user's table at 768x3072, and the words for those that no launc
         "",
     ),
     ("linear_residual_fwd", config(provider="cublas"), ""),
+    ("gated_linear_fwd", config(4, 2, **GATED | {"BLOCK_M": 100}), "takes no BLOCK_M = 100"),
+    ("dgated_matmul", config(4, 0, **GATED), "takes no num_stages = 0"),
 ]
 
 

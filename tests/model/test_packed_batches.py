@@ -153,6 +153,13 @@ def test_one_list_in_every_form():
     assert meta([torch.empty(3, 8, 12, device="meta"), torch.empty(3, 4, 4, device="meta")]).shape == (2, 5)
 
 
+def test_memory_that_a_tensor_gets_later_is_what_is_saved_and_moved():
+    made = pack(images_of(raw=True), 4)
+    made.patches.data = made.patches + 1
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), made.to("cpu")):
+        assert torch.equal(again.patches, made.patches) and again.counts == made.counts
+
+
 def test_patches_that_are_dropped():
     """Those that stay keep their places: positions are of the whole grid."""
     images = images_of(raw=True)

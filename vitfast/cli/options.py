@@ -9,7 +9,7 @@ from ..run.config import FIELDS, Config
 INTERPOLATED = "positions are interpolated if it changes"
 # Settings that have a flag of their own, whose values `Config` checks.
 RUN_OPTIONS = dict(model="NAME", data="SPEC", output="DIR", img_size="N", batch_size="N", epochs="N", steps="N")
-RUN_OPTIONS |= dict(lr="X", seed="N", save_every="N")
+RUN_OPTIONS |= dict(lr="X", seed="N", save_every="STEPS")
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda if there is a GPU"),
@@ -35,7 +35,8 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
     add("--recipe", metavar="NAME", help=f"{recipes} (default: {recipe})" if recipe else recipes)
     for name, metavar in RUN_OPTIONS.items():
         meaning = Config.__dataclass_fields__[name].metadata["meaning"]
-        add(f"--{name.replace('_', '-')}", metavar=metavar, help=meaning)
+        given = _filled if metavar in ("N", "X", "STEPS") else str
+        add(f"--{name.replace('_', '-')}", metavar=metavar, type=given, help=meaning)
     add_shared(parser, "--device")
     add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on cuda)")
     add_set(parser, "any other setting; pretrain --print-config shows all of them")
@@ -151,6 +152,13 @@ def overrides(args: argparse.Namespace) -> dict:
 def add_set(parser: argparse.ArgumentParser, text: str, name: str = "--set") -> None:
     """An option with settings of a Config."""
     parser.add_argument(name, metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help=text)
+
+
+def _filled(text: str) -> str:
+    """A number of a flag, which is empty where a variable of the shell is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return text
 
 
 def _set_pair(text: str) -> tuple[str, str]:

@@ -143,11 +143,8 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
         with pq.ParquetFile(path) as file:
             column = _column(file.schema_arrow, path, column)
             named = ["id"] if "id" in file.schema_arrow.names and column != "id" else []
-            of_paths = str(file.schema_arrow.field(column).type).startswith(("string", "large_string"))
             for number in range(file.num_row_groups):
-                group, files = _Group(path, number, column), [None] * file.metadata.row_group(number).num_rows
-                if of_paths:
-                    files = file.read_row_group(number, columns=[column]).column(0).to_pylist()
+                group, files = _Group(path, number, column), _files_of_group(file, number, column)
                 ids = file.read_row_group(number, columns=named).column(0).to_pylist() if named else [None] * len(files)
                 for place, (own, image) in enumerate(zip(ids, files)):
                     fallback = f"{name}:{next(row)}"
@@ -156,6 +153,24 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
                     yield Record(fallback if own is None else printable(str(own)), content, *known)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from None
+
+
+def _files_of_group(file, number: int, column: str) -> list[str | None]:
+    """The paths of the images of a row group that are files of their own; None for those in it.
+
+    Hugging Face's datasets write images that were given by their paths as {bytes: null, path}.
+    """
+    group = file.metadata.row_group(number)
+    leaves = {leaf.path_in_schema: leaf.statistics for leaf in map(group.column, range(group.num_columns))}
+    if column in leaves and "string" in str(file.schema_arrow.field(column).type):
+        return file.read_row_group(number, columns=[column]).column(0).to_pylist()
+    told = leaves.get(f"{column}.bytes")
+    lacking = told.null_count if told is not None and told.has_null_count else 1  # some, where nothing says
+    if f"{column}.path" not in leaves or not lacking:
+        return [None] * group.num_rows
+    read = [f"{column}.path"] if lacking == group.num_rows else [column]
+    values = file.read_row_group(number, columns=read).column(0).to_pylist()
+    return [value["path"] if value and value.get("bytes") is None else None for value in values]
 
 
 def _column(schema, path: str, column: str | None) -> str:

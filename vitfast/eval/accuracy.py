@@ -121,7 +121,7 @@ def logits_of(
 
 def check_sizes(model: nn.Module, config: Config) -> None:
     """Raises InputError where the model takes no RGB, or the config asks for sizes that it does not take."""
-    name, many = config.weights or "the model", config.sizes or config.drop_tokens
+    name, many = config.weights or config.model, config.sizes or config.drop_tokens
     if (chans := getattr(model, "in_chans", 3)) != 3:
         what = f"images of {chans} channel{'s' * (chans != 1)}"
         raise InputError(f"{name} takes {what}, and data is read as RGB: give weights of 3 channels")

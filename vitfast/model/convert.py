@@ -33,10 +33,17 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     """
     path = target(path)
     _check_target(path, form, force)
-    if lost := lacks(form, model.config):
+    lacking = lacks(form, model.config)
+    if lost := [what for what, present in lacking.items() if present]:
         said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
-        heads = {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD}
-        raise InputError(said + "; --num-classes N of vitfast convert replaces the head, 0 removes it" * heads)
+        ways = []
+        # --num-classes 0 changes nothing in a model without a last layer: its hidden layer would stay
+        if NO_HEAD not in lacking and model.num_classes > 0:
+            ways.append("--num-classes 0 leaves the head out")
+        if HEAD not in lacking:
+            ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
+        heads = f"; in vitfast convert {', '.join(ways)}" if {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD} else ""
+        raise InputError(said + heads)
     with staged(path, force) as scratch:
         write_as(model, form, scratch)
         written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)

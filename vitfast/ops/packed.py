@@ -58,11 +58,17 @@ class PackedImages:
         """The tensors in the buffer, by name, in the order in which they lie there."""
         return {name: getattr(self, name) for name in ("patches", "places", "offsets", "grids")}
 
+    @property
+    def _together(self) -> bool:
+        """Whether all tensors still lie in the buffer: none was given other memory since."""
+        where = lambda t: t.untyped_storage().data_ptr()  # noqa: E731
+        return self.buffer is not None and {*map(where, self._tensors.values())} == {where(self.buffer)}
+
     def __repr__(self) -> str:
         return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
 
     def __reduce__(self):
-        if self.buffer is not None:  # the shared memory is saved once, and the tensors share it again when loaded
+        if self._together:  # the shared memory is saved once, and the tensors share it again when loaded
             return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
         return PackedImages, (*self._tensors.values(), self.counts, self.longest)
 
@@ -76,7 +82,7 @@ class PackedImages:
             if not isinstance(value, kinds):
                 hint = "for another dtype: dataclasses.replace(images, patches=images.patches.to(dtype))"
                 raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
-        if self.buffer is not None:
+        if self._together:
             return self._in(self.buffer.to(device, non_blocking=non_blocking))
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()}
         return replace(self, **moved)
@@ -89,8 +95,11 @@ class PackedImages:
 
     def pin_memory(self) -> "PackedImages":
         """The same in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
-        packed = self if self.buffer is not None else _laid(self.shape, self.dtype, self.counts, **self._tensors)
+        packed = self if self._together else _laid(self.shape, self.dtype, self.counts, **self._tensors)
         return self._in(packed.buffer.pin_memory())
+
+    def is_pinned(self) -> bool:
+        return self._together and self.buffer.is_pinned()
 
     def _in(self, buffer: Tensor) -> "PackedImages":
         """The same images with their tensors in `buffer`, a copy of their own."""

@@ -93,7 +93,8 @@ class Recipe:
         224,
         lambda value: 0 <= value <= 16384,
         "be at most 16384, and positive, or 0 for the weights' own",
-        "the side of the images in pixels; 0: the size of the weights from which the run starts",
+        "the side of the images in pixels, to which positions are interpolated; 0: the size of the weights from which "
+        "the run starts",
     )
     epochs: float | None = rule(
         None, lambda value: 0 < value <= 1e6, "be positive, and at most a million", "passes over the training images"
@@ -233,12 +234,14 @@ class Config(Recipe):
     """A recipe, and where and how it runs: the content of `config.yaml` in the run folder."""
 
     task: str = choice(("pretrain", "finetune", "eval"), "what the run does; the command sets it")
-    data: str = plain("", "a folder with train/ and val/, digits, synthetic, torch/NAME, hfds/NAME or wds/FOLDER")
+    data: str = plain(
+        "",
+        "a folder with train/<class>/ and val/<class>/, or with train/labels.csv and val/labels.csv; or digits, "
+        "synthetic, torch/NAME, hfds/NAME, wds/FOLDER",
+    )
     data_dir: str = plain("", "the root folder of timm's data sets")
     num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, if the data does not say it")
-    exif_orientation: bool = plain(
-        True, "turn images upright as EXIF says; a run that began before this setting existed continues without turning"
-    )
+    exif_orientation: bool = plain(True, "turn images upright as EXIF says")
     max_pixels: int = count(MAX_PIXELS, 2**31, "the most pixels of an image; one with more counts as unreadable")
     shots: int | None = positive(None, "train on only this many images of each class")
     train_images: int | None = positive(None, "train on only this many images")

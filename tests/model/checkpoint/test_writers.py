@@ -176,11 +176,13 @@ HEADS_LEFT_OUT += [("torchvision", 0, {}), ("huggingface", CLASSES, DINOV3)]
 
 @pytest.mark.parametrize("form, classes, changes", HEADS_LEFT_OUT, ids=str)
 def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes, changes):
-    """What the error says works."""
+    """What the error says works, word for word; with 0 classes a hidden layer would be the head that is left."""
     save(small(**{**changes, "num_classes": classes}), tmp_path / "in")
     command = ["convert", tmp_path / "in", tmp_path / TARGETS[form], "--format", form]
-    refuses(capsys, "--num-classes N of vitfast convert replaces the head, 0 removes it", *command)
+    said = refuses(capsys, f"the format {form} has no place for", *command)
+    assert ("--num-classes 0 leaves the head out" in said) == (classes > 0)
     if changes is not DINOV3:
+        assert f"--num-classes N (any but {classes}) puts a new one in its place" in said
         works(capsys, *command, "--num-classes", 9)
         assert load_checkpoint(tmp_path / TARGETS[form])["head.weight"].shape == (9, D)
     if classes:

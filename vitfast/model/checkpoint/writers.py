@@ -184,8 +184,8 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
     _write_tensors(state, path / "model.safetensors")
 
 
-def lacks(form: str, config: dict) -> list[str]:
-    """All that a model with this configuration has, and a format has no place for."""
+def lacks(form: str, config: dict) -> dict[str, bool]:
+    """All that a format has no place for, and whether a model with this configuration has it."""
     c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # blocks as in the paper, but for norms
     (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
     table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
@@ -222,4 +222,4 @@ def lacks(form: str, config: dict) -> list[str]:
         ("other than 3 channels", c.in_chans != 3, "torchvision"),
     )
     name = hugging_face.family(config) if form == "huggingface" else form
-    return [text for text, has, without in features if has and name in without.split()]
+    return {text: bool(has) for text, has, without in features if name in without.split()}

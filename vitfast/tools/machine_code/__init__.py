@@ -1,1 +1,1 @@
-"""Compiles kernels without a GPU and reads their machine code: registers, spills, waits, hazards."""
+"""Compiles kernels without a GPU and reads their machine code: registers, spills, waits."""
