@@ -52,10 +52,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items):
-    """Cases behind the n-th of `quick(n)` are slow. Tests of a GPU are skipped without one, or run by their urgency."""
+    """Cases behind the n-th of `quick(n)` are slow; those that are slow anyway do not count.
+
+    Tests of a GPU are skipped without one, or run by their urgency.
+    """
     cases = Counter()
     for item in items:
-        if quick := item.get_closest_marker("quick"):
+        if (quick := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
             cases[item.function] += 1
             if cases[item.function] > quick.args[0]:
                 item.add_marker("slow")
