@@ -111,43 +111,6 @@ def settle(kernel) -> None:
         kernel.cache_key  # noqa: B018
 
 
-_NUMBERS = frozenset({int, bool, float, str, type(None)})
-
-
-def signature(kernel, arguments: dict) -> tuple[tuple, torch.device]:
-    """All that Triton compiles a kernel for, by its arguments; and the device of its tensors."""
-    found = [kernel, *arguments]
-    device = _describe(arguments.values(), found)
-    return tuple(found), device
-
-
-def _describe(values: Iterable[object], found: list) -> torch.device | None:
-    """Adds to `found` what Triton sees of these values; returns the device of one of the tensors.
-
-    It is the dtype of a tensor and whether it begins at a multiple of 16 bytes; of a descriptor its dtype and block;
-    and every other value, of which Triton itself tells fewer apart. Functions for the kernel to call are settled.
-    """
-    device = None
-    for value in values:
-        kind = type(value)
-        if kind in _NUMBERS:
-            found += kind, value
-        elif isinstance(value, Tensor):
-            device = value.device
-            found += value.dtype, value.data_ptr() % 16 == 0
-        elif isinstance(value, tuple):
-            found += kind, len(value)
-            device = _describe(value, found) or device
-        elif kind.__name__ == "TensorDescriptor":
-            device = value.base.device
-            found += value.base.dtype, value.padding, *value.block_shape
-        else:
-            if hasattr(kind, "cache_key"):
-                settle(value)
-            found += kind, value
-    return device
-
-
 def missing_for_launchers() -> str | None:
     """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
     import triton
@@ -167,10 +130,6 @@ def missing_for_launchers() -> str | None:
     return f"there is no Python.h in {folder}; install Python's headers (on Debian: apt install {package})"
 
 
-# (GPU, signature) -> the kernel, compiled; emptied when it has MOST_COMPILED, as the sizes of packed samples change at
-# every step.
-_compiled: dict[tuple, object] = {}
-MOST_COMPILED = 4096
 _archives_lock = threading.Lock()
 # The GPUs, and the folder of Triton's cache, for which the archives that VITFAST_KERNELS_CACHE names were looked at.
 _archives_seen: set[tuple[int, str]] = set()
@@ -193,63 +152,91 @@ def _add_archives(device: int) -> None:
             importlib.import_module(".archives", __package__).install_named(Path(named), device)
 
 
-def _watched(kernel) -> bool:
-    """Whether somebody hooks launches, or has kernels compiled in another way for now.
+def watched() -> bool:
+    """Whether somebody records or hooks launches, or has kernels compiled in another way for now.
 
     Proton does both, and knobs.runtime.debug the latter.
     """
     from triton import knobs
 
     at = knobs.runtime
-    hooks = at.launch_enter_hook, at.launch_exit_hook, at.add_stages_inspection_hook, kernel.pre_run_hooks
-    changed = at.debug or knobs.compilation.instrumentation_mode
+    hooks = at.launch_enter_hook, at.launch_exit_hook, at.add_stages_inspection_hook
+    changed = _recorder is not None or at.debug or knobs.compilation.instrumentation_mode
     return bool(changed) or any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _run(kernel, grid: tuple[int, ...], arguments: dict, key: tuple) -> None:
-    """`kernel[grid](**arguments)` on the current device, the first of `key`.
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one, on which Triton launches, where it is not."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
-    Triton asks for every argument's type, for its options and for the kernel's globals at each launch. A kernel that
-    has run with the same `key` before is launched without that, unless it is `_watched`.
-    """
+
+def stream(device: torch.device):
+    """The current stream, as Triton takes it; None in its interpreter."""
+    if INTERPRETED:
+        return None
     from triton.runtime import driver
 
-    watched = _watched(kernel)
-    compiled = None if watched else _compiled.get(key)
-    if compiled is None:
-        _add_archives(key[0])
-        compiled = kernel[grid](**arguments)
-        if len(_compiled) >= MOST_COMPILED:
-            _compiled.clear()
-        if not watched and arguments.keys() >= set(kernel.arg_names):
-            _compiled[key] = compiled
-        return
-    where = *(*grid, 1, 1)[:3], driver.active.get_current_stream(key[0])
-    known = compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(*where, *known, *[arguments[name] for name in kernel.arg_names])
+    return driver.active.get_current_stream(device.index)
+
+
+_taping = threading.local()
+
+
+@contextlib.contextmanager
+def taped(tape) -> Iterator[None]:
+    """Tells `tape` of every launch that this thread makes inside; None stands for nobody."""
+    outer, _taping.tape = getattr(_taping, "tape", None), tape
+    try:
+        yield
+    finally:
+        _taping.tape = outer
+
+
+def count(launches: int) -> None:
+    """Adds to `launches_made`."""
+    global _made
+    _made += launches
+
+
+def _tensor_of(values: Iterable[object]) -> Tensor:
+    """One of the tensors in a launch's arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if type(value).__name__ == "TensorDescriptor":
+            return value.base
+        if type(value) is tuple and (found := _tensor_of(value)) is not None:
+            return found
+    return None
 
 
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
-    global _made
     if _recorder is not None:
         _recorder.append(Launch(kernel, grid, arguments))
         return
     if 0 in grid:
         return
-    _made += 1
+    count(1)
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
-    if INTERPRETED:
-        return kernel[grid](**arguments)
-    settle(kernel)  # first, because the hash of the key asks for the kernel's
-    key, device = signature(kernel, arguments)
-    key = device.index, key
+    compiled = kernel[grid](**arguments) if INTERPRETED else _compiled(kernel, grid, arguments)
+    tape = getattr(_taping, "tape", None)
+    if tape is not None:
+        tape.launched(Launch(kernel, grid, arguments), compiled)
+
+
+def _compiled(kernel, grid: tuple[int, ...], arguments: dict):
+    """Launches a kernel; returns what Triton compiled."""
+    for function in (kernel, *arguments.values()):
+        if hasattr(type(function), "cache_key"):
+            settle(function)
+    device = _tensor_of(arguments.values()).device
+    _add_archives(device.index)
     try:
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                _run(kernel, grid, arguments, key)
-        else:
-            _run(kernel, grid, arguments, key)
+        with on(device):
+            return kernel[grid](**arguments)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
         missing = missing_for_launchers() if building else None

@@ -99,6 +99,11 @@ def using(
         _overrides, launch.assumed_generation = outer
 
 
+def changed() -> bool:
+    """Whether `using` changes lookups, or watches them."""
+    return bool(_watching)
+
+
 def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
     """The arguments of an operation's function for x."""
     return shape, "32" if x.dtype == torch.float32 else "16", launch.generation(x.device)

@@ -268,7 +268,7 @@ def attention(
     scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
-        o = _attention(_Arguments(*tensors, options, scale))[0]
+        o = _attention(_Arguments(*tensors, options, scale))
         return o if offsets is None else o.flatten(0, 1)
     q, k, v = qkv.unbind(-3) if k is None else (qkv, k, v)
     return ref.attention(q, k, v, scale=scale, longest=longest, **options.keywords)

@@ -177,6 +177,6 @@ def attention_block(
     t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32))
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
-        return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))[0]
+        return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))
     given = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
     return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **given, **options.keywords)

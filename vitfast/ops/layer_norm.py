@@ -12,7 +12,7 @@ from torch import Tensor
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
-from .operation import Constant, as_matrix, custom_op, only_once, register, resized, sample_rows
+from .operation import Constant, as_matrix, custom_op, meta_like, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
@@ -63,8 +63,6 @@ _layer_norm, _rms_norm = (
     for name in ("layer_norm", "rms_norm")
 )
 
-# add_layer_norm is registered by hand: two outputs have gradients, and x has the residual's where nothing scales x.
-
 
 class _AddArguments(NamedTuple):
     """The arguments of add_layer_norm."""
@@ -77,96 +75,70 @@ class _AddArguments(NamedTuple):
     drop_path: Constant | None  # (B,)
     eps: float
 
+    @property
+    def scaled(self) -> bool:
+        """Whether the gradients of x and of the residual differ."""
+        return self.layer_scale is not None or self.drop_path is not None
 
-class _AddDerivative(NamedTuple):
-    """The arguments of add_layer_norm's derivative."""
 
-    dy: Tensor
-    dz: Tensor | None
+class _AddSaved(NamedTuple):
+    """Kept for backward: a result, and the statistics (M,) in fp32."""
+
     z: Tensor
-    mean: Tensor  # (M,) in fp32; so is rstd
+    mean: Tensor
     rstd: Tensor
-    x: Tensor | None  # for the layer scale's gradient
-    weight: Tensor | None
-    bias: Tensor | None
-    layer_scale: Tensor | None
-    drop_path: Tensor | None
-    wants: list[bool]  # of x, residual, weight, bias and layer_scale
 
 
-def _add_forward(*arguments) -> tuple[Tensor, ...]:
-    """(y, z, mean, rstd): y and z are shaped like x, mean and rstd (M,) in fp32."""
-    t = _AddArguments(*arguments)
+def _add_forward(t: _AddArguments) -> tuple[Tensor, Tensor, _AddSaved]:
     factors = t.eps, t.layer_scale, t.drop_path, sample_rows(t.x)
     y, z, *statistics = kernels.add_layer_norm_fwd(as_matrix(t.x), as_matrix(t.residual), t.weight, t.bias, *factors)
-    return resized(y, *t.x.shape), resized(z, *t.x.shape), *statistics
+    y, z = resized(y, *t.x.shape), resized(z, *t.x.shape)
+    return y, z, _AddSaved(z, *statistics)
 
 
-def _add_fake(x, *_):
-    return x.new_empty(x.shape), x.new_empty(x.shape), *fake_statistics(x)
+def _add_fake(t: _AddArguments) -> tuple[Tensor, Tensor, _AddSaved]:
+    y, z = (t.x.new_empty(t.x.shape) for _ in range(2))
+    return y, z, _AddSaved(z, *fake_statistics(t.x))
 
 
-def _add_wanted(t: _AddDerivative, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Gradients of x, residual, weight, bias and layer_scale; empty where not wanted."""
-    return tuple(gradient if want else t.z.new_empty(0) for gradient, want in zip(grads, t.wants))
+def _add_reads(t: _AddArguments, needs: _AddArguments) -> _AddArguments:
+    return t._replace(x=t.x if needs.layer_scale else meta_like(t.x), residual=meta_like(t.residual))
 
 
-def _add_backward(*arguments) -> tuple[Tensor, ...]:
-    t = _AddDerivative(*arguments)
-    want_dx, want_dres, want_dweight, want_dbias, want_dlayer_scale = t.wants
+def _add_backward(
+    dy: Tensor | None, dz: Tensor | None, t: _AddArguments, saved: _AddSaved, needs: _AddArguments
+) -> dict[str, Tensor | None]:
     grads = layer_norm_bwd(
-        as_matrix(t.dy),
-        as_matrix(t.z),
+        as_matrix(torch.zeros_like(dz) if dy is None else dy),
+        as_matrix(saved.z),
         t.weight,
-        t.bias if want_dbias else None,
-        t.mean,
-        t.rstd,
-        dz=as_matrix(t.dz),
-        branch=as_matrix(t.x),
+        t.bias if needs.bias else None,
+        saved.mean,
+        saved.rstd,
+        dz=as_matrix(dz),
+        branch=as_matrix(t.x) if needs.layer_scale else None,
         layer_scale=t.layer_scale,
         drop_path=t.drop_path,
-        rows_per_sample=sample_rows(t.z),
-        want_dx=want_dx or want_dres,
-        want_dparams=want_dweight or want_dbias,
-        want_layer_scale=want_dlayer_scale,
+        rows_per_sample=sample_rows(saved.z),
+        want_dx=needs.x or needs.residual,
+        want_dparams=needs.weight or needs.bias,
+        want_layer_scale=needs.layer_scale,
     )
-    dx, dres = (None if g is None else g.view(t.z.shape) for g in (grads.dx, grads.dres))
-    return _add_wanted(t, (dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale))
+    dx, dres = (None if g is None else g.view(saved.z.shape) for g in (grads.dx, grads.dres))
+    return dict(x=dx, residual=dres, weight=grads.dweight, bias=grads.dbias, layer_scale=grads.dlayer_scale)
 
 
-def _add_fake_backward(*arguments) -> tuple[Tensor, ...]:
-    t = _AddDerivative(*arguments)
-    like = t.z, t.z, t.weight, t.bias, t.layer_scale
-    return _add_wanted(t, tuple(None if x is None else x.new_empty(x.shape) for x in like))
-
-
-def _add_setup(ctx, inputs, output) -> None:
-    t, (_, z, mean, rstd) = _AddArguments(*inputs), output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    branch = t.x if t.layer_scale is not None and t.layer_scale.requires_grad else None
-    ctx.save_for_backward(z, mean, rstd, branch, t.weight, t.bias, t.layer_scale, t.drop_path)
-
-
-def _add_differentiate(ctx, dy, dz, *_):
-    asked, found = _AddArguments(*ctx.needs_input_grad), _AddArguments(*[None] * len(ctx.needs_input_grad))
-    if dy is None and dz is None:
-        return tuple(found)
-    *_, scale, drop_path = ctx.saved_tensors
-    scaled = scale is not None or drop_path is not None
-    want_dres = asked.residual or (asked.x and not scaled)
-    wants = [asked.x and scaled, want_dres, asked.weight, asked.bias, asked.layer_scale]
-    dy = torch.zeros_like(dz) if dy is None else dy
-    grads = _add_layer_norm_backward(dy, dz, *ctx.saved_tensors, wants)
-    dx, dres, dweight, dbias, dlayer_scale = (g if want else None for g, want in zip(grads, wants))
-    found = found._replace(x=dx if scaled else dres, residual=dres if asked.residual else None)
-    return tuple(found._replace(weight=dweight, bias=dbias, layer_scale=dlayer_scale))
-
-
-_add_layer_norm = register("add_layer_norm", _AddArguments, 4, _add_forward, _add_fake)
-_add_layer_norm_backward = register("add_layer_norm_backward", _AddDerivative, 5, _add_backward, _add_fake_backward)
-_add_layer_norm.register_autograd(_add_differentiate, setup_context=_add_setup)
-only_once(_add_layer_norm_backward, "add_layer_norm")
+_add_layer_norm = custom_op(
+    "add_layer_norm",
+    _AddArguments,
+    _AddSaved,
+    forward=_add_forward,
+    fake=_add_fake,
+    backward=_add_backward,
+    reads=_add_reads,
+    ties=lambda t: {} if t.scaled else dict(x="residual"),
+    results=("y", "z"),
+)
 
 
 def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | None:
@@ -190,7 +162,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check.norm("layer_norm", x, width, weight=weight, bias=bias)
     eps = check.eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
-        return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))[0]
+        return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))
     return ref.layer_norm(x, weight, bias, eps)
 
 
@@ -217,7 +189,7 @@ def add_layer_norm(
     eps = check.eps("add_layer_norm", eps)
     check.factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
-        return _add_layer_norm(x, residual, weight, bias, layer_scale, drop_path, eps)[:2]
+        return _add_layer_norm(_AddArguments(x, residual, weight, bias, layer_scale, drop_path, eps))
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
 
@@ -233,5 +205,5 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     check.norm("rms_norm", x, width, weight=weight)
     eps = check.eps("rms_norm", eps)
     if kernels_wanted("rms_norm", x, unsupported_reason(width)):
-        return _rms_norm(_Arguments(x, weight, None, eps, rms=True))[0]
+        return _rms_norm(_Arguments(x, weight, None, eps, rms=True))
     return ref.rms_norm(x, weight, eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
-from .operation import Constant, NothingSaved, PassedOn, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .operation import Constant, NothingSaved, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
@@ -90,7 +90,7 @@ class _Arguments(NamedTuple):
     x: Tensor  # (B, ..., K)
     out_weight: Tensor  # (D, K)
     out_bias: Tensor | None  # (D,)
-    residual: PassedOn  # (B, ..., D)
+    residual: Tensor  # (B, ..., D)
     layer_scale: Tensor | None  # (D,)
     drop_path: Constant | None  # (B,)
 
@@ -114,7 +114,13 @@ def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Te
 
 
 _linear_residual = custom_op(
-    "linear_residual", _Arguments, NothingSaved, forward=_forward, fake=_fake, backward=_backward
+    "linear_residual",
+    _Arguments,
+    NothingSaved,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    ties=lambda t: dict(residual="out"),
 )
 
 

@@ -223,7 +223,7 @@ _operations = {
 
 
 def _by_kernels(op: str, t: _Mlp) -> Tensor:
-    return _operations[op](t._replace(save=needs_grad(*tensors_of(t))))[0]
+    return _operations[op](t._replace(save=needs_grad(*tensors_of(t))))
 
 
 def check_inner(op: str, t: Hidden) -> Hidden:

@@ -152,7 +152,7 @@ def mlp_block(
     if kernels_wanted("mlp_block", fc1_weight, width_unsupported(width, drop_path)):
         keep = block.choose_keep(t, fc1_weight, fc2_weight, layer_scale)
         slope = keep == "all" and _kept(x.device, fc1_weight.dtype, width, hidden) == "slope"
-        return _mlp_block(t._replace(keep="slope" if slope else keep))[0]
+        return _mlp_block(t._replace(keep="slope" if slope else keep))
     return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
 
 
@@ -196,6 +196,6 @@ def gated_mlp_block(
     t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32), hidden=check_inner(op, inner))
     if kernels_wanted(op, up_weight, width_unsupported(width, drop_path) or inner.unsupported):
         keep = block.choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
-        return _gated_mlp_block(t._replace(keep=keep))[0]
+        return _gated_mlp_block(t._replace(keep=keep))
     layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
     return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **t.options)

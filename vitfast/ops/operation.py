@@ -4,18 +4,18 @@ An operation lists its arguments once, in a NamedTuple, and what else its backwa
 needed gradients, fake gradients and unpacking are made from the annotations of both.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-# Annotations of tensors for which backward computes no gradient: a Constant never has one, and the gradient of a
-# PassedOn is the output's own.
-Constant = Annotated[Tensor, "constant"]
-PassedOn = Annotated[Tensor, "passed on"]
-_TENSORS = (Tensor, Constant, PassedOn)
+from ..kernels.plans import planned
+
+Constant = Annotated[Tensor, "constant"]  # a tensor that never has a gradient
+_TENSORS = (Tensor, Constant)
 _SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
 _ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
 
@@ -77,38 +77,63 @@ def tensors_of(t: tuple) -> list[Tensor]:
     return [value for value in flat(t) if isinstance(value, Tensor)]
 
 
-def register(name: str, arguments: type | list[str], outputs: int, run: Callable, fake: Callable):
-    """Makes the custom operation vitfast::name, which returns `outputs` tensors.
+_LIBRARY = torch.library.Library("vitfast", "FRAGMENT")
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
-    arguments: a NamedTuple type whose fields are its arguments, or a list of schemas. run, fake: its implementations.
+
+class Registered:
+    """vitfast::name, an operation of PyTorch's dispatcher, which returns some new tensors.
+
+    run: what it does on a CPU and on a GPU. fake: the same for tensors without values. autograd: its derivative and
+    what keeps tensors for that, as torch.library.register_autograd takes them.
     """
-    schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
-    results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
-    schema = f"({', '.join(schemas)}) -> {results}"
-    made = torch.library.custom_op(f"vitfast::{name}", run, mutates_args=(), schema=schema)
-    made.register_fake(fake)
-    return made
+
+    all: ClassVar[dict[str, "Registered"]] = {}
+
+    def __init__(self, name: str, schemas: list[str], outputs: int, run: Callable, fake: Callable, *autograd: Callable):
+        self.run, self.fake, results = run, fake, ", ".join(["Tensor"] * outputs)
+        results = results if outputs == 1 else f"({results})"
+        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> {results}", tags=torch.Tag.pt2_compliant_tag)
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, planned(run), key)
+        torch.library.register_fake(f"vitfast::{name}", lambda *values: self.fake(*values), lib=_LIBRARY)
+        differentiate, *setup = autograd
+        options = dict(setup_context=setup[0] if setup else None, lib=_LIBRARY)
+        torch.library.register_autograd(f"vitfast::{name}", differentiate, **options)
+        self.call = getattr(torch.ops.vitfast, name).default
+        self.all[name] = self
 
 
 class NothingSaved(NamedTuple):
     """The `saved` of an operation whose backward needs only the arguments."""
 
 
-def _several(tensors: tuple):
+def _several(tensors: Sequence) -> Any:
     """The outputs as an operation returns them: a tuple, or one tensor on its own."""
-    return tensors if len(tensors) > 1 else tensors[0]
+    return tuple(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _as_tuple(outputs: Any) -> tuple:
+    """What `_several` was given."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class custom_op:
     """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
     arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of these. Those
-    of `saved` are tensors, None unless kept for backward; one named `out` is the output itself. The operation returns
-    the output, followed by the other fields of `saved`, which are constant to autograd.
+    of `saved` are tensors, None unless kept for backward. results: the outputs that have gradients, which a call
+    returns; a field of `saved` by such a name is that output. In the dispatcher the operation returns them and the
+    other fields of `saved`, which are constant to autograd.
 
-    forward(t) -> (out, saved), t of type `arguments`; fake(t) -> the same without values. backward(dout, t, saved,
-    needs) -> gradients by name, of which only the needed ones are read; needs has t's type, with a bool for each
-    tensor. reads(t, needs) -> t with only what backward reads, so that the rest is not saved.
+    forward(t) -> (*results, saved), t of type `arguments`; fake(t) -> the same without values. backward(*douts, t,
+    saved, needs) -> gradients by name, of which only the needed ones are read; needs has t's type, with a bool for each
+    tensor, and one of several douts is None where nobody used that result. reads(t, needs) -> t with only what backward
+    reads, so that the rest is not saved. ties(t) -> {argument: a result, or another argument}: the argument's gradient
+    is that of the other, and backward does not compute it.
+
+    Eager code differentiates by an autograd.Function around the operation, in a fifth of the time that the derivative
+    takes that PyTorch's compiler and export trace.
     """
 
     def __init__(
@@ -121,81 +146,121 @@ class custom_op:
         fake: Callable,
         backward: Callable,
         reads: Callable | None = None,
+        ties: Callable[[Any], dict[str, str]] = lambda t: {},
+        results: tuple[str, ...] = ("out",),
     ):
-        self.saved, self.backward, self.reads, self.build = saved, backward, reads, _builder(arguments)
-        taken, self.kept = _fields(arguments), [field.name for field in _fields(saved)]
-        self.taken, self.written = [f.name for f in taken], [name for name in self.kept if name != "out"]
-        self.tensors = [*(field.name for field in taken if field.is_tensor), *self.kept]
-        self.options = [field.name for field in taken if not field.is_tensor]
-        self.trained = [field.name for field in taken if field.kind is Tensor]
-        self.passed_on = [field.name for field in taken if field.kind is PassedOn]
+        self.name, self.backward, self.reads, self.ties, self.results = name, backward, reads, ties, results
+        self.build, self.build_saved = _builder(arguments), _builder(saved)
+        fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
+        self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
+        tensors, options = ([f for f in fields if f.is_tensor is wanted] for wanted in (True, False))
+        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold places: of arguments
+        # with gradients and of options, of what is saved among arguments and outputs, of arguments in the derivative.
+        order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
+        self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
+        self.options = [i for i, f in enumerate(fields) if not f.is_tensor]
+        self.saves = [[*self.taken, *outputs].index(name) for name in order]
+        self.at = [[*order, *(f.name for f in options)].index(name) for name in self.taken]
+        self.saved_at = slice(len(tensors), len(order))
         run, fake = (functools.partial(self._forward, function) for function in (forward, fake))
-        self.operation = register(name, arguments, 1 + len(self.written), run, fake)
-        schemas = [f"Tensor? {name}" for name in self.tensors] + [f.schema for f in taken if not f.is_tensor]
-        schemas, made = ["Tensor dout", *schemas, "bool[] needs"], len(self.trained)
-        self.derivative = register(f"{name}_backward", schemas, made, self._backward, self._fake_backward)
-        self.operation.register_autograd(self._differentiate, setup_context=self._save)
-        only_once(self.derivative, name)
+        schemas, autograd = [f.schema for f in fields], (self._differentiate, self._set_up)
+        self.operation = Registered(name, schemas, len(outputs), run, fake, *autograd)
+        schemas = ["Tensor dout"] if len(results) == 1 else [f"Tensor? d{name}" for name in results]
+        schemas += [*(f"Tensor? {name}" for name in order), *(f.schema for f in options), "bool[] needs"]
+        made = len(self.trained), self._backward, self._fake_backward, self._refuse
+        self.derivative = Registered(f"{name}_backward", schemas, *made)
+        eager = dict(forward=staticmethod(self._forward_eager), backward=staticmethod(self._differentiate))
+        self.function = type(name, (torch.autograd.Function,), eager)
 
-    def __call__(self, t: NamedTuple) -> Any:  # a tensor, or a tuple of them
-        return self.operation(*flat(t))
+    def __call__(self, t: NamedTuple) -> Any:
+        """The results: a tensor, or a tuple of them."""
+        return self.run(*flat(t))
 
-    def _forward(self, function: Callable, *values):
+    def run(self, *values) -> Any:
+        """The results of a call with these values of `arguments`, flat."""
+        if torch.compiler.is_compiling():
+            found = self.operation.call(*values)
+        elif torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
+            return self.function.apply(*values)
+        else:
+            with _BelowAutograd():
+                found = self.operation.call(*values)
+        return _several(_as_tuple(found)[: len(self.results)])
+
+    def _forward(self, function: Callable, *values) -> Any:
         """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
-        out, held = function(self.build(values))
-        held = dict(zip(self.kept, flat(held)))
-        return _several((out, *(out.new_empty(_ABSENT) if held[n] is None else held[n] for n in self.written)))
+        *outs, held = function(self.build(values))
+        held = flat(held)
+        return _several(outs + [outs[0].new_empty(_ABSENT) if held[i] is None else held[i] for i in self.written])
 
-    def _save(self, ctx, inputs, output) -> None:
-        out, *more = output if self.written else (output,)
+    def _forward_eager(self, ctx, *values) -> Any:
+        with _BelowAutograd():
+            outputs = _as_tuple(self.operation.call(*values))
+        self._save(ctx, values, outputs)
+        return _several(outputs[: len(self.results)])
+
+    def _set_up(self, ctx, inputs, output) -> None:
+        outputs = _as_tuple(output)
+        ctx.mark_non_differentiable(*outputs[len(self.results) :])
+        self._save(ctx, inputs, outputs)
+
+    def _save(self, ctx, inputs: Sequence, outputs: tuple) -> None:
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*more)
+        t = self.build(inputs)
+        ctx.ties = self.ties(t)
         if self.reads is not None:
-            needs = self._needs(dict(zip(self.taken, ctx.needs_input_grad)))
-            inputs = flat(self.reads(self.build(inputs), needs))
-        more = [None if x.dim() == len(_ABSENT) else x for x in more]
-        values = dict(zip((*self.taken, *self.written), (*inputs, *more)), out=out) | dict.fromkeys(self.passed_on)
-        ctx.save_for_backward(*(values[name] for name in self.tensors))
-        ctx.options = [values[name] for name in self.options]
+            inputs = flat(self.reads(t, self._flags([ctx.needs_input_grad[i] for i in self.trained])))
+        values = [*inputs, *(None if x.dim() == len(_ABSENT) else x for x in outputs)]
+        for name in ctx.ties:
+            values[self.taken.index(name)] = None
+        ctx.save_for_backward(*[values[i] for i in self.saves])
+        ctx.options = [inputs[i] for i in self.options]
 
-    def _needs(self, flags: dict[str, bool]) -> NamedTuple:
-        """Whether the gradient of each argument is needed; False for those that have none."""
-        return self.build([name in self.trained and flags[name] for name in self.taken])
+    def _flags(self, needs: Sequence[bool]) -> NamedTuple:
+        """Whether the gradient of each argument is needed, of those of `trained`; False for those that have none."""
+        flags = dict(zip(self.trained, needs))
+        return self.build(flags.get(i, False) for i in range(len(self.taken)))
 
-    def _differentiate(self, ctx, dout, *_):
-        asked, found = dict(zip(self.taken, ctx.needs_input_grad)), {}
-        needs = [asked[name] for name in self.trained]
-        if dout is not None and any(needs):
-            grads = self.derivative(dout, *ctx.saved_tensors, *ctx.options, needs)
-            grads = grads if len(needs) > 1 else (grads,)
-            found = {name: gradient for name, gradient, need in zip(self.trained, grads, needs) if need}
-        found |= {name: dout for name in self.passed_on if asked[name]}
-        return tuple(found.get(name) for name in self.taken)
+    def _differentiate(self, ctx, *douts) -> tuple[Tensor | None, ...]:
+        douts, asked = douts[: len(self.results)], list(ctx.needs_input_grad)
+        found: list[Tensor | None] = [None] * len(self.taken)
+        tied = [(self.taken.index(name), other) for name, other in ctx.ties.items() if asked[self.taken.index(name)]]
+        for i, other in tied:
+            asked[i] = False
+            if other in self.taken:
+                asked[self.taken.index(other)] = True
+        needs = [asked[i] for i in self.trained]
+        if any(needs) and any(dout is not None for dout in douts):
+            given = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
+            with contextlib.nullcontext() if torch.is_grad_enabled() else _BelowAutograd():
+                grads = _as_tuple(self.derivative.call(*given))
+            for i, gradient, need in zip(self.trained, grads, needs):
+                found[i] = gradient if need else None
+        for i, other in tied:
+            found[i] = found[self.taken.index(other)] if other in self.taken else douts[self.results.index(other)]
+        return tuple(found)
 
-    def _backward(self, dout, *values):
+    def _backward(self, *values) -> Any:
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
-        values, needs = dict(zip((*self.tensors, *self.options), values)), dict(zip(self.trained, values[-1]))
-        t = self.build(values[name] for name in self.taken)
-        held = _builder(self.saved)(values[name] for name in self.kept)
-        found = self.backward(dout, t, held, self._needs(needs))
-        return _several(tuple(found[name] if need else dout.new_empty(0) for name, need in needs.items()))
+        douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
+        t, held = self.build([rest[i] for i in self.at]), self.build_saved(rest[self.saved_at])
+        found = self.backward(*douts, t, held, self._flags(needs))
+        like = next(dout for dout in douts if dout is not None)
+        named = zip(self.trained, needs)
+        return _several([found[self.taken[i]] if need else like.new_empty(0) for i, need in named])
 
-    def _fake_backward(self, dout, *values):
-        values, needs = dict(zip(self.tensors, values)), dict(zip(self.trained, values[-1]))
-        like = (values[name] if need else dout.new_empty(0) for name, need in needs.items())
-        return _several(tuple(torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like))
+    def _fake_backward(self, *values) -> Any:
+        rest, needs = values[len(self.results) : -1], values[-1]
+        dout = next(dout for dout in values if dout is not None)
+        like = (rest[self.at[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs))
+        return _several([torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like])
 
-
-def only_once(backward_op, name: str) -> None:
-    """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
-
-    def refuse(ctx, *grads):
+    def _refuse(self, ctx, *_):
+        """The derivative's own: the backward is written out by hand and has none."""
         # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
         math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
-        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
-
-    backward_op.register_autograd(refuse)
+        raise RuntimeError(f"{self.name}: cannot be differentiated twice; {instead}")
 
 
 def as_matrix(x: Tensor | None) -> Tensor | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS
 
 from ... import ops
 from ...kernels.launch import Launch, record
@@ -14,6 +13,7 @@ from ...kernels.resize import passes
 from ...model.layers import LayerScale, Norm
 from ...model.vit import ViT
 from ...ops import dispatch
+from ...ops.operation import Registered
 
 META = torch.device("meta")
 BATCHES = tuple(2**i for i in range(11))  # kernels know no batch, but the choice of tiles does
@@ -22,18 +22,18 @@ BATCHES = tuple(2**i for i in range(11))  # kernels know no batch, but the choic
 @contextlib.contextmanager
 def launching_on_meta() -> Iterator[None]:
     """Lets operations on meta tensors run their launchers, as on a GPU, in place of their fakes."""
-    ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
-    fakes, reason = [op._abstract_fn for op in ours], dispatch.unsupported_reason
-    for op in ours:
-        op._abstract_fn = op._init_fn
+    registered, reason = Registered.all.values(), dispatch.unsupported_reason
+    fakes = [each.fake for each in registered]
+    for each in registered:
+        each.fake = each.run
     dispatch.unsupported_reason = lambda x, unsupported: unsupported
     try:
         with ops.use_kernels("on"):
             yield
     finally:
         dispatch.unsupported_reason = reason
-        for op, fake in zip(ours, fakes):
-            op._abstract_fn = fake
+        for each, fake in zip(registered, fakes):
+            each.fake = fake
 
 
 def model(preset: str, image: int, train: bool, amp: bool, **changes) -> ViT:

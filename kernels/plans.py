@@ -1,0 +1,267 @@
+"""Runs an operation that has run before without doing anything twice: from its arguments to its launches.
+
+What the code of an operation does (configurations, grids, views, sizes of outputs) depends on the shapes, strides,
+dtypes and alignment of its arguments, not on what is in them. When it is called with such arguments for the second
+time, a Recorder writes down which operations of PyTorch and which launches it makes. From the third call on a plan
+makes them: straight-line code in which all else is a constant. A launch takes addresses, so a view that only launches
+read is an address and a number of bytes; a descriptor is kept for each address; a tensor is freed after its last use.
+
+Whoever watches launches or changes configurations (Triton's hooks and profilers, `recording`, `tiles.using`) meets the
+operation's own code, and so does every operation that reads what is in a tensor.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import launch, tiles
+from .launch import INTERPRETED, Launch, batch_invariant, fp32_precision
+
+MOST = 1024  # plans of an operation, and addresses of a descriptor: packed samples have other sizes at every step
+aten = torch.ops.aten
+# PyTorch's own functions take less of the host's time than the overloads that a Recorder sees.
+_QUICK = {
+    aten.mm.default: torch.mm,
+    aten.addmm.default: torch.addmm,
+    aten.addmm_.default: Tensor.addmm_,
+    aten.t.default: torch.t,
+    aten.view.default: Tensor.view,
+    aten.unbind.int: torch.unbind,
+    aten.sum.dim_IntList: torch.sum,
+    aten.cat.default: torch.cat,
+    aten.mul.Tensor: torch.mul,
+    aten.resize_.default: Tensor.resize_,
+}
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
+
+
+class _Address(int):
+    """What a descriptor keeps of its tensor, whose memory it does not hold."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+class _Descriptors(dict):
+    """The descriptors of one argument of a launch, by address: all else is as in the first."""
+
+    def __init__(self, first: object):
+        super().__init__()
+        self.kind, self.fields = type(first), {**vars(first), "base": None}
+
+    def of(self, base: int | Tensor) -> object:
+        found = object.__new__(self.kind)
+        vars(found).update(self.fields, base=base)
+        return found
+
+    def __missing__(self, address: int) -> object:
+        if len(self) >= MOST:
+            self.clear()
+        found = self[address] = self.of(_Address(address))
+        return found
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the source of a plan while an operation runs.
+
+    Tensors are t0, t1, ..., first the operation's arguments; the address of a tensor that is no view is p0, p1, ...;
+    constants are c0, c1, ... `reason` says why there can be no plan.
+    """
+
+    def __init__(self, values: Sequence):
+        super().__init__()
+        self.reason: str | None = None
+        self.numbers: dict[int, int] = {}  # by id, which a new tensor may have from one that was freed
+        self.roots: list[tuple[int, int]] = []  # by number: that of the tensor that it is a view of, bytes after that
+        # names that a line defines, its expression, and whether it may be left out where nothing reads them
+        self.lines: list[tuple[list[str], str, bool]] = []
+        self.constants: dict[str, object] = {}
+        self.kernels: dict[object, None] = {}
+        self.launches = 0
+        for x in values:
+            if isinstance(x, Tensor):
+                if id(x) in self.numbers:
+                    self.reason = "two arguments are one tensor"
+                self._add(x)
+            else:
+                self.roots.append((-1, 0))
+        self.arguments = len(values)
+
+    # ---- what is recorded
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with launch.taped(None):  # what it launches it will launch again
+            found = function(*args, **kwargs)
+        made, given = list(_tensors([found])), list(_tensors((args, kwargs.values())))
+        texts = [self._text(x) for x in args] + [f"{name}={self._text(x)}" for name, x in kwargs.items()]
+        call = f"{self._constant(_QUICK.get(function, function))}({', '.join(texts)})"
+        if not made or len(made) != (len(found) if isinstance(found, (tuple, list)) else 1):
+            self.reason = f"{function} reads what is in a tensor"
+        elif any(x is y for x in made for y in given):  # changed in place
+            self.lines.append(([], call, False))
+        elif function in _EMPTY:
+            options = f"dtype={self._constant(found.dtype)}, device={self._constant(found.device)}"
+            call = f"empty({tuple(found.shape)}, {found.stride()}, {options})"
+            self.lines.append(([self._add(found)], call, True))
+        else:
+            names = [self._add(x, given) for x in made]
+            view = any(self.roots[int(name[1:])][0] != int(name[1:]) for name in names)
+            self.lines.append((names, call, view))
+            if isinstance(found, (tuple, list)) and len(names) == 1:
+                self.lines[-1] = names, f"{call}[0]", view
+        return found
+
+    def launched(self, each: Launch, compiled: object) -> None:
+        """Adds a launch that has been made; compiled: what Triton compiled, None in its interpreter."""
+        self.launches += 1
+        self.kernels[each.kernel] = None
+        values = {name: self._text(value, self._address) for name, value in each.arguments.items()}
+        if compiled is None:
+            call = f"{self._constant(each.kernel[each.grid])}({', '.join(f'{k}={v}' for k, v in values.items())})"
+        elif not each.arguments.keys() >= set(each.kernel.arg_names):
+            self.reason = "a kernel has arguments by default"
+            return
+        else:
+            known = map(self._constant, (compiled.function, compiled.packed_metadata))
+            first = *map(str, (*each.grid, 1, 1)[:3]), "stream", *known, "None", "None", "None"
+            values = ", ".join((*first, *(values[name] for name in each.kernel.arg_names)))
+            call = f"{self._constant(compiled.run)}({values})"
+        self.lines.append(([], call, False))
+
+    # ---- names and texts
+
+    def _add(self, x: Tensor, given: Iterable[Tensor] = ()) -> str:
+        """Names a new tensor, which may be a view of one of `given`."""
+        number = len(self.roots)
+        self.roots.append((number, 0))
+        for other in given:
+            if other.untyped_storage()._cdata == x.untyped_storage()._cdata and id(other) in self.numbers:
+                root, start = self.roots[self.numbers[id(other)]]
+                self.roots[number] = root, start + x.data_ptr() - other.data_ptr()
+        self.numbers[id(x)] = number
+        return f"t{number}"
+
+    def _tensor(self, x: Tensor) -> str:
+        if id(x) not in self.numbers:
+            self.reason = "it reads a tensor that is no argument"
+            return "None"
+        return f"t{self.numbers[id(x)]}"
+
+    def _address(self, x: Tensor) -> str:
+        """A tensor as launches take it: its address, or in the interpreter the tensor itself."""
+        name = self._tensor(x)
+        if INTERPRETED or name == "None":
+            return name
+        root, start = self.roots[int(name[1:])]
+        return f"p{root} + {start}" if start else f"p{root}"
+
+    def _constant(self, value: object) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _text(self, value: object, tensor: Callable[[Tensor], str] | None = None) -> str:
+        """The source of a value; tensor: that of a tensor in it."""
+        tensor = tensor or self._tensor
+        if isinstance(value, Tensor):
+            return tensor(value)
+        if value is None or type(value) in (int, bool, str):
+            return repr(value)
+        if type(value) in (tuple, list, torch.Size):
+            inside = "".join(f"{self._text(each, tensor)}, " for each in value)
+            return f"[{inside}]" if type(value) is list else f"({inside})"
+        if type(value).__name__ == "TensorDescriptor":
+            kept, base = _Descriptors(value), tensor(value.base)
+            return f"{self._constant(kept.of)}({base})" if base[0] == "t" else f"{self._constant(kept)}[{base}]"
+        return self._constant(value)
+
+    def plan(self, found: Tensor | tuple[Tensor, ...]) -> "Plan | str":
+        """The plan of a call that returned `found`; a text says why there can be none."""
+        returned = self._text(found)
+        if self.reason is not None:
+            return self.reason
+        lines, read = [f"return {returned}"], _names(returned)
+        for defined, text, optional in reversed(self.lines):
+            if optional and read.isdisjoint(defined):
+                continue
+            freed = [t for t in _names(text).union(defined) - read if t[0] == "t" and int(t[1:]) >= self.arguments]
+            lines += [f"del {', '.join(sorted(freed))}"] * bool(freed)
+            lines += [f"p{t[1:]} = {t}.data_ptr()" for t in defined if f"p{t[1:]}" in read]
+            lines.append(f"{', '.join(defined)} = {text}" if defined else text)
+            read |= _names(text)
+        lines += [f"p{i} = t{i}.data_ptr()" for i in range(self.arguments) if f"p{i}" in read]
+        arguments = ", ".join(f"t{i}" for i in range(self.arguments))
+        source = f"def plan({arguments}, stream):\n" + "\n".join(f"    {line}" for line in reversed(lines))
+        place = {**self.constants, "empty": torch.empty_strided}
+        exec(compile(source, "<a plan of vitfast>", "exec"), place)
+        return Plan(place["plan"], () if INTERPRETED else tuple(self.kernels), self.launches)
+
+
+def _names(text: str) -> set[str]:
+    """The names of tensors and addresses in the source of a line; an address needs its tensor."""
+    found = set(re.findall(r"\b[tp]\d+\b", text))
+    return found.union(f"t{name[1:]}" for name in found)
+
+
+def _tensors(values: Iterable) -> Iterable[Tensor]:
+    """The tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+class Plan(NamedTuple):
+    """`run` (*arguments, stream) does what an operation does; `kernels` are those that it launches."""
+
+    run: Callable
+    kernels: tuple
+    launches: int
+
+
+def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
+    """All that the code of an operation goes by, and the device of its tensors."""
+    found, device = [batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled()], None
+    for x in values:
+        if isinstance(x, Tensor):
+            device = x.device
+            found += x.dtype, x.shape, x.stride(), x.data_ptr() % 16, device
+        else:
+            found.append(tuple(x) if isinstance(x, list) else x)
+    return tuple(found), device
+
+
+def planned(run: Callable) -> Callable:
+    """Decorates a function of tensors and numbers that returns new tensors; its calls take plans where they can."""
+    plans: dict[tuple, Plan | str | None] = {}  # None: met once; a text: why there can be none
+
+    @functools.wraps(run)
+    def call(*values):
+        if tiles.changed() or launch.watched():
+            return run(*values)
+        key, device = _key(values)
+        if key not in plans:
+            if len(plans) >= MOST:
+                plans.clear()
+            plans[key] = None
+            return run(*values)
+        plan = plans[key]
+        if plan is None:
+            with Recorder(values) as recorder, launch.taped(recorder):
+                found = run(*values)
+            plans[key] = recorder.plan(found)
+            return found
+        if isinstance(plan, str) or any(kernel.pre_run_hooks for kernel in plan.kernels):
+            return run(*values)
+        launch.count(plan.launches)
+        with launch.on(device):
+            return plan.run(*values, launch.stream(device))
+
+    return call
