@@ -228,7 +228,8 @@ class Plan(NamedTuple):
 
 def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
     """All that the code of an operation goes by, and the device of its tensors."""
-    found, device = [batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled()], None
+    modes = batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled(), tiles.user_tables
+    found, device = [*modes], None
     for x in values:
         if isinstance(x, Tensor):
             device = x.device

@@ -74,6 +74,7 @@ def operations() -> dict[str, Callable[[str, str, int], list[KernelConfig]]]:
 # What `using` has set: configurations by operation, and shape class or None; and what the open ones yield.
 _overrides: dict[tuple[str, str | None], KernelConfig] = {}
 _watching: list[dict] = []
+user_tables = 1  # how many tables of the user's this process may have read
 
 
 @contextlib.contextmanager
@@ -154,7 +155,7 @@ def user_table_path() -> Path:
     return Path(os.environ.get("VITFAST_TILES") or cache / "vitfast" / "tiles.json")
 
 
-@functools.cache  # vitfast tune, which writes the table, empties it
+@functools.cache
 def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
     """(op, shape class, bits) -> the tuner's KernelConfig for this GPU, given by its index."""
     path = user_table_path()
@@ -165,6 +166,13 @@ def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
         return {(r["op"], r["shape"], r["bits"]): from_record(r) for r in records if r["gpu"] == name}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
+
+
+def forget_user_table() -> None:
+    """Has the user's own table read again."""
+    global user_tables
+    user_table.cache_clear()
+    user_tables += 1
 
 
 def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> KernelConfig | None:

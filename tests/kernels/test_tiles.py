@@ -87,9 +87,9 @@ def table(tmp_path, monkeypatch):
     monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     monkeypatch.setattr(launch, "generation", lambda device: 90)
-    tiles.user_table.cache_clear()
+    tiles.forget_user_table()
     yield tmp_path / "tiles.json"
-    tiles.user_table.cache_clear()
+    tiles.forget_user_table()
 
 
 GPU_TENSOR = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
@@ -123,7 +123,7 @@ def test_a_users_row_comes_first_and_is_left_out_with_one_warning_where_no_launc
                 wanted = tiles.shipped(op, GPU_TENSOR, "768x3072") if fault else value
                 assert tiles.lookup(op, GPU_TENSOR, "768x3072") == wanted, op
                 assert tiles.lookup(op, GPU_TENSOR, "768x768") == tiles.shipped(op, GPU_TENSOR, "768x768"), op
-            tiles.user_table.cache_clear()
+            tiles.forget_user_table()
     wanted = [f"the tile table {table}: {op} at 768x3072, 16 bits, {fault}; run" for op, _, fault in ROWS if fault]
     assert [str(warning.message).partition(" vitfast")[0] for warning in said] == wanted
 

@@ -11,6 +11,7 @@ from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .operation import as_dtype, custom_op
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
@@ -208,6 +209,7 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
 
 
 @autocasts("bias")
+@routed
 def attention(
     qkv: Tensor,
     k: Tensor | None = None,

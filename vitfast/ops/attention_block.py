@@ -22,6 +22,7 @@ from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
@@ -117,6 +118,7 @@ _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_for
 
 
 @autocasts("bias")
+@routed
 def attention_block(
     x: Tensor,
     norm_weight: Tensor,

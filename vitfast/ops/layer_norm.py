@@ -13,6 +13,7 @@ from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted
 from .operation import Constant, as_matrix, custom_op, meta_like, resized, sample_rows
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
@@ -151,6 +152,7 @@ def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | Non
 
 
 @autocasts("weight", "bias")
+@routed
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
     """LayerNorm (Ba et al., 2016) over the last axis: (x - mean) / sqrt(var + eps) * weight + bias.
 
@@ -167,6 +169,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 @autocasts("weight", "bias")
+@routed
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -194,6 +197,7 @@ def add_layer_norm(
 
 
 @autocasts("weight")
+@routed
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """RMSNorm (Zhang & Sennrich, 2019) over the last axis: x / sqrt(mean(x^2) + eps) * weight.
 

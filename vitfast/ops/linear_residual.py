@@ -16,6 +16,7 @@ from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from .operation import Constant, NothingSaved, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
@@ -125,6 +126,7 @@ _linear_residual = custom_op(
 
 
 @autocasts()
+@routed
 def linear_residual(
     x: Tensor,
     weight: Tensor,

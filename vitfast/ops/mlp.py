@@ -31,6 +31,7 @@ from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import bias_gradients
 from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -254,6 +255,7 @@ def one_activation(op: str, activation: str | None, approximate: str | None) -> 
 
 
 @autocasts()
+@routed
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
@@ -276,6 +278,7 @@ def linear_gelu(
 
 
 @autocasts()
+@routed
 def mlp(
     x: Tensor,
     fc1_weight: Tensor,
@@ -301,6 +304,7 @@ def mlp(
 
 
 @autocasts()
+@routed
 def gated_mlp(
     x: Tensor,
     up_weight: Tensor,

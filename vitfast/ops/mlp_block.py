@@ -24,6 +24,7 @@ from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
 from .operation import Constant, as_matrix, custom_op, resized, sample_rows
+from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels import tiles
@@ -118,6 +119,7 @@ def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> 
 
 
 @autocasts()
+@routed
 def mlp_block(
     x: Tensor,
     norm_weight: Tensor,
@@ -157,6 +159,7 @@ def mlp_block(
 
 
 @autocasts()
+@routed
 def gated_mlp_block(
     x: Tensor,
     norm_weight: Tensor,

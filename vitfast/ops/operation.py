@@ -6,7 +6,8 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -118,6 +119,23 @@ def _as_tuple(outputs: Any) -> tuple:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+class _Noted(threading.local):
+    calls: list[tuple] | None = None
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[tuple]]:
+    """Collects the calls that this thread makes: (custom_op, its arguments, its results)."""
+    outer, _noted.calls = _noted.calls, []
+    try:
+        yield _noted.calls
+    finally:
+        _noted.calls = outer
+
+
 class custom_op:
     """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
@@ -146,7 +164,7 @@ class custom_op:
         fake: Callable,
         backward: Callable,
         reads: Callable | None = None,
-        ties: Callable[[Any], dict[str, str]] = lambda t: {},
+        ties: Callable[[Any], dict[str, str]] | None = None,
         results: tuple[str, ...] = ("out",),
     ):
         self.name, self.backward, self.reads, self.ties, self.results = name, backward, reads, ties, results
@@ -174,7 +192,11 @@ class custom_op:
 
     def __call__(self, t: NamedTuple) -> Any:
         """The results: a tensor, or a tuple of them."""
-        return self.run(*flat(t))
+        values = flat(t)
+        found = self.run(*values)
+        if not torch.compiler.is_compiling() and _noted.calls is not None:
+            _noted.calls.append((self, values, found))
+        return found
 
     def run(self, *values) -> Any:
         """The results of a call with these values of `arguments`, flat."""
@@ -206,11 +228,11 @@ class custom_op:
 
     def _save(self, ctx, inputs: Sequence, outputs: tuple) -> None:
         ctx.set_materialize_grads(False)
-        t = self.build(inputs)
-        ctx.ties = self.ties(t)
+        ctx.ties = {} if self.ties is None else self.ties(self.build(inputs))
         if self.reads is not None:
-            inputs = flat(self.reads(t, self._flags([ctx.needs_input_grad[i] for i in self.trained])))
-        values = [*inputs, *(None if x.dim() == len(_ABSENT) else x for x in outputs)]
+            needs = self._flags([ctx.needs_input_grad[i] for i in self.trained])
+            inputs = flat(self.reads(self.build(inputs), needs))
+        values = [*inputs, *[None if x.dim() == len(_ABSENT) else x for x in outputs]]
         for name in ctx.ties:
             values[self.taken.index(name)] = None
         ctx.save_for_backward(*[values[i] for i in self.saves])

@@ -12,6 +12,6 @@ def table(tmp_path, monkeypatch):
     """The entries of a user's own table that nothing else has."""
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    tiles.user_table.cache_clear()
+    tiles.forget_user_table()
     yield lambda: json.loads(path.read_text())["tiles"] if path.is_file() else []
-    tiles.user_table.cache_clear()
+    tiles.forget_user_table()

@@ -49,4 +49,4 @@ def keep(config: tiles.KernelConfig, **key: str) -> None:
     with lock(path.with_suffix(".lock").name):
         others = [other for other in read() if any(other[name] != key[name] for name in KEY)]
         files.write_text(path, json.dumps({"tiles": [*others, entry]}, indent=1))
-    tiles.user_table.cache_clear()
+    tiles.forget_user_table()
