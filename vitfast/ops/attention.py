@@ -9,9 +9,8 @@ from torch import Tensor
 from ..kernels.attention.options import AttentionOptions
 from . import checks as check
 from . import reference as ref
-from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .operation import as_dtype, custom_op
-from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels

@@ -17,12 +17,11 @@ from . import reference as ref
 from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
 from .blocks import Keep, Norm
-from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
-from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd

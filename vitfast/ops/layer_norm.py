@@ -11,9 +11,8 @@ from torch import Tensor
 
 from . import checks as check
 from . import reference as ref
-from .dispatch import NO_TRITON, autocasts, kernels_wanted
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .operation import Constant, as_matrix, custom_op, meta_like, resized, sample_rows
-from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels

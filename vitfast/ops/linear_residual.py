@@ -14,9 +14,8 @@ from torch import Tensor
 
 from . import checks as check
 from . import reference as ref
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
 from .operation import Constant, NothingSaved, as_dtype, as_matrix, custom_op, resized, sample_rows
-from .routes import routed
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad
