@@ -12,6 +12,7 @@ operation's own code, and so does every operation that reads what is in a tensor
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, values: Sequence):
         super().__init__()
         self.reason: str | None = None
-        self.numbers: dict[int, int] = {}  # by id, which a new tensor may have from one that was freed
+        self.numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id, which another may get when a tensor is freed
         self.roots: list[tuple[int, int]] = []  # by number: that of the tensor that it is a view of, bytes after that
         # names that a line defines, its expression, and whether it may be left out where nothing reads them
         self.lines: list[tuple[list[str], str, bool]] = []
@@ -85,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self.launches = 0
         for x in values:
             if isinstance(x, Tensor):
-                if id(x) in self.numbers:
+                if self._number(x) is not None:
                     self.reason = "two arguments are one tensor"
                 self._add(x)
             else:
@@ -101,20 +102,18 @@ class Recorder(TorchDispatchMode):
         made, given = list(_tensors([found])), list(_tensors((args, kwargs.values())))
         texts = [self._text(x) for x in args] + [f"{name}={self._text(x)}" for name, x in kwargs.items()]
         call = f"{self._constant(_QUICK.get(function, function))}({', '.join(texts)})"
+        names, optional = [], False
         if not made or len(made) != (len(found) if isinstance(found, (tuple, list)) else 1):
             self.reason = f"{function} reads what is in a tensor"
-        elif any(x is y for x in made for y in given):  # changed in place
-            self.lines.append(([], call, False))
         elif function in _EMPTY:
             options = f"dtype={self._constant(found.dtype)}, device={self._constant(found.device)}"
             call = f"empty({tuple(found.shape)}, {found.stride()}, {options})"
-            self.lines.append(([self._add(found)], call, True))
-        else:
+            names, optional = [self._add(found)], True
+        elif not any(x is y for x in made for y in given):  # else it changes one in place
             names = [self._add(x, given) for x in made]
-            view = any(self.roots[int(name[1:])][0] != int(name[1:]) for name in names)
-            self.lines.append((names, call, view))
-            if isinstance(found, (tuple, list)) and len(names) == 1:
-                self.lines[-1] = names, f"{call}[0]", view
+            optional = any(self.roots[int(name[1:])][0] != int(name[1:]) for name in names)  # views
+            call += "[0]" * (isinstance(found, (tuple, list)) and len(names) == 1)
+        self.lines.append((names, call, optional))
         return found
 
     def launched(self, each: Launch, compiled: object) -> None:
@@ -141,24 +140,29 @@ class Recorder(TorchDispatchMode):
         number = len(self.roots)
         self.roots.append((number, 0))
         for other in given:
-            if other.untyped_storage()._cdata == x.untyped_storage()._cdata and id(other) in self.numbers:
-                root, start = self.roots[self.numbers[id(other)]]
+            known = self._number(other)
+            if known is not None and other.untyped_storage()._cdata == x.untyped_storage()._cdata:
+                root, start = self.roots[known]
                 self.roots[number] = root, start + x.data_ptr() - other.data_ptr()
-        self.numbers[id(x)] = number
+        self.numbers[id(x)] = number, weakref.ref(x)
         return f"t{number}"
 
+    def _number(self, x: Tensor) -> int | None:
+        number, tensor = self.numbers.get(id(x), (None, None))
+        return number if tensor is not None and tensor() is x else None
+
     def _tensor(self, x: Tensor) -> str:
-        if id(x) not in self.numbers:
+        number = self._number(x)
+        if number is None:
             self.reason = "it reads a tensor that is no argument"
-            return "None"
-        return f"t{self.numbers[id(x)]}"
+        return f"t{number}"
 
     def _address(self, x: Tensor) -> str:
         """A tensor as launches take it: its address, or in the interpreter the tensor itself."""
-        name = self._tensor(x)
-        if INTERPRETED or name == "None":
+        name, number = self._tensor(x), self._number(x)
+        if INTERPRETED or number is None:
             return name
-        root, start = self.roots[int(name[1:])]
+        root, start = self.roots[number]
         return f"p{root} + {start}" if start else f"p{root}"
 
     def _constant(self, value: object) -> str:
@@ -265,4 +269,5 @@ def planned(run: Callable) -> Callable:
         with launch.on(device):
             return plan.run(*values, launch.stream(device))
 
+    call.plans = plans
     return call

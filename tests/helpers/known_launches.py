@@ -1,6 +1,6 @@
-"""A kernel under a driver without a GPU: what Triton hands to a kernel's launcher, and what a launch at once does.
+"""A kernel under a driver without a GPU: what Triton hands to a kernel's launcher, and what a plan hands to it.
 
-tests/kernels/test_launch.py runs this file, whose kernel must not be interpreted.
+tests/kernels/test_plans.py runs this file, whose kernel must not be interpreted.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vitfast.kernels import launch
+from vitfast.kernels import launch, plans
 
 calls = []  # (compiled kernel's metadata, arguments of its launcher)
 
@@ -60,23 +60,48 @@ OTHERS = dict(
 )
 
 
+def with_tensors(value, given):
+    """The value with the next of `given` in place of each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return next(given)
+    return tuple(with_tensors(each, given) for each in value) if isinstance(value, tuple) else value
+
+
+def tensors(values) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        found += [value] if isinstance(value, torch.Tensor) else tensors(value) if isinstance(value, tuple) else []
+    return found
+
+
+def address(value):
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return tuple(map(address, value)) if isinstance(value, tuple) else value
+
+
 def check(arguments: dict) -> None:
-    """A launch, the first and the second, is Triton's own in all that reaches the launcher."""
-    kernel[(3, 2)](**arguments, enable_fp_fusion=True)
-    (metadata, wanted), last = calls[-1], len(kernel.arg_names)
-    for _ in range(2):
-        launch.launch(kernel, (3, 2), **arguments)
-        found = calls[-1]
-        assert found[0] is metadata and found[1][:6] == wanted[:6] and len(found[1]) == len(wanted), arguments
-        assert all(a is b or (type(a), a) == (type(b), b) for a, b in zip(found[1][-last:], wanted[-last:])), arguments
+    """What the third call, a plan's, hands to the launcher is what Triton hands to it in the first."""
+
+    def run(*given):
+        left = iter(given)
+        launch.launch(kernel, (3, 2), **{name: with_tensors(value, left) for name, value in arguments.items()})
+        return torch.empty(1)
+
+    planned, given = plans.planned(run), [x.as_strided(x.shape, x.stride()) for x in tensors(arguments.values())]
+    with torch._C._AutoDispatchBelowAutograd():
+        for _ in range(3):
+            planned(*given)
+    assert [type(plan) for plan in planned.plans.values()] == [plans.Plan], planned.plans
+    (metadata, wanted), _, (found_metadata, found) = calls[-3:]
+    last = len(kernel.arg_names)
+    assert found_metadata is metadata and found[:6] == wanted[:6] and len(found) == len(wanted), arguments
+    for a, b in zip(found[-last:], map(address, wanted[-last:]), strict=True):
+        assert a is b or (type(a), a) == (type(b), b), (a, b)
 
 
 driver.set_active(Driver)
 every = [GIVEN, *(GIVEN | {name: value} for name, values in OTHERS.items() for value in values)]
-for arguments in every + every[::-1]:
-    check(arguments)
-through, run = [], type(kernel).run
-type(kernel).run = lambda *_, **options: through.append(1) or run(*_, **options)
 for arguments in every:
-    launch.launch(kernel, (3, 2), **arguments)
-print(f"{len(every)} at once, {len(through)} through Triton")
+    check(arguments)
+print(f"{len(every)} alike")

@@ -45,6 +45,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vitfast.kernels import tiles
 from vitfast.tools.verify import settle_lookups
 
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
@@ -116,6 +117,7 @@ class Sanitizer:
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
         settle_lookups()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(tiles.using())  # which keeps plans away: they allocate by themselves
             for owner, name, hook in self._hooks():
                 stack.enter_context(mock.patch.object(owner, name, _hooked(hook, getattr(owner, name))))
             self._restore = stack.pop_all()

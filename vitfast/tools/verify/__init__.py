@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo import trace_rules
 from torch.utils._pytree import tree_map_only
 
+from ...kernels import tiles
 from .draw import Draw, Input, Sizes
 from .launcher import Launcher, outputs
 
@@ -83,7 +84,8 @@ def poisoned() -> Iterator[None]:
         return filled
 
     settle_lookups()
-    with mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like)):
+    patched = mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like))
+    with patched, tiles.using():  # `using` keeps plans away, which allocate by themselves
         yield
 
 
