@@ -96,12 +96,12 @@ class Question:
     total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
 
 
-def faster(ours: str, theirs: str = "") -> Reading:
-    """How many times as fast as another rival, or as the best of all others, one is."""
+def faster(ours: str, theirs: str = "", by: str = "ms") -> Reading:
+    """How many times as fast as another rival, or as the best of all others, one is, by a time of both."""
 
     def reads(content: dict) -> float:
-        times = {name: rival["ms"] for name, rival in content["rivals"].items() if name != ours}
-        return (times[theirs] if theirs else min(times.values())) / content["rivals"][ours]["ms"]
+        times = {name: rival[by] for name, rival in content["rivals"].items() if name != ours}
+        return (times[theirs] if theirs else min(times.values())) / content["rivals"][ours][by]
 
     return reads
 

@@ -117,7 +117,9 @@ def announcement(question: Question, known: dict[str, dict]) -> str:
 def measured(content: dict) -> str:
     """The times of the rivals, or how a command ended."""
     words = [content["said"]] if "rivals" not in content else []
-    words += [f"{name} {rival['ms']:.4g} ms" for name, rival in content.get("rivals", {}).items()]
+    for name, rival in content.get("rivals", {}).items():
+        host = f" (host {rival['host_ms']:.3g})" if "host_ms" in rival else ""
+        words.append(f"{name} {rival['ms']:.4g} ms{host}")
     words += [f"{name}: {reason[:160]}" for name, reason in content.get("missing", {}).items()]
     if content.get("compiled"):
         words.append(f"{content['compiled']} kernels of ours were compiled first")

@@ -9,9 +9,9 @@ first call of a turn does not count.
 
 DIR/NAME.json has what pytest-benchmark's files have (result_files.py reads both): a case for each rival under the name
 that bench_model.py or bench_ops.py gives it, and besides "rivals", by name: milliseconds a call, those of each turn,
-seconds until it was ready (compiling included), errors; "missing", why a rival has no time; and "compiled", how many
-kernels of ours Triton compiled. What fails or is wrong is out, and the others go on. The file is written anew after
-every round.
+those of Python alone, seconds until it was ready (compiling included), errors; "missing", why a rival has no time; and
+"compiled", how many kernels of ours Triton compiled. What fails or is wrong is out, and the others go on. The file is
+written anew after every round.
 """
 
 import argparse
@@ -78,6 +78,7 @@ class Rival:
         with self.context():
             self.timed.judge()
             self.timed.ready(0.0)
+            self.host = min(self.host_seconds() for _ in range(AHEAD))
             if of.operation:
                 self.lead = self.waits_for_python()
         self.ready_s = round(time.monotonic() - began, 1)
@@ -87,6 +88,12 @@ class Rival:
         """Around everything: operations take the providers that the name says."""
         with self.timed.context(), overridden(self.name):
             yield
+
+    def host_seconds(self) -> float:
+        """For how long Python is busy with a call that finds the device idle, with an empty queue."""
+        prepared, start = self.timed.prepare(), wall()
+        self.timed.call(*prepared)
+        return time.perf_counter() - start
 
     def waits_for_python(self) -> float:
         """Seconds for which the device is kept busy before each call; 0 where calls take longer than Python."""
@@ -121,6 +128,7 @@ class Rival:
         calls, peak = sum(self.turns, []), self.timed.peak
         found = dict(ms=1e3 * statistics.median(calls), turns=[1e3 * statistics.median(turn) for turn in self.turns])
         found |= dict(calls=len(calls), lead_ms=1e3 * self.lead, ready_s=self.ready_s, peak_mib=peak and peak / 2**20)
+        found |= dict(host_ms=1e3 * self.host)
         return found | self.timed.errors
 
     def entry(self) -> dict:

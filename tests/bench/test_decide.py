@@ -319,6 +319,7 @@ def test_readings_of_result_files_by_hand():
     assert asking.curves(content) == pytest.approx(0.3) and asking.info("images_per_second", 0.1)(content) == 3.0
     three = dict(rivals={name: dict(ms=ms, peak_mib=10 * ms) for name, ms in (("a", 2.0), ("b", 3.0), ("c", 8.0))})
     assert (asking.faster("a")(three), asking.faster("a", "c")(three), asking.peaks("b", "a")(three)) == (1.5, 4.0, 1.5)
+    assert asking.faster("b", "c", "peak_mib")(three) == pytest.approx(8 / 3)
     with pytest.raises(ValueError, match="no peak memory is known here"):  # as on a CPU
         asking.peaks("a", "b")(dict(rivals=dict(a=dict(peak_mib=None), b=dict(peak_mib=None))))
     between = Prediction("", asking.exit_code, least=1, most=2)
