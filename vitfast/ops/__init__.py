@@ -4,6 +4,7 @@ from .attention import attention
 from .attention_block import attention_block
 from .batch_invariance import batch_invariant
 from .dispatch import use_kernels
+from .flops import register_formulas
 from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
 from .mlp import gated_mlp, linear_gelu, mlp
@@ -26,3 +27,5 @@ __all__ = [
     "rms_norm",
     "use_kernels",
 ]
+
+register_formulas()
