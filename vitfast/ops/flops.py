@@ -20,7 +20,7 @@ COUNTED = ("attention", "attention_block", "gated_mlp", "gated_mlp_block", "line
 COUNTED += ("mlp_block", "patch_embed")  # all but the norms, which have no products
 
 _WEIGHTS = ("weight", "in_weight", "up_weight", "out_weight")
-_CONSTANT = {"dout", "residual", "drop_path", "key_lengths", "offsets", "rows", "starts"}  # `needs` leaves them out
+_CONSTANT = {"dout", "drop_path", "key_lengths", "offsets", "rows", "starts"}  # `needs` leaves them out
 _BELOW = {"images", "x", "norm_weight", "norm_bias"}  # come before the first layers
 _LAST = {"out_weight", "out_bias", "layer_scale"}  # come after attention or the activation
 
