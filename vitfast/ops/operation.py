@@ -187,7 +187,9 @@ class custom_op:
         schemas += [*(f"Tensor? {name}" for name in order), *(f.schema for f in options), "bool[] needs"]
         made = len(self.trained), self._backward, self._fake_backward, self._refuse
         self.derivative = Registered(f"{name}_backward", schemas, *made)
-        eager = dict(forward=staticmethod(self._forward_eager), backward=staticmethod(self._differentiate))
+        # Dynamo, which traces backward where autograd is compiled, takes functions and no methods.
+        forward, backward = lambda *given: self._forward_eager(*given), lambda *given: self._differentiate(*given)
+        eager = dict(forward=staticmethod(forward), backward=staticmethod(backward))
         self.function = type(name, (torch.autograd.Function,), eager)
 
     def __call__(self, t: NamedTuple) -> Any:
@@ -200,7 +202,7 @@ class custom_op:
 
     def run(self, *values) -> Any:
         """The results of a call with these values of `arguments`, flat."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             found = self.operation.call(*values)
         elif torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
             return self.function.apply(*values)
@@ -254,7 +256,8 @@ class custom_op:
         needs = [asked[i] for i in self.trained]
         if any(needs) and any(dout is not None for dout in douts):
             given = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
-            with contextlib.nullcontext() if torch.is_grad_enabled() else _BelowAutograd():
+            traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+            with contextlib.nullcontext() if traced else _BelowAutograd():
                 grads = _as_tuple(self.derivative.call(*given))
             for i, gradient, need in zip(self.trained, grads, needs):
                 found[i] = gradient if need else None
