@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         tensor = tensor or self._tensor
         if isinstance(value, Tensor):
             return tensor(value)
-        if value is None or type(value) in (int, bool, str):
+        if value is None or type(value) in (int, bool):
             return repr(value)
         if type(value) in (tuple, list, torch.Size):
             inside = "".join(f"{self._text(each, tensor)}, " for each in value)
