@@ -213,10 +213,10 @@ def _route(calls: list[tuple], leaves: list, found: Any) -> tuple | None:
     if len(calls) != 1 or calls[0][-1] is not found:
         return None
     (operation, values, _), at = calls[0], {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    places = [at.get(id(value)) if isinstance(value, Tensor) else -1 for value in values]
-    if None in places or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # it was made of others, or is two
+    made = any(isinstance(value, Tensor) and id(value) not in at for value in values)
+    if made or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor
         return None
-    return operation, [(i, None if i >= 0 else value) for i, value in zip(places, values)]
+    return operation, [(at[id(x)], None) if isinstance(x, Tensor) else (-1, x) for x in values]
 
 
 def routed(function: Function) -> Function:
@@ -232,17 +232,20 @@ def routed(function: Function) -> Function:
             leaves += rope
             leaves[len(args) + list(kwargs).index("rope")] = None
         key = _key(leaves)
-        key = key and (len(args), *kwargs, *key)
-        route = routes.get(key)
-        if route is not None:
-            operation, arguments = route
-            return operation.run(*[value if i < 0 else leaves[i] for i, value in arguments])
-        with noted() as calls:
-            found = function(*args, **kwargs)
-        if key is not None:
+        if key is None:
+            return function(*args, **kwargs)
+        key = len(args), *kwargs, *key
+        if key not in routes:
+            with noted() as calls:
+                found = function(*args, **kwargs)
             if len(routes) >= MOST:
                 routes.clear()
             routes[key] = _route(calls, leaves, found)
-        return found
+            return found
+        route = routes[key]
+        if route is None:
+            return function(*args, **kwargs)
+        operation, arguments = route
+        return operation.run(*[value if i < 0 else leaves[i] for i, value in arguments])
 
     return call  # type: ignore[return-value]
