@@ -180,36 +180,32 @@ def _sample_by_sample(*names: str, outputs: int = 1, **changed):
         count = len(first)
         if not count or call.given.get("training"):
             return call.run()
-        shared = {name for name, x in given.items() if len(x) != count or x.dim() < first.dim()}
-        found = []
-        for i in range(count):
-            own = {name: x if name in shared else x[i : i + 1] for name, x in given.items()}
-            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in own.items()}
-            found.append(call.run(**copies, **changed))
+
+        def copy(x: Tensor, i: int) -> Tensor:
+            shared = len(x) != count or x.dim() < first.dim()
+            return (x if shared else x[i : i + 1]).clone(memory_format=torch.contiguous_format)
+
+        found = [call.run(**{name: copy(x, i) for name, x in given.items()}, **changed) for i in range(count)]
         if isinstance(found[0], Tensor):
             return torch.cat(found)
-        joined = (
-            torch.cat(each) if each[0] is not None and each[0].numel() else each[0]
-            for each in list(zip(*found))[:outputs]
-        )
+        each = list(zip(*found))[:outputs]
+        joined = (torch.cat(xs) if xs[0] is not None and xs[0].numel() else xs[0] for xs in each)
         return *joined, *found[0][outputs:]
 
     return by_sample
+
+
+_QKV = "query", "key", "value"
+_attention = _sample_by_sample(*_QKV, "attn_mask", "attn_bias", outputs=2)
+_encoder = _sample_by_sample("src", *_QKV, outputs=2)
+_image = _sample_by_sample("self")
 
 
 def sdp_choice(call: Call) -> int:
     """The kernel of attention, chosen for one sample."""
     mask = call["attn_mask"]
     mask = mask[:1] if mask is not None and mask.dim() == 4 else mask
-    return call.run(**{name: call[name][:1] for name in ("query", "key", "value")}, attn_mask=mask)
-
-
-_QKV = "query", "key", "value"
-_attention, _encoder, _image = (
-    _sample_by_sample(*_QKV, "attn_mask", "attn_bias", outputs=2),
-    _sample_by_sample("src", "query", "key", "value", outputs=2),
-    _sample_by_sample("self"),
-)
+    return call.run(**{name: call[name][:1] for name in _QKV}, attn_mask=mask)
 
 
 def encoder(call: Call):
@@ -239,24 +235,18 @@ def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     return x if keepdim else x.squeeze(dims)
 
 
-def _over(call: Call) -> list[int] | None:
-    """The dimensions that a sum is over; None where PyTorch sums: over all of them, or integers."""
-    x, dims = call["self"], call["dim"]
-    dims = [dims] if isinstance(dims, int) else dims
-    whole = not dims or len(dims) == x.dim()
-    return None if whole or not x.is_floating_point() or not x.numel() else [dim % x.dim() for dim in dims]
-
-
 def _summing(function):
     """The algorithm of sums: function(call, x, total, count), each of count elements.
 
-    total(x, keepdim) is x summed over the call's dimensions.
+    total(x, keepdim) is x summed over the call's dimensions. PyTorch sums over all of them, and integers.
     """
 
     def algorithm(call: Call):
-        x, dims = call["self"], _over(call)
-        if dims is None:
+        x, dims = call["self"], call["dim"]
+        dims = [dims] if isinstance(dims, int) else dims
+        if not dims or len(dims) == x.dim() or not x.is_floating_point() or not x.numel():
             return call.run()
+        dims = [dim % x.dim() for dim in dims]
         total = lambda x, keepdim=call["keepdim"]: tree_sum(x, dims, keepdim)  # noqa: E731
         found = function(call, x, total, torch.Size(x.shape[dim] for dim in dims).numel())
         dtype = call.given.get("dtype") or x.dtype
@@ -276,10 +266,6 @@ def _variance(call: Call, x: Tensor, total, count: int) -> tuple[Tensor, Tensor]
 @_summing
 def _euclidean(call: Call, x: Tensor, total, count: int) -> Tensor:
     return total(x.to(torch.promote_types(x.dtype, torch.float32)).square()).sqrt()
-
-
-def vector_norm(call: Call) -> Tensor:
-    return _euclidean(call) if call["ord"] == 2 else call.run()
 
 
 def softmax(call: Call) -> Tensor:
@@ -328,7 +314,7 @@ ALGORITHMS = {
     "var.correction": _summing(lambda *given: _variance(*given)[0]),
     "std.correction": _summing(lambda *given: _variance(*given)[0].sqrt()),
     "var_mean.correction": _summing(_variance),
-    "linalg_vector_norm": vector_norm,
+    "linalg_vector_norm": lambda call: _euclidean(call) if call["ord"] == 2 else call.run(),
     "_softmax": softmax,
     "glu": glu,
 }
