@@ -20,7 +20,7 @@ from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import output_layer_gradients, scale_one, weight_gradients
+from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
 from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
@@ -92,7 +92,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, want_rope = as_matrix(dout), needs_rope(needs)
     below = block.needs_norm(needs) or needs.in_weight or needs.in_bias
-    g, total = block.output_gradient(dout, t, saved.qkv.dtype, needs)
+    g, total = branch_gradient(dout, saved.qkv.dtype, t, needs, norm_follows=block.needs_norm(needs))
     dout_weight, dscale = weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:

@@ -12,12 +12,11 @@ and h. "in" is the layer qkv, fc1 or gate, "out" is proj, fc2 or down.
 
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import checks as check
 from .dispatch import NO_TRITON, needs_grad
-from .linear_residual import bias_gradients, branch_gradient, needs_column_sum
+from .linear_residual import bias_gradients, needs_column_sum
 from .operation import as_matrix, tensors_of
 
 if NO_TRITON is None:
@@ -50,16 +49,6 @@ def needs_norm(needs: NamedTuple) -> bool:
     return needs.x or needs.norm_weight or needs.norm_bias
 
 
-def output_gradient(dout: Tensor, t: NamedTuple, dtype: torch.dtype, needs: NamedTuple) -> tuple[Tensor, Tensor | None]:
-    """(g in `dtype`, its column sum or None) for g = drop_path[b] * dout.
-
-    Where g is dout itself and the norm's backward runs, that sums it in its pass over dout: None here.
-    """
-    norm_sums = needs_norm(needs) and t.drop_path is None and dout.dtype == dtype
-    want_sum = needs_column_sum(t, needs) and not norm_sums
-    return branch_gradient(dout, dtype, t, want_sum)
-
-
 def norm_gradients(
     t: NamedTuple,
     needs: NamedTuple,
@@ -81,35 +70,21 @@ def norm_gradients(
     if dh is None:
         return bias_gradients(sums, dtype), total, apply_norm(t)[0] if want_h else saved.h
     want_sum = total is None and needs_column_sum(t, needs)
-    grads = layer_norm_bwd(
-        dh,
-        as_matrix(t.x),
-        t.norm_weight,
-        t.norm_bias,
-        saved.mean,
-        saved.rstd,
-        dz=dout,
-        want_dx=needs.x,
-        want_dparams=needs.norm_weight or needs.norm_bias,
-        want_dz_sum=want_sum,
-        want_y=want_h,
-        more_sums=tuple(sums.values()),
-        more_dtype=dtype,
-    )
+    inputs = as_matrix(t.x), t.norm_weight, t.norm_bias, saved.mean, saved.rstd
+    wants = dict(want_dx=needs.x, want_dparams=needs.norm_weight or needs.norm_bias, want_dz_sum=want_sum)
+    more = dict(want_y=want_h, more_sums=tuple(sums.values()), more_dtype=dtype)
+    grads = layer_norm_bwd(dh, *inputs, dz=dout, **wants, **more)
     dx = grads.dres.view(t.x.shape) if needs.x else None
     found = dict(zip(sums, grads.more_sums), x=dx, norm_weight=grads.dweight, norm_bias=grads.dbias)
     return found, grads.dz_sum if want_sum else total, grads.y if saved.h is None else saved.h
 
 
-# A layer's weight, its bias and the weight's shape.
-Layer = tuple[Tensor, Tensor | None, tuple[int, int]]
-
-
-def check_block(op: str, t: NamedTuple, layers: dict[str, Layer], residual_in_fp32: bool) -> float:
+def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp32: bool) -> float:
     """Checks a block's arguments and returns eps as a Python number.
 
-    layers: each layer by the prefix of its arguments' public names. x has the layers' dtype, or any
-    with residual_in_fp32. Raises ValueError or TypeError for tensors that do not fit x and for unknown options.
+    layers: (weight, bias, the weight's shape) of each layer, by the prefix of its arguments' public names. x has the
+    layers' dtype, or any with residual_in_fp32. Raises ValueError or TypeError for tensors that do not fit x and for
+    unknown options.
     """
     if residual_in_fp32 is not True and residual_in_fp32 is not False:
         raise TypeError(f"{op}: residual_in_fp32 must be True or False, got {residual_in_fp32!r}")

@@ -34,9 +34,15 @@ def bias_gradients(sums: dict[str, Tensor | None], dtype: torch.dtype) -> dict[s
 # out_bias, layer_scale and drop_path.
 
 
-def branch_gradient(dout: Tensor, dtype: torch.dtype, t: NamedTuple, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """(g, its column sum or None) for g = drop_path[b] * dout in `dtype`; g is dout itself where equal."""
+def branch_gradient(
+    dout: Tensor, dtype: torch.dtype, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(g, its column sum or None) for g = drop_path[b] * dout in `dtype`; g is dout itself where equal.
+
+    norm_follows: whether the backward of a block's norm runs, which sums dout, where that is g, in its pass over it.
+    """
     changed = t.drop_path is not None or dout.dtype != dtype
+    want_sum = needs_column_sum(t, needs) and (changed or not norm_follows)
     if not (changed or want_sum):
         return dout, None
     g, total = scale_rows(dout, None, t.drop_path, sample_rows(t.x), changed, want_sum, out_dtype=dtype)
@@ -106,8 +112,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 
 def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
-    want_sum = needs_column_sum(t, needs)
-    g, total = branch_gradient(as_matrix(dout), t.x.dtype, t, want_sum)
+    g, total = branch_gradient(as_matrix(dout), t.x.dtype, t, needs)
     dx = input_grad(*scale_one(g, t)).view(t.x.shape) if needs.x else None
     grads = output_layer_gradients(t, needs, total, *weight_gradients(g, as_matrix(t.x), t, needs))
     return dict(x=dx, **grads)

@@ -21,7 +21,7 @@ from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted, routed
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import output_layer_gradients, scale_one, weight_gradients
+from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
 from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
@@ -86,7 +86,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
     hidden = t.hidden._replace(activation="slope") if t.keep == "slope" else t.hidden
-    g, total = block.output_gradient(dout, t, saved.hidden.pre.dtype, needs)
+    g, total = branch_gradient(dout, saved.hidden.pre.dtype, t, needs, norm_follows=block.needs_norm(needs))
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if block.needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, block.needs_norm(needs), want_inner
