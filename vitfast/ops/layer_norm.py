@@ -75,11 +75,6 @@ class _AddArguments(NamedTuple):
     drop_path: Constant | None  # (B,)
     eps: float
 
-    @property
-    def scaled(self) -> bool:
-        """Whether the gradients of x and of the residual differ."""
-        return self.layer_scale is not None or self.drop_path is not None
-
 
 class _AddSaved(NamedTuple):
     """Kept for backward: a result, and the statistics (M,) in fp32."""
@@ -108,21 +103,13 @@ def _add_reads(t: _AddArguments, needs: _AddArguments) -> _AddArguments:
 def _add_backward(
     dy: Tensor | None, dz: Tensor | None, t: _AddArguments, saved: _AddSaved, needs: _AddArguments
 ) -> dict[str, Tensor | None]:
+    dy = torch.zeros_like(dz) if dy is None else dy
+    inputs = as_matrix(dy), as_matrix(saved.z), t.weight, t.bias if needs.bias else None, saved.mean, saved.rstd
+    branch = as_matrix(t.x) if needs.layer_scale else None
+    factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=sample_rows(saved.z))
+    wants = dict(want_dx=needs.x or needs.residual, want_dparams=needs.weight or needs.bias)
     grads = layer_norm_bwd(
-        as_matrix(torch.zeros_like(dz) if dy is None else dy),
-        as_matrix(saved.z),
-        t.weight,
-        t.bias if needs.bias else None,
-        saved.mean,
-        saved.rstd,
-        dz=as_matrix(dz),
-        branch=as_matrix(t.x) if needs.layer_scale else None,
-        layer_scale=t.layer_scale,
-        drop_path=t.drop_path,
-        rows_per_sample=sample_rows(saved.z),
-        want_dx=needs.x or needs.residual,
-        want_dparams=needs.weight or needs.bias,
-        want_layer_scale=needs.layer_scale,
+        *inputs, dz=as_matrix(dz), branch=branch, **factors, **wants, want_layer_scale=needs.layer_scale
     )
     dx, dres = (None if g is None else g.view(saved.z.shape) for g in (grads.dx, grads.dres))
     return dict(x=dx, residual=dres, weight=grads.dweight, bias=grads.dbias, layer_scale=grads.dlayer_scale)
@@ -136,7 +123,7 @@ _add_layer_norm = custom_op(
     fake=_add_fake,
     backward=_add_backward,
     reads=_add_reads,
-    ties=lambda t: {} if t.scaled else dict(x="residual"),
+    ties=lambda t: dict(x="residual") if t.layer_scale is None and t.drop_path is None else {},  # one gradient for both
     results=("y", "z"),
 )
 

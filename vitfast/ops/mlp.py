@@ -123,31 +123,21 @@ class Hidden(NamedTuple):
         of the hidden layers' input is needed. want_inner: whether the last layer's input is.
         """
         want_sums = needs.in_bias or needs.up_bias
+        options = self.activation, want_sums, want_inner
         if self.up_weight is None:
             if out_weight is None:
-                dpre, inner, sums = gelu_bwd(g, saved.pre, self.activation, want_sums)
+                dpre, inner, sums = gelu_bwd(g, saved.pre, *options)
             else:
-                dpre, inner, sums = dgelu_matmul(
-                    g, out_weight, saved.pre, self.activation, want_sums, want_act=want_inner
-                )
-            return (dpre, None), inner if want_inner else None, dict(in_bias=sums), {}
+                dpre, inner, sums = dgelu_matmul(g, out_weight, saved.pre, *options)
+            return (dpre, None), inner, dict(in_bias=sums), {}
         if self.inner_norm_weight is None:
-            wants = want_sums, want_inner
-            dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, self.activation, *wants)
+            dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, *options)
             return (dpre, dup), inner, dict(zip(("up_bias", "in_bias"), sums)), {}
         want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
         want_norm = needs.inner_norm_weight or needs.inner_norm_bias
-        inner = layer_norm_bwd(
-            input_grad(g, out_weight),
-            saved.inner_h,
-            self.inner_norm_weight,
-            self.inner_norm_bias,
-            saved.inner_mean,
-            saved.inner_rstd,
-            want_dx=want_layers,
-            want_dparams=want_norm,
-            want_y=want_inner,
-        )
+        norm = self.inner_norm_weight, self.inner_norm_bias, saved.inner_mean, saved.inner_rstd
+        wants = dict(want_dx=want_layers, want_dparams=want_norm, want_y=want_inner)
+        inner = layer_norm_bwd(input_grad(g, out_weight), saved.inner_h, *norm, **wants)
         dup, dpre, sums = None, None, ()
         if want_layers:
             dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, self.activation, want_sums)
