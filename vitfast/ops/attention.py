@@ -184,7 +184,7 @@ def option_gradients(
 _attention = custom_op("attention", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
-def unsupported_reason(head_size: int, scale: float) -> str | None:
+def head_unsupported(head_size: int, scale: float) -> str | None:
     """Why no kernel attends with this head size and scale; None where one does."""
     if NO_TRITON is None and head_size not in kernels.HEAD_SIZES:
         return f"head size {head_size} is not one of 16, 24, ..., 128"
@@ -267,7 +267,7 @@ def attention(
     shape = shape if offsets is None else (1, *shape)
     options = checked("attention", qkv, shape, *given, offsets, longest)
     scale = checked_scale("attention", scale, qkv.shape[-1])
-    if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
+    if kernels_wanted("attention", qkv, head_unsupported(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
         o = _attention(_Arguments(*tensors, options, scale))
         return o if offsets is None else o.flatten(0, 1)

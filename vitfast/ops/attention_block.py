@@ -14,12 +14,10 @@ from ..kernels.attention.options import AttentionOptions
 from . import blocks as block
 from . import checks as check
 from . import reference as ref
-from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
-from .attention import unsupported_reason as head_unsupported
+from .attention import RopeLayout, as_whole, checked, head_unsupported, needs_rope, option_gradients
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
+from .layer_norm import fake_statistics, width_unsupported
 from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
 from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
 

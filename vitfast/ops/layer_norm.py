@@ -128,7 +128,7 @@ _add_layer_norm = custom_op(
 )
 
 
-def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | None:
+def width_unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
     """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
     if NO_TRITON is None and width > kernels.MAX_WIDTH:
         return f"width above {kernels.MAX_WIDTH}"
@@ -149,7 +149,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check.same("layer_norm", "x", x)
     check.norm("layer_norm", x, width, weight=weight, bias=bias)
     eps = check.eps("layer_norm", eps)
-    if kernels_wanted("layer_norm", x, unsupported_reason(width)):
+    if kernels_wanted("layer_norm", x, width_unsupported(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))
     return ref.layer_norm(x, weight, bias, eps)
 
@@ -177,7 +177,7 @@ def add_layer_norm(
     check.norm("add_layer_norm", x, width, weight=weight, bias=bias)
     eps = check.eps("add_layer_norm", eps)
     check.factors("add_layer_norm", x, layer_scale, drop_path, width)
-    if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
+    if kernels_wanted("add_layer_norm", x, width_unsupported(width, drop_path)):
         return _add_layer_norm(_AddArguments(x, residual, weight, bias, layer_scale, drop_path, eps))
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
@@ -194,6 +194,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     check.same("rms_norm", "x", x)
     check.norm("rms_norm", x, width, weight=weight)
     eps = check.eps("rms_norm", eps)
-    if kernels_wanted("rms_norm", x, unsupported_reason(width)):
+    if kernels_wanted("rms_norm", x, width_unsupported(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))
     return ref.rms_norm(x, weight, eps)

@@ -27,8 +27,7 @@ from ..values import Activation
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
+from .layer_norm import fake_statistics, width_unsupported
 from .linear_residual import bias_gradients
 from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
 

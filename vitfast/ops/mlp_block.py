@@ -19,8 +19,7 @@ from . import checks as check
 from . import reference as ref
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
+from .layer_norm import fake_statistics, width_unsupported
 from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
 from .operation import Constant, as_matrix, custom_op, resized, sample_rows
