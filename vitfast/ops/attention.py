@@ -73,7 +73,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     """Checks that a tensor lies on q's device, in q's dtype or in fp32."""
     check.tensors(op, **{name: table})
-    check.floating(op, name, table)
+    check.floating(op, **{name: table})
     check.device(op, "its input", q.device, **{name: table})
     if table.dtype not in (q.dtype, torch.float32):
         other = "" if q.dtype == torch.float32 else ", or torch.float32"
@@ -104,14 +104,6 @@ def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tupl
         want = f"({rows[0]}, {head}), ({H}, {rows[0]}, {head}) or ({B}, 1 or {H}, {rows[0]}, {head})"
         raise ValueError(f"{op}: cos and sin must be {want}, or half as wide, got {tuple(cos.shape)}")
     return cos, sin
-
-
-def checked_scale(op: str, scale: float | None, head_size: int) -> float:
-    """The scale, 1 / sqrt(Dh) unless given, as a float or a torch.SymFloat."""
-    scale = head_size**-0.5 if scale is None else scale
-    if not check.is_number(scale) or not -check.FLOAT32 <= scale <= check.FLOAT32:
-        raise ValueError(f"{op}: scale must be None or a number that float32 holds, got {scale!r}")
-    return scale if isinstance(scale, torch.SymFloat) else float(scale)
 
 
 def _unit_rows(x: Tensor) -> Tensor:
@@ -266,7 +258,8 @@ def attention(
     shape, given = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
     shape = shape if offsets is None else (1, *shape)
     options = checked("attention", qkv, shape, *given, offsets, longest)
-    scale = checked_scale("attention", scale, qkv.shape[-1])
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    scale = check.number("attention", "scale", scale, -check.FLOAT32, "None or a number that float32 holds")
     if kernels_wanted("attention", qkv, head_unsupported(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
         o = _attention(_Arguments(*tensors, options, scale))

@@ -91,8 +91,7 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp
     if t.x.dim() not in (2, 3):
         raise ValueError(f"{op}: x must be (B, N, D) or (tokens, D), got {tuple(t.x.shape)}")
     (first, (weight, *_)), width = next(iter(layers.items())), t.x.shape[-1]
-    check.floating(op, "x", t.x)
-    check.floating(op, f"{first}weight", weight)
+    check.floating(op, x=t.x, **{f"{first}weight": weight})
     computed = t.x.new_empty(0, dtype=weight.dtype) if residual_in_fp32 else t.x
     for prefix, (weight, bias, shape) in layers.items():
         check.linear(op, computed, weight, bias, prefix, shape)
@@ -105,7 +104,7 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp
         raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")
     if t.keep not in ("least", "all"):
         raise ValueError(f"{op}: keep must be 'least' or 'all', got {t.keep!r}")
-    return check.eps(op, t.eps)
+    return check.number(op, "eps", t.eps)
 
 
 def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:

@@ -28,11 +28,12 @@ def rows(op: str, x: Tensor) -> int:
     return x.shape[-1]
 
 
-def floating(op: str, name: str, tensor: Tensor | None) -> None:
-    """Checks that a tensor, unless None, has a dtype that the operations compute in."""
-    if tensor is not None and tensor.dtype not in DTYPES:
-        known = "float16, bfloat16, float32 or float64"
-        raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Checks that every tensor, unless None, has a dtype that the operations compute in."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            known = "float16, bfloat16, float32 or float64"
+            raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
 
 
 def shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
@@ -54,7 +55,7 @@ def device(op: str, like: str, device: torch.device, **tensors: Tensor | None) -
 
 def same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
     """Checks that every tensor, unless None, has x's device and x's dtype."""
-    floating(op, x_name, x)
+    floating(op, **{x_name: x})
     device(op, x_name, x.device, **others)
     for name, tensor in others.items():
         if tensor is not None and tensor.dtype != x.dtype:
@@ -93,8 +94,7 @@ def factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | 
     """Checks that layer_scale (D,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
     shape(op, "layer_scale", layer_scale, (width,))
     shape(op, "drop_path", drop_path, (x.shape[0],))
-    floating(op, "layer_scale", layer_scale)
-    floating(op, "drop_path", drop_path)
+    floating(op, layer_scale=layer_scale, drop_path=drop_path)
     device(op, "x", x.device, layer_scale=layer_scale, drop_path=drop_path)
 
 
@@ -106,11 +106,11 @@ def is_number(value) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
 
 
-def eps(op: str, eps: float, name: str = "eps") -> float:
-    """Checks the eps of a norm; returns it as a float or a torch.SymFloat."""
-    if not is_number(eps) or not 0 <= eps <= FLOAT32:
-        raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
-    return eps if isinstance(eps, torch.SymFloat) else float(eps)
+def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number from 0 to {FLOAT32:.1e}") -> float:
+    """Checks a number from `low` to float32's largest, as `want` says; returns a float or a torch.SymFloat."""
+    if not is_number(value) or not low <= value <= FLOAT32:
+        raise ValueError(f"{op}: {name} must be {want}, got {value!r}")
+    return value if isinstance(value, torch.SymFloat) else float(value)
 
 
 def activation(op: str, activation: str) -> None:

@@ -148,7 +148,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     width = check.rows("layer_norm", x)
     check.same("layer_norm", "x", x)
     check.norm("layer_norm", x, width, weight=weight, bias=bias)
-    eps = check.eps("layer_norm", eps)
+    eps = check.number("layer_norm", "eps", eps)
     if kernels_wanted("layer_norm", x, width_unsupported(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))
     return ref.layer_norm(x, weight, bias, eps)
@@ -175,7 +175,7 @@ def add_layer_norm(
     check.shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
     check.same("add_layer_norm", "x", x, residual=residual)
     check.norm("add_layer_norm", x, width, weight=weight, bias=bias)
-    eps = check.eps("add_layer_norm", eps)
+    eps = check.number("add_layer_norm", "eps", eps)
     check.factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, width_unsupported(width, drop_path)):
         return _add_layer_norm(_AddArguments(x, residual, weight, bias, layer_scale, drop_path, eps))
@@ -193,7 +193,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     width = check.rows("rms_norm", x)
     check.same("rms_norm", "x", x)
     check.norm("rms_norm", x, width, weight=weight)
-    eps = check.eps("rms_norm", eps)
+    eps = check.number("rms_norm", "eps", eps)
     if kernels_wanted("rms_norm", x, width_unsupported(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))
     return ref.rms_norm(x, weight, eps)

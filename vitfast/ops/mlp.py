@@ -222,7 +222,7 @@ def check_inner(op: str, t: Hidden) -> Hidden:
     if t.inner_norm_weight is None and t.inner_norm_bias is not None:
         raise ValueError(f"{op}: inner_norm_bias needs an inner_norm_weight, without which there is no inner norm")
     check.activation(op, t.activation)
-    return t._replace(inner_eps=check.eps(op, t.inner_eps, "inner_eps"))
+    return t._replace(inner_eps=check.number(op, "inner_eps", t.inner_eps))
 
 
 # The public operations
