@@ -18,12 +18,12 @@ from .attention import RopeLayout, as_whole, checked, head_unsupported, needs_ro
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
-from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .linear_residual import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
+from .operation import Constant, as_dtype, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
-    from ..kernels.matmul.linear import input_grad, linear, linear_residual
+    from ..kernels.matmul.linear import input_grad, linear
     from ..kernels.rows import scale_rows
 
 
@@ -68,14 +68,11 @@ class _Saved(NamedTuple):
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
-    (batch, tokens), out_weight = _samples(t.x), as_matrix(t.out_weight)
-    inner = out_weight.shape[1]
+    (batch, tokens), inner = _samples(t.x), t.out_weight.shape[1]
     h, mean, rstd = block.apply_norm(t)
     qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
-    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
-    out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
+    return output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -177,5 +174,5 @@ def attention_block(
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))
-    given = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **given, **options.keywords)
+    given = dict(num_heads=num_heads, longest=longest, **block.keywords(t), **options.keywords)
+    return ref.attention_block(x, *weights, **given)

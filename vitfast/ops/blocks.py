@@ -107,6 +107,12 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp
     return check.number(op, "eps", t.eps)
 
 
+def keywords(t: NamedTuple) -> dict:
+    """The keyword arguments that every block in reference.py has."""
+    factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path)
+    return dict(eps=t.eps, norm=t.norm, compute_dtype=t.in_weight.dtype, **factors)
+
+
 def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
     """The `keep` that a forward operation on t runs with: "none" if there will be no backward.
 

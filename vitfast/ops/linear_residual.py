@@ -34,6 +34,13 @@ def bias_gradients(sums: dict[str, Tensor | None], dtype: torch.dtype) -> dict[s
 # out_bias, layer_scale and drop_path.
 
 
+def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
+    """The output, in the shape and dtype of `residual` (B, ..., D), for the layer's input x (M, K)."""
+    matrices = x, as_matrix(t.out_weight), t.out_bias, as_matrix(residual)
+    out = linear_residual_fwd(*matrices, t.layer_scale, t.drop_path, sample_rows(residual))
+    return resized(out, *residual.shape)
+
+
 def branch_gradient(
     dout: Tensor, dtype: torch.dtype, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -102,9 +109,7 @@ class _Arguments(NamedTuple):
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
-    matrices = as_matrix(t.x), as_matrix(t.out_weight), t.out_bias, as_matrix(t.residual)
-    out = linear_residual_fwd(*matrices, t.layer_scale, t.drop_path, sample_rows(t.x))
-    return resized(out, *t.residual.shape), NothingSaved()
+    return output_layer(as_matrix(t.x), t, t.residual), NothingSaved()
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:

@@ -20,13 +20,12 @@ from . import reference as ref
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .linear_residual import branch_gradient, output_layer_gradients, scale_one, weight_gradients
+from .linear_residual import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
-from .operation import Constant, as_matrix, custom_op, resized, sample_rows
+from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels import tiles
-    from ..kernels.matmul.linear import linear_residual
     from ..kernels.matmul.product import product_class
 
 
@@ -50,12 +49,6 @@ class _Arguments(NamedTuple):
         """The weight of the first layer, by the name that every block has for it."""
         return self.hidden.in_weight
 
-    @property
-    def options(self) -> dict:
-        """Keyword arguments of ref.mlp_block and ref.gated_mlp_block."""
-        factors = dict(layer_scale=self.layer_scale, drop_path=self.drop_path)
-        return dict(eps=self.eps, norm=self.norm, compute_dtype=self.in_weight.dtype, **factors, **self.hidden.options)
-
 
 class _Saved(NamedTuple):
     """Kept for backward."""
@@ -70,9 +63,7 @@ class _Saved(NamedTuple):
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = block.apply_norm(t)
     inner, hidden = t.hidden.forward(h, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
-    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
-    out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
+    return output_layer(inner, t, t.x), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -153,7 +144,8 @@ def mlp_block(
         keep = block.choose_keep(t, fc1_weight, fc2_weight, layer_scale)
         slope = keep == "all" and _kept(x.device, fc1_weight.dtype, width, hidden) == "slope"
         return _mlp_block(t._replace(keep="slope" if slope else keep))
-    return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
+    layers = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    return ref.mlp_block(x, norm_weight, norm_bias, *layers, **block.keywords(t), **inner.options)
 
 
 @autocasts()
@@ -199,4 +191,4 @@ def gated_mlp_block(
         keep = block.choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
         return _gated_mlp_block(t._replace(keep=keep))
     layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
-    return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **t.options)
+    return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **block.keywords(t), **t.hidden.options)
