@@ -244,12 +244,9 @@ def attention(
         return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout, **options)
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
-    name, three = ("qkv", ("3",)) if k is None else ("q", ())
+    name, three = ("qkv", (3,)) if k is None else ("q", ())
     lead = ("B", "N") if offsets is None else ("tokens",)
-    check.tensors("attention", **{name: qkv})
-    if qkv.dim() != len(lead) + len(three) + 2 or (k is None and qkv.shape[-3] != 3):
-        want = ", ".join((*lead, *three, "H", "Dh"))
-        raise ValueError(f"attention: {name} must be ({want}), got {tuple(qkv.shape)}")
+    check.shape("attention", name, qkv, (*lead, *three, "H", "Dh"), required=True)
     check.shape("attention", "k", k, tuple(qkv.shape))
     check.shape("attention", "v", v, tuple(qkv.shape))
     check.same("attention", name, qkv, k=k, v=v)

@@ -37,12 +37,13 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
-    """Checks a tensor's shape, where None matches any length; a tensor None passes unless `required`."""
+    """Checks a tensor's shape, where an axis' name, or "*", matches any length; None passes unless `required`."""
     if tensor is None and not required:
         return
     tensors(op, **{name: tensor})
-    if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
-        want = ", ".join("*" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
+    lengths = [(have, want) for have, want in zip(tensor.shape, shape) if not isinstance(want, str)]
+    if tensor.dim() != len(shape) or any(have != want for have, want in lengths):
+        want = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
 
 
@@ -73,7 +74,7 @@ def norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> None:
 def weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
     """Checks that a weight (F, D), given by its name, fits x (..., D); returns F and D."""
     width, ((name, weight),) = rows(op, x), weight.items()
-    shape(op, name, weight, (None, width), required=True)
+    shape(op, name, weight, ("*", width), required=True)
     return weight.shape[0], width
 
 
@@ -84,7 +85,7 @@ def linear(
 
     prefix: what the arguments' names begin with. size: the weight's shape, where it is not to be (F, D) for x's D.
     """
-    size = (None, rows(op, x)) if size is None else size
+    size = ("*", rows(op, x)) if size is None else size
     shape(op, f"{prefix}weight", weight, size, required=True)
     shape(op, f"{prefix}bias", bias, (weight.shape[0],))
     same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})

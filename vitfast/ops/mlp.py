@@ -283,7 +283,7 @@ def mlp(
     linear_gelu. Returns (..., D').
     """
     check.linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
-    check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
+    check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", ("*", fc1_weight.shape[0]))
     activation = one_activation("mlp", activation, approximate)
     if kernels_wanted("mlp", x):
         layers = Hidden(fc1_weight, fc1_bias, activation=activation)
@@ -316,7 +316,7 @@ def gated_mlp(
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check.linear(op, x, up_weight, up_bias, "up_")
     check.linear(op, x, gate_weight, gate_bias, "gate_", tuple(up_weight.shape))
-    check.linear(op, x, down_weight, down_bias, "down_", (None, up_weight.shape[0]))
+    check.linear(op, x, down_weight, down_bias, "down_", ("*", up_weight.shape[0]))
     t = check_inner(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps))
     if kernels_wanted(op, x, t.unsupported):
         return _by_kernels(op, _Mlp(x, t, down_weight, down_bias))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import cdiv
+from . import checks as check
 from .reference import owners
 
 ALIGNMENT = 16  # bytes at which a tensor in the buffer begins
@@ -139,8 +140,7 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
             image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"pack: images[{i}] must be a tensor or an array, got {type(image).__name__}") from None
-        if image.dim() != 3:
-            raise ValueError(f"pack: images[{i}] must be (C, H, W), got {tuple(image.shape)}")
+        check.shape("pack", f"images[{i}]", image, ("C", "H", "W"))
         if image.dtype != torch.uint8 and not image.is_floating_point():
             raise TypeError(f"pack: images[{i}] must be uint8 or floating point, got {image.dtype}")
         chans, height, width = image.shape

@@ -152,9 +152,9 @@ def patch_embed(
     a position for each patch. Returns (N + S T, D): the tokens of the images, one image after the other.
     """
     op = "patch_embed"
-    check.shape(op, "weight", weight, (None, None, None, None), required=True)
+    check.shape(op, "weight", weight, ("*", "*", "*", "*"), required=True)
     width, chans, p, q = weight.shape
-    check.shape(op, "images", images, (None, chans, None, None), required=True)
+    check.shape(op, "images", images, ("*", chans, "*", "*"), required=True)
     height, length = images.shape[-2:]
     if not p or not q:
         raise ValueError(f"{op}: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
@@ -164,7 +164,7 @@ def patch_embed(
     if not images.is_floating_point() and images.dtype != torch.uint8:
         raise TypeError(f"{op}: images must be floating point or uint8, got {images.dtype}")
     check.shape(op, "bias", bias, (width,))
-    check.shape(op, "cls_token", cls_token, (1, None, width))
+    check.shape(op, "cls_token", cls_token, (1, "*", width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
     lie = None
     if offsets is not None:
@@ -174,7 +174,7 @@ def patch_embed(
         check.offsets(op, offsets, len(images), images.device)
         lie = packed.token_rows(offsets, len(images), prefix)
     else:
-        check.shape(op, "pos_embed", pos_embed, (1, None, width))
+        check.shape(op, "pos_embed", pos_embed, (1, "*", width))
         if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
             known = f"{patches + prefix} or {patches} positions"
             raise ValueError(f"{op}: pos_embed must have {known}, got {pos_embed.shape[1]}")
