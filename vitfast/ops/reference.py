@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 Result = TypeVar("Result")
 
@@ -20,15 +21,11 @@ Result = TypeVar("Result")
 def _upcastable(function: Callable[..., Result]) -> Callable[..., Result]:
     """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
 
-    def double(a):
-        if isinstance(a, tuple):
-            return tuple(map(double, a))
-        return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
-
     @functools.wraps(function)
     def wrapper(*args, upcast: bool = False, **kwargs):
         if upcast:
-            args, kwargs = tuple(double(a) for a in args), {k: double(v) for k, v in kwargs.items()}
+            double = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
+            args, kwargs = tree_map_only(Tensor, double, (args, kwargs))
         return function(*args, **kwargs)
 
     return wrapper
