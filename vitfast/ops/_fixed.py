@@ -295,12 +295,7 @@ def glu(call: Call) -> Tensor:
 
 
 ALGORITHMS = {
-    "mm": mm,
-    "addmm": addmm,
-    "bmm": bmm,
-    "baddbmm": baddbmm,
-    "mv": mv,
-    "convolution": convolution,
+    **{function.__name__: function for function in (mm, addmm, bmm, baddbmm, mv, convolution, glu)},
     "_fused_sdp_choice": sdp_choice,
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED},
     "_native_multi_head_attention": encoder,
@@ -316,7 +311,6 @@ ALGORITHMS = {
     "var_mean.correction": _summing(_variance),
     "linalg_vector_norm": lambda call: _euclidean(call) if call["ord"] == 2 else call.run(),
     "_softmax": softmax,
-    "glu": glu,
 }
 COMPOSED = {"linear": contiguous("input"), "matmul": contiguous("self", "other")}
 ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_Scalar"
