@@ -18,7 +18,6 @@ from .attention import RopeLayout, as_whole, checked, head_unsupported, needs_ro
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .linear_residual import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
 from .operation import Constant, as_dtype, as_matrix, custom_op
 
 if NO_TRITON is None:
@@ -72,7 +71,7 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = block.apply_norm(t)
     qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
-    return output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
+    return block.output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -87,11 +86,11 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, want_rope = as_matrix(dout), needs_rope(needs)
     below = block.needs_norm(needs) or needs.in_weight or needs.in_bias
-    g, total = branch_gradient(dout, saved.qkv.dtype, t, needs, norm_follows=block.needs_norm(needs))
-    dout_weight, dscale = weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
+    g, total = block.branch_gradient(dout, t, needs, norm_follows=block.needs_norm(needs))
+    dout_weight, dscale = block.weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:
-        do = input_grad(*scale_one(g, t)).view(saved.o.shape)
+        do = input_grad(*block.scale_one(g, t)).view(saved.o.shape)
         tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
         dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
@@ -105,7 +104,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         dh = None
         dweight = torch.mm(din.t(), h) if needs.in_weight else None
         grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
-    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
+    return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
 _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)

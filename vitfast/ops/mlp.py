@@ -26,9 +26,9 @@ from torch import Tensor
 from ..values import Activation
 from . import checks as check
 from . import reference as ref
+from .blocks import bias_gradients
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .linear_residual import bias_gradients
 from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
 
 if NO_TRITON is None:

@@ -20,7 +20,6 @@ from . import reference as ref
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .linear_residual import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
 from .operation import Constant, as_matrix, custom_op
 
@@ -63,7 +62,7 @@ class _Saved(NamedTuple):
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = block.apply_norm(t)
     inner, hidden = t.hidden.forward(h, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
-    return output_layer(inner, t, t.x), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
+    return block.output_layer(inner, t, t.x), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -76,15 +75,15 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
     hidden = t.hidden._replace(activation="slope") if t.keep == "slope" else t.hidden
-    g, total = branch_gradient(dout, saved.hidden.pre.dtype, t, needs, norm_follows=block.needs_norm(needs))
+    g, total = block.branch_gradient(dout, t, needs, norm_follows=block.needs_norm(needs))
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if block.needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, block.needs_norm(needs), want_inner
-        slopes, again, sums, grads = hidden.backward(*scale_one(g, t), saved.hidden, *wants)
+        slopes, again, sums, grads = hidden.backward(*block.scale_one(g, t), saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
         inner = t.hidden.recompute(saved.hidden)
-    dout_weight, dscale = weight_gradients(g, inner, t, needs)
+    dout_weight, dscale = block.weight_gradients(g, inner, t, needs)
     inner = again = None  # 4 M D numbers, freed before more is allocated
     if slopes is not None:
         dh = t.hidden.input_gradient(slopes) if block.needs_norm(needs) else None
@@ -92,7 +91,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
         dh = None
         grads |= found | t.hidden.weight_gradients(slopes, h, needs.hidden)
-    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
+    return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
 _mlp_block, _gated_mlp_block = (
