@@ -269,10 +269,8 @@ def _euclidean(call: Call, x: Tensor, total, count: int) -> Tensor:
 
 
 def softmax(call: Call) -> Tensor:
-    x, last = call["self"], call["self"].dim() - 1
-    if x.dim() < 2 or call["dim"] in (-1, last):
-        return call.run(self=x.contiguous())
-    return call.run(self=x.movedim(call["dim"], -1).contiguous(), dim=-1).movedim(-1, call["dim"])
+    rows = call["self"].movedim(call["dim"], -1).contiguous()
+    return call.run(self=rows, dim=-1).movedim(-1, call["dim"])
 
 
 # Functions of each element
@@ -281,8 +279,6 @@ def softmax(call: Call) -> Tensor:
 def on_vectors(call: Call) -> Tensor:
     name = "self" if isinstance(call["self"], Tensor) else "exponent"
     x = call[name]
-    if not x.numel():
-        return call.run()
     filled = F.pad(x.flatten(), (0, -x.numel() % VECTORS), value=1.0)
     found = torch.cat([call.run(**{name: chunk}) for chunk in filled.split(CHUNK)])
     return found[: x.numel()].view(x.shape)
@@ -298,8 +294,7 @@ ALGORITHMS = {
     **{function.__name__: function for function in (mm, addmm, bmm, baddbmm, mv, convolution, glu)},
     "_fused_sdp_choice": sdp_choice,
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED},
-    "_native_multi_head_attention": encoder,
-    "_transformer_encoder_layer_fwd": encoder,
+    **dict.fromkeys(("_native_multi_head_attention", "_transformer_encoder_layer_fwd"), encoder),
     "native_group_norm": _sample_by_sample("input", outputs=3, N=1),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), _sample_by_sample("input")),
     **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d"), _image),

@@ -1,6 +1,5 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
-from numbers import Integral
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -27,18 +26,18 @@ def checked(
 
     For packed samples, B is 1 and N counts all tokens.
     """
-    B, N, H, _ = shape
+    (B, N, H, _), most = shape, 0
     if offsets is not None:
         masks = dict(bias=bias is not None, key_lengths=key_lengths is not None, num_prefix=num_prefix)
         for name, given in masks.items():
             if given:
                 raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
-        longest, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
+        most, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
     elif longest is not None:
         raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
     if rope_layout not in ROPE_LAYOUTS:
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
-    prefix = as_whole(num_prefix)
+    prefix = check.as_whole(num_prefix)
     if prefix is None or not 0 <= prefix <= N:
         raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {N} tokens, got {num_prefix!r}")
     tables = (None, None) if rope is None else _check_rope(op, q, shape, rope, prefix)
@@ -51,14 +50,12 @@ def checked(
         check.counts(op, "key_lengths", key_lengths, q.device)
         check.shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
-    return AttentionOptions(
-        *tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, 0 if longest is None else longest
-    )
+    return AttentionOptions(*tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, most)
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
     """Checks offsets and `longest`; returns the tokens of the longest packed sample, or more."""
-    given = as_whole(longest)
+    given = check.as_whole(longest)
     if longest is not None and (given is None or given < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
@@ -78,13 +75,6 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     if table.dtype not in (q.dtype, torch.float32):
         other = "" if q.dtype == torch.float32 else ", or torch.float32"
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
-
-
-def as_whole(value) -> int | None:
-    """A whole number of Python, NumPy or torch, as an int or a torch.SymInt; None for what is none."""
-    if isinstance(value, torch.SymInt):
-        return value
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tuple[Tensor, Tensor]:

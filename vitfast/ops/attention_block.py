@@ -14,7 +14,7 @@ from ..kernels.attention.options import AttentionOptions
 from . import blocks as block
 from . import checks as check
 from . import reference as ref
-from .attention import RopeLayout, as_whole, checked, head_unsupported, needs_rope, option_gradients
+from .attention import RopeLayout, checked, head_unsupported, needs_rope, option_gradients
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
@@ -153,7 +153,7 @@ def attention_block(
     op = "attention_block"
     rows, width = check.weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
-    asked, num_heads = num_heads, as_whole(num_heads)
+    asked, num_heads = num_heads, check.as_whole(num_heads)
     if num_heads is None:
         raise TypeError(f"{op}: num_heads must be an integer, got {asked!r}")
     if num_heads < 1 or rest or not inner or inner % num_heads:

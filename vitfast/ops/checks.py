@@ -1,6 +1,6 @@
 """Checks of arguments: each raises ValueError or TypeError, which names the operation."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -105,6 +105,13 @@ def is_number(value) -> bool:
     if kind is float or kind is int:
         return True
     return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
+
+
+def as_whole(value) -> int | None:
+    """A whole number of Python, NumPy or torch, as an int or a torch.SymInt; None for what is none."""
+    if isinstance(value, torch.SymInt):
+        return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number from 0 to {FLOAT32:.1e}") -> float:

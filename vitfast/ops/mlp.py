@@ -286,8 +286,7 @@ def mlp(
     check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", ("*", fc1_weight.shape[0]))
     activation = one_activation("mlp", activation, approximate)
     if kernels_wanted("mlp", x):
-        layers = Hidden(fc1_weight, fc1_bias, activation=activation)
-        return _by_kernels("mlp", _Mlp(x, layers, fc2_weight, fc2_bias))
+        return _by_kernels("mlp", _Mlp(x, Hidden(fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias))
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation)
 
 
@@ -320,5 +319,4 @@ def gated_mlp(
     t = check_inner(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps))
     if kernels_wanted(op, x, t.unsupported):
         return _by_kernels(op, _Mlp(x, t, down_weight, down_bias))
-    layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
-    return ref.gated_mlp(x, *layers, **t.options)
+    return ref.gated_mlp(x, up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias, **t.options)

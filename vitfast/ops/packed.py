@@ -7,7 +7,6 @@ offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its pa
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -178,8 +177,7 @@ def pack(
     Raises ValueError or TypeError, which name the image.
     """
     patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
-    whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)
-    if len(patch) != 2 or not whole:
+    if len(patch) != 2 or not all((check.as_whole(side) or 0) > 0 for side in patch):
         raise ValueError(f"pack: patch_size must be P or (P, Q) in pixels, got {patch_size!r}")
     images = _checked(images, patch)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]

@@ -50,11 +50,10 @@ def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
     width, _, p, q = t.weight.shape
     if t.packed is not None:
-        out = t.weight.new_empty(t.images.shape[0] + t.starts.shape[0] * t.prefix, width)
+        tokens = (t.images.shape[0] + t.starts.shape[0] * t.prefix,)
     else:
-        tokens = t.prefix + (t.images.shape[2] // p) * (t.images.shape[3] // q)
-        out = t.weight.new_empty(t.images.shape[0], tokens, width)
-    return out, NothingSaved()
+        tokens = t.images.shape[0], t.prefix + (t.images.shape[2] // p) * (t.images.shape[3] // q)
+    return t.weight.new_empty(*tokens, width), NothingSaved()
 
 
 def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
@@ -87,8 +86,7 @@ def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
     if value is None:
         return None
     wanted = f"one number or {chans}, one for each of the {chans} channels"
-    if check.is_number(value):
-        value = [value]
+    value = [value] if check.is_number(value) else value
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(check.is_number, value)):
         low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
         if not all(low <= v <= MOST_PIXEL for v in value):
