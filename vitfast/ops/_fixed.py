@@ -221,18 +221,13 @@ def encoder(call: Call):
 
 def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     """x summed over dims, in fp32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # no -0.0, which 0.0 changes
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # a copy, and no -0.0, which 0.0 changes
     for dim in dims:
         while (n := x.shape[dim]) > 1:
             half = 1 << (n - 1).bit_length() - 1
-            lower, upper = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
-            if n < 2 * half:
-                both = lower.clone()
-                both.narrow(dim, 0, n - half).add_(upper)
-            else:
-                both = lower + upper
-            x = both
-    return x if keepdim else x.squeeze(dims)
+            x.narrow(dim, 0, n - half).add_(x.narrow(dim, half, n - half))
+            x = x.narrow(dim, 0, half)
+    return (x if keepdim else x.squeeze(dims)).clone()
 
 
 def _summing(function):

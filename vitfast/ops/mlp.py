@@ -54,7 +54,6 @@ class HiddenSaved(NamedTuple):
 
 
 Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
-Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, whose column sum is its gradient
 
 
 class Hidden(NamedTuple):
@@ -114,8 +113,8 @@ class Hidden(NamedTuple):
 
     def backward(
         self, g: Tensor, out_weight: Tensor | None, saved: HiddenSaved, needs: "Hidden", below: bool, want_inner: bool
-    ) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
-        """((dpre, dup), the last layer's input (M, F), sums for the biases, the norm's gradients by name).
+    ) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None], dict[str, Tensor | None]]:
+        """((dpre, dup), the last layer's input (M, F), sums for bias_gradients, the norm's gradients by name).
 
         They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a
         last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient
@@ -170,22 +169,17 @@ class _Mlp(NamedTuple):
     out_bias: Tensor | None = None  # (D',)
     save: bool = True
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the output."""
-        last = self.hidden.in_weight if self.out_weight is None else self.out_weight
-        return *self.x.shape[:-1], last.shape[0]
-
 
 def _forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
     out, saved = t.hidden.forward(as_matrix(t.x), "pre" if t.save else "")
     if t.out_weight is not None:
         out = linear(out, as_matrix(t.out_weight), t.out_bias)
-    return resized(out, *t.shape), saved
+    return resized(out, *t.x.shape[:-1], out.shape[1]), saved
 
 
 def _fake(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    return t.x.new_empty(t.shape), t.hidden.fake(t.x) if t.save else HiddenSaved()
+    last = t.hidden.in_weight if t.out_weight is None else t.out_weight
+    return t.x.new_empty(*t.x.shape[:-1], last.shape[0]), t.hidden.fake(t.x) if t.save else HiddenSaved()
 
 
 def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[str, Tensor | None]:

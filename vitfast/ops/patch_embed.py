@@ -180,8 +180,7 @@ def patch_embed(
     check.floating(op, weight=weight, **parameters)
     check.device(op, "weight", weight.device, images=images, **parameters)
     raw = images.dtype == torch.uint8
-    mean = channel_values(f"{op}: mean", mean, chans)
-    std = channel_values(f"{op}: std", std, chans)
+    mean, std = channel_values(f"{op}: mean", mean, chans), channel_values(f"{op}: std", std, chans)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.

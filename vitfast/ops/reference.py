@@ -106,10 +106,8 @@ def with_prefix_and_positions(x: Tensor, prefix: Tensor | None, pos_embed: Tenso
 @_upcastable
 def layer_norm(x, weight, bias, eps=1e-6):
     """LayerNorm over the last axis, (..., D) -> (..., D) in x's dtype; parameters in fp32 act in fp32."""
-    work = x
-    for parameter in (weight, bias):
-        if parameter is not None:
-            work = work.to(torch.promote_types(work.dtype, parameter.dtype))
+    dtypes = [parameter.dtype for parameter in (weight, bias) if parameter is not None]
+    work = x.to(functools.reduce(torch.promote_types, dtypes, x.dtype))
     return F.layer_norm(work, (x.shape[-1],), _like(weight, work), _like(bias, work), eps).to(x.dtype)
 
 
