@@ -12,8 +12,8 @@ the norm's output again in its own pass. With keep="all" that output is kept too
 same pass it sums dout's columns for the output layer's bias.
 
 The functions take an operation's arguments t, its needs and what it saved as NamedTuples, in which these names mean the
-same: x, out_weight, out_bias, layer_scale and drop_path; in blocks also norm_weight, norm_bias, in_weight, eps, norm
-and keep; mean, rstd and h. "in" is the layer qkv, fc1 or gate, "out" is proj, fc2 or down.
+same: x, out_weight, out_bias, layer_scale and drop_path; in blocks also norm_weight, norm_bias, eps, norm and keep;
+mean, rstd and h. "out" is the layer proj, fc2 or down, and all layers of a block have one dtype.
 """
 
 from typing import Literal, NamedTuple
@@ -112,8 +112,8 @@ def output_layer_gradients(
 
 
 def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The norm's output (M, D) in in_weight's dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
-    return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
+    """The norm's output (M, D) in the layers' dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
+    return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.out_weight.dtype, t.norm == "rms")
 
 
 def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
@@ -149,7 +149,7 @@ def norm_gradients(
     residual's gradient dout, sums dout unless g's sum is given as `total`, and writes h again unless it was kept.
     sums: workspaces of biases' gradients by name, which the launch that adds up the norm's adds up too.
     """
-    sums, dtype = sums or {}, t.in_weight.dtype
+    sums, dtype = sums or {}, t.out_weight.dtype
     want_h = want_h and saved.h is None
     if dh is None:
         return bias_gradients(sums, dtype), total, apply_norm(t)[0] if want_h else saved.h
@@ -194,7 +194,7 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp
 def keywords(t: NamedTuple) -> dict:
     """The keyword arguments that every block in reference.py has."""
     factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path)
-    return dict(eps=t.eps, norm=t.norm, compute_dtype=t.in_weight.dtype, **factors)
+    return dict(eps=t.eps, norm=t.norm, compute_dtype=t.out_weight.dtype, **factors)
 
 
 def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
@@ -205,9 +205,6 @@ def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
     if not needs_grad(*tensors_of(t)):
         return "none"
     return t.keep if needs_grad(*weights) else "least"
-
-
-# The operation linear_residual
 
 
 class _Arguments(NamedTuple):
@@ -236,15 +233,8 @@ def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Te
     return dict(x=dx, **grads)
 
 
-_linear_residual = custom_op(
-    "linear_residual",
-    _Arguments,
-    NothingSaved,
-    forward=_forward,
-    fake=_fake,
-    backward=_backward,
-    ties=lambda t: dict(residual="out"),
-)
+_functions = dict(forward=_forward, fake=_fake, backward=_backward, ties=lambda t: dict(residual="out"))
+_linear_residual = custom_op("linear_residual", _Arguments, NothingSaved, **_functions)
 
 
 @autocasts()

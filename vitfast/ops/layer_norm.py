@@ -105,12 +105,10 @@ def _add_backward(
 ) -> dict[str, Tensor | None]:
     dy = torch.zeros_like(dz) if dy is None else dy
     inputs = as_matrix(dy), as_matrix(saved.z), t.weight, t.bias if needs.bias else None, saved.mean, saved.rstd
-    branch = as_matrix(t.x) if needs.layer_scale else None
     factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=sample_rows(saved.z))
+    scale = dict(branch=as_matrix(t.x) if needs.layer_scale else None, want_layer_scale=needs.layer_scale)
     wants = dict(want_dx=needs.x or needs.residual, want_dparams=needs.weight or needs.bias)
-    grads = layer_norm_bwd(
-        *inputs, dz=as_matrix(dz), branch=branch, **factors, **wants, want_layer_scale=needs.layer_scale
-    )
+    grads = layer_norm_bwd(*inputs, dz=as_matrix(dz), **factors, **scale, **wants)
     dx, dres = (None if g is None else g.view(saved.z.shape) for g in (grads.dx, grads.dres))
     return dict(x=dx, residual=dres, weight=grads.dweight, bias=grads.dbias, layer_scale=grads.dlayer_scale)
 

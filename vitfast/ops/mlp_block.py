@@ -43,11 +43,6 @@ class _Arguments(NamedTuple):
     norm: str
     keep: str
 
-    @property
-    def in_weight(self) -> Tensor:
-        """The weight of the first layer, by the name that every block has for it."""
-        return self.hidden.in_weight
-
 
 class _Saved(NamedTuple):
     """Kept for backward."""
@@ -67,7 +62,7 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     hidden = t.hidden.fake(t.x)
-    h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
+    h, inner = t.out_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.out_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
     return t.x.new_empty(t.x.shape), block.saved_outputs(t, _Saved(*statistics, hidden, h, inner))
 

@@ -86,8 +86,7 @@ class PackedImages:
                 raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
         if self._together:
             return _in_buffer(self.buffer.to(device, non_blocking=non_blocking), self.shape, self.dtype, self.counts)
-        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()}
-        return replace(self, **moved)
+        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()})
 
     def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
         return self.to("cuda" if device is None else f"cuda:{device}", non_blocking)
