@@ -16,7 +16,7 @@ from vitfast.kernels import launch
 from vitfast.kernels.attention.launchers import HEAD_SIZES
 from vitfast.kernels.layer_norm.forward import MAX_WIDTH
 from vitfast.ops import dispatch
-from vitfast.ops.attention import unsupported_reason
+from vitfast.ops.attention import head_unsupported
 
 DOCS = ROOT / "docs"
 
@@ -96,7 +96,7 @@ def test_versions_are_those_that_setup_asks_for():
 
 def test_the_warning_of_the_requirements_is_the_one_that_comes():
     text = (DOCS / REQUIREMENTS).read_text()
-    assert f"vitfast attention: {unsupported_reason(20, 1.0)}; plain PyTorch runs in its place" in text
+    assert f"vitfast attention: {head_unsupported(20, 1.0)}; plain PyTorch runs in its place" in text
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from ..ops.attention import unsupported_reason
+from ..ops.attention import head_unsupported
 from ..ops.dispatch import constant_when_compiled
 
 # Arguments that it reads, and those that attention does not.
@@ -36,7 +36,7 @@ def _why_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: flo
         sizes = zip(mask.shape, (batch, heads, tokens, tokens)) if mask.dim() == 4 else [(0, 1)]
         if not known or mask.shape[-1:] != (tokens,) or any(n not in (1, wanted) for n, wanted in sizes):
             return "the mask is not (B, H, N, N), of numbers or truth values"
-    return unsupported_reason(q.shape[-1], scale)
+    return head_unsupported(q.shape[-1], scale)
 
 
 @constant_when_compiled

@@ -9,7 +9,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ..ops import attention, attention_block, gated_mlp, gated_mlp_block, layer_norm, linear_gelu, mlp_block, rms_norm
 from ..ops import reference as ref
-from ..ops.attention import unsupported_reason as head_unsupported
+from ..ops.attention import head_unsupported
 from ..ops.dispatch import constant_when_compiled
 from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason
 

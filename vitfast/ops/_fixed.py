@@ -180,36 +180,32 @@ def _sample_by_sample(*names: str, outputs: int = 1, **changed):
         count = len(first)
         if not count or call.given.get("training"):
             return call.run()
-        shared = {name for name, x in given.items() if len(x) != count or x.dim() < first.dim()}
-        found = []
-        for i in range(count):
-            own = {name: x if name in shared else x[i : i + 1] for name, x in given.items()}
-            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in own.items()}
-            found.append(call.run(**copies, **changed))
+
+        def copy(x: Tensor, i: int) -> Tensor:
+            shared = len(x) != count or x.dim() < first.dim()
+            return (x if shared else x[i : i + 1]).clone(memory_format=torch.contiguous_format)
+
+        found = [call.run(**{name: copy(x, i) for name, x in given.items()}, **changed) for i in range(count)]
         if isinstance(found[0], Tensor):
             return torch.cat(found)
-        joined = (
-            torch.cat(each) if each[0] is not None and each[0].numel() else each[0]
-            for each in list(zip(*found))[:outputs]
-        )
+        each = list(zip(*found))[:outputs]
+        joined = (torch.cat(xs) if xs[0] is not None and xs[0].numel() else xs[0] for xs in each)
         return *joined, *found[0][outputs:]
 
     return by_sample
+
+
+_QKV = "query", "key", "value"
+_attention = _sample_by_sample(*_QKV, "attn_mask", "attn_bias", outputs=2)
+_encoder = _sample_by_sample("src", *_QKV, outputs=2)
+_image = _sample_by_sample("self")
 
 
 def sdp_choice(call: Call) -> int:
     """The kernel of attention, chosen for one sample."""
     mask = call["attn_mask"]
     mask = mask[:1] if mask is not None and mask.dim() == 4 else mask
-    return call.run(**{name: call[name][:1] for name in ("query", "key", "value")}, attn_mask=mask)
-
-
-_QKV = "query", "key", "value"
-_attention, _encoder, _image = (
-    _sample_by_sample(*_QKV, "attn_mask", "attn_bias", outputs=2),
-    _sample_by_sample("src", "query", "key", "value", outputs=2),
-    _sample_by_sample("self"),
-)
+    return call.run(**{name: call[name][:1] for name in _QKV}, attn_mask=mask)
 
 
 def encoder(call: Call):
@@ -225,38 +221,27 @@ def encoder(call: Call):
 
 def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     """x summed over dims, in fp32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # no -0.0, which 0.0 changes
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # a copy, and no -0.0, which 0.0 changes
     for dim in dims:
         while (n := x.shape[dim]) > 1:
             half = 1 << (n - 1).bit_length() - 1
-            lower, upper = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
-            if n < 2 * half:
-                both = lower.clone()
-                both.narrow(dim, 0, n - half).add_(upper)
-            else:
-                both = lower + upper
-            x = both
-    return x if keepdim else x.squeeze(dims)
-
-
-def _over(call: Call) -> list[int] | None:
-    """The dimensions that a sum is over; None where PyTorch sums: over all of them, or integers."""
-    x, dims = call["self"], call["dim"]
-    dims = [dims] if isinstance(dims, int) else dims
-    whole = not dims or len(dims) == x.dim()
-    return None if whole or not x.is_floating_point() or not x.numel() else [dim % x.dim() for dim in dims]
+            x.narrow(dim, 0, n - half).add_(x.narrow(dim, half, n - half))
+            x = x.narrow(dim, 0, half)
+    return (x if keepdim else x.squeeze(dims)).clone()
 
 
 def _summing(function):
     """The algorithm of sums: function(call, x, total, count), each of count elements.
 
-    total(x, keepdim) is x summed over the call's dimensions.
+    total(x, keepdim) is x summed over the call's dimensions. PyTorch sums over all of them, and integers.
     """
 
     def algorithm(call: Call):
-        x, dims = call["self"], _over(call)
-        if dims is None:
+        x, dims = call["self"], call["dim"]
+        dims = [dims] if isinstance(dims, int) else dims
+        if not dims or len(dims) == x.dim() or not x.is_floating_point() or not x.numel():
             return call.run()
+        dims = [dim % x.dim() for dim in dims]
         total = lambda x, keepdim=call["keepdim"]: tree_sum(x, dims, keepdim)  # noqa: E731
         found = function(call, x, total, torch.Size(x.shape[dim] for dim in dims).numel())
         dtype = call.given.get("dtype") or x.dtype
@@ -278,15 +263,9 @@ def _euclidean(call: Call, x: Tensor, total, count: int) -> Tensor:
     return total(x.to(torch.promote_types(x.dtype, torch.float32)).square()).sqrt()
 
 
-def vector_norm(call: Call) -> Tensor:
-    return _euclidean(call) if call["ord"] == 2 else call.run()
-
-
 def softmax(call: Call) -> Tensor:
-    x, last = call["self"], call["self"].dim() - 1
-    if x.dim() < 2 or call["dim"] in (-1, last):
-        return call.run(self=x.contiguous())
-    return call.run(self=x.movedim(call["dim"], -1).contiguous(), dim=-1).movedim(-1, call["dim"])
+    rows = call["self"].movedim(call["dim"], -1).contiguous()
+    return call.run(self=rows, dim=-1).movedim(-1, call["dim"])
 
 
 # Functions of each element
@@ -295,8 +274,6 @@ def softmax(call: Call) -> Tensor:
 def on_vectors(call: Call) -> Tensor:
     name = "self" if isinstance(call["self"], Tensor) else "exponent"
     x = call[name]
-    if not x.numel():
-        return call.run()
     filled = F.pad(x.flatten(), (0, -x.numel() % VECTORS), value=1.0)
     found = torch.cat([call.run(**{name: chunk}) for chunk in filled.split(CHUNK)])
     return found[: x.numel()].view(x.shape)
@@ -309,16 +286,10 @@ def glu(call: Call) -> Tensor:
 
 
 ALGORITHMS = {
-    "mm": mm,
-    "addmm": addmm,
-    "bmm": bmm,
-    "baddbmm": baddbmm,
-    "mv": mv,
-    "convolution": convolution,
+    **{function.__name__: function for function in (mm, addmm, bmm, baddbmm, mv, convolution, glu)},
     "_fused_sdp_choice": sdp_choice,
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED},
-    "_native_multi_head_attention": encoder,
-    "_transformer_encoder_layer_fwd": encoder,
+    **dict.fromkeys(("_native_multi_head_attention", "_transformer_encoder_layer_fwd"), encoder),
     "native_group_norm": _sample_by_sample("input", outputs=3, N=1),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), _sample_by_sample("input")),
     **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d"), _image),
@@ -328,9 +299,8 @@ ALGORITHMS = {
     "var.correction": _summing(lambda *given: _variance(*given)[0]),
     "std.correction": _summing(lambda *given: _variance(*given)[0].sqrt()),
     "var_mean.correction": _summing(_variance),
-    "linalg_vector_norm": vector_norm,
+    "linalg_vector_norm": lambda call: _euclidean(call) if call["ord"] == 2 else call.run(),
     "_softmax": softmax,
-    "glu": glu,
 }
 COMPOSED = {"linear": contiguous("input"), "matmul": contiguous("self", "other")}
 ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_Scalar"

@@ -1,6 +1,5 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
-from numbers import Integral
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -27,18 +26,18 @@ def checked(
 
     For packed samples, B is 1 and N counts all tokens.
     """
-    B, N, H, _ = shape
+    (B, N, H, _), most = shape, 0
     if offsets is not None:
         masks = dict(bias=bias is not None, key_lengths=key_lengths is not None, num_prefix=num_prefix)
         for name, given in masks.items():
             if given:
                 raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
-        longest, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
+        most, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
     elif longest is not None:
         raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
     if rope_layout not in ROPE_LAYOUTS:
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
-    prefix = as_whole(num_prefix)
+    prefix = check.as_whole(num_prefix)
     if prefix is None or not 0 <= prefix <= N:
         raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {N} tokens, got {num_prefix!r}")
     tables = (None, None) if rope is None else _check_rope(op, q, shape, rope, prefix)
@@ -51,14 +50,12 @@ def checked(
         check.counts(op, "key_lengths", key_lengths, q.device)
         check.shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
-    return AttentionOptions(
-        *tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, 0 if longest is None else longest
-    )
+    return AttentionOptions(*tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, most)
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
     """Checks offsets and `longest`; returns the tokens of the longest packed sample, or more."""
-    given = as_whole(longest)
+    given = check.as_whole(longest)
     if longest is not None and (given is None or given < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
@@ -73,18 +70,11 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     """Checks that a tensor lies on q's device, in q's dtype or in fp32."""
     check.tensors(op, **{name: table})
-    check.floating(op, name, table)
+    check.floating(op, **{name: table})
     check.device(op, "its input", q.device, **{name: table})
     if table.dtype not in (q.dtype, torch.float32):
         other = "" if q.dtype == torch.float32 else ", or torch.float32"
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
-
-
-def as_whole(value) -> int | None:
-    """A whole number of Python, NumPy or torch, as an int or a torch.SymInt; None for what is none."""
-    if isinstance(value, torch.SymInt):
-        return value
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tuple[Tensor, Tensor]:
@@ -104,14 +94,6 @@ def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tupl
         want = f"({rows[0]}, {head}), ({H}, {rows[0]}, {head}) or ({B}, 1 or {H}, {rows[0]}, {head})"
         raise ValueError(f"{op}: cos and sin must be {want}, or half as wide, got {tuple(cos.shape)}")
     return cos, sin
-
-
-def checked_scale(op: str, scale: float | None, head_size: int) -> float:
-    """The scale, 1 / sqrt(Dh) unless given, as a float or a torch.SymFloat."""
-    scale = head_size**-0.5 if scale is None else scale
-    if not check.is_number(scale) or not -check.FLOAT32 <= scale <= check.FLOAT32:
-        raise ValueError(f"{op}: scale must be None or a number that float32 holds, got {scale!r}")
-    return scale if isinstance(scale, torch.SymFloat) else float(scale)
 
 
 def _unit_rows(x: Tensor) -> Tensor:
@@ -184,7 +166,7 @@ def option_gradients(
 _attention = custom_op("attention", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
-def unsupported_reason(head_size: int, scale: float) -> str | None:
+def head_unsupported(head_size: int, scale: float) -> str | None:
     """Why no kernel attends with this head size and scale; None where one does."""
     if NO_TRITON is None and head_size not in kernels.HEAD_SIZES:
         return f"head size {head_size} is not one of 16, 24, ..., 128"
@@ -252,12 +234,9 @@ def attention(
         return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout, **options)
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
-    name, three = ("qkv", ("3",)) if k is None else ("q", ())
+    name, three = ("qkv", (3,)) if k is None else ("q", ())
     lead = ("B", "N") if offsets is None else ("tokens",)
-    check.tensors("attention", **{name: qkv})
-    if qkv.dim() != len(lead) + len(three) + 2 or (k is None and qkv.shape[-3] != 3):
-        want = ", ".join((*lead, *three, "H", "Dh"))
-        raise ValueError(f"attention: {name} must be ({want}), got {tuple(qkv.shape)}")
+    check.shape("attention", name, qkv, (*lead, *three, "H", "Dh"), required=True)
     check.shape("attention", "k", k, tuple(qkv.shape))
     check.shape("attention", "v", v, tuple(qkv.shape))
     check.same("attention", name, qkv, k=k, v=v)
@@ -266,8 +245,9 @@ def attention(
     shape, given = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
     shape = shape if offsets is None else (1, *shape)
     options = checked("attention", qkv, shape, *given, offsets, longest)
-    scale = checked_scale("attention", scale, qkv.shape[-1])
-    if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    scale = check.number("attention", "scale", scale, -check.FLOAT32, "None or a number that float32 holds")
+    if kernels_wanted("attention", qkv, head_unsupported(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
         o = _attention(_Arguments(*tensors, options, scale))
         return o if offsets is None else o.flatten(0, 1)

@@ -14,18 +14,15 @@ from ..kernels.attention.options import AttentionOptions
 from . import blocks as block
 from . import checks as check
 from . import reference as ref
-from .attention import RopeLayout, as_whole, checked, needs_rope, option_gradients
-from .attention import unsupported_reason as head_unsupported
+from .attention import RopeLayout, checked, head_unsupported, needs_rope, option_gradients
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import output_layer_gradients, scale_one, weight_gradients
-from .operation import Constant, as_dtype, as_matrix, custom_op, resized, sample_rows
+from .layer_norm import fake_statistics, width_unsupported
+from .operation import Constant, as_dtype, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
-    from ..kernels.matmul.linear import input_grad, linear, linear_residual
+    from ..kernels.matmul.linear import input_grad, linear
     from ..kernels.rows import scale_rows
 
 
@@ -70,14 +67,11 @@ class _Saved(NamedTuple):
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
-    (batch, tokens), out_weight = _samples(t.x), as_matrix(t.out_weight)
-    inner = out_weight.shape[1]
+    (batch, tokens), inner = _samples(t.x), t.out_weight.shape[1]
     h, mean, rstd = block.apply_norm(t)
     qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
-    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
-    out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
+    return block.output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -92,11 +86,11 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, want_rope = as_matrix(dout), needs_rope(needs)
     below = block.needs_norm(needs) or needs.in_weight or needs.in_bias
-    g, total = block.output_gradient(dout, t, saved.qkv.dtype, needs)
-    dout_weight, dscale = weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
+    g, total = block.branch_gradient(dout, t, needs, norm_follows=block.needs_norm(needs))
+    dout_weight, dscale = block.weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:
-        do = input_grad(*scale_one(g, t)).view(saved.o.shape)
+        do = input_grad(*block.scale_one(g, t)).view(saved.o.shape)
         tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
         dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
@@ -110,7 +104,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         dh = None
         dweight = torch.mm(din.t(), h) if needs.in_weight else None
         grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
-    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
+    return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
 _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
@@ -159,7 +153,7 @@ def attention_block(
     op = "attention_block"
     rows, width = check.weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
-    asked, num_heads = num_heads, as_whole(num_heads)
+    asked, num_heads = num_heads, check.as_whole(num_heads)
     if num_heads is None:
         raise TypeError(f"{op}: num_heads must be an integer, got {asked!r}")
     if num_heads < 1 or rest or not inner or inner % num_heads:
@@ -179,5 +173,5 @@ def attention_block(
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))
-    given = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **given, **options.keywords)
+    given = dict(num_heads=num_heads, longest=longest, **block.keywords(t), **options.keywords)
+    return ref.attention_block(x, *weights, **given)

@@ -70,14 +70,9 @@ class batch_invariant:
         _switch(self._before)
 
 
-def _start() -> None:
-    """Reads the environment. Raises InputError for another value than 0 or 1."""
-    value = os.environ.get(VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise InputError(f"{VARIABLE}: must be 0 or 1, got {value!r} in the environment")
-    BATCH_INVARIANT.start = value == "1"
-    if BATCH_INVARIANT.start:
-        _fixed.install()
-
-
-_start()
+_start = os.environ.get(VARIABLE) or "0"
+if _start not in ("0", "1"):
+    raise InputError(f"{VARIABLE}: must be 0 or 1, got {_start!r} in the environment")
+BATCH_INVARIANT.start = _start == "1"
+if BATCH_INVARIANT.start:
+    _fixed.install()

@@ -1,6 +1,6 @@
 """Checks of arguments: each raises ValueError or TypeError, which names the operation."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -28,20 +28,22 @@ def rows(op: str, x: Tensor) -> int:
     return x.shape[-1]
 
 
-def floating(op: str, name: str, tensor: Tensor | None) -> None:
-    """Checks that a tensor, unless None, has a dtype that the operations compute in."""
-    if tensor is not None and tensor.dtype not in DTYPES:
-        known = "float16, bfloat16, float32 or float64"
-        raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Checks that every tensor, unless None, has a dtype that the operations compute in."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            known = "float16, bfloat16, float32 or float64"
+            raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
 
 
 def shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
-    """Checks a tensor's shape, where None matches any length; a tensor None passes unless `required`."""
+    """Checks a tensor's shape, where an axis' name, or "*", matches any length; None passes unless `required`."""
     if tensor is None and not required:
         return
     tensors(op, **{name: tensor})
-    if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
-        want = ", ".join("*" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
+    lengths = [(have, want) for have, want in zip(tensor.shape, shape) if not isinstance(want, str)]
+    if tensor.dim() != len(shape) or any(have != want for have, want in lengths):
+        want = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
 
 
@@ -54,7 +56,7 @@ def device(op: str, like: str, device: torch.device, **tensors: Tensor | None) -
 
 def same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
     """Checks that every tensor, unless None, has x's device and x's dtype."""
-    floating(op, x_name, x)
+    floating(op, **{x_name: x})
     device(op, x_name, x.device, **others)
     for name, tensor in others.items():
         if tensor is not None and tensor.dtype != x.dtype:
@@ -72,7 +74,7 @@ def norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> None:
 def weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
     """Checks that a weight (F, D), given by its name, fits x (..., D); returns F and D."""
     width, ((name, weight),) = rows(op, x), weight.items()
-    shape(op, name, weight, (None, width), required=True)
+    shape(op, name, weight, ("*", width), required=True)
     return weight.shape[0], width
 
 
@@ -83,7 +85,7 @@ def linear(
 
     prefix: what the arguments' names begin with. size: the weight's shape, where it is not to be (F, D) for x's D.
     """
-    size = (None, rows(op, x)) if size is None else size
+    size = ("*", rows(op, x)) if size is None else size
     shape(op, f"{prefix}weight", weight, size, required=True)
     shape(op, f"{prefix}bias", bias, (weight.shape[0],))
     same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
@@ -93,8 +95,7 @@ def factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | 
     """Checks that layer_scale (D,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
     shape(op, "layer_scale", layer_scale, (width,))
     shape(op, "drop_path", drop_path, (x.shape[0],))
-    floating(op, "layer_scale", layer_scale)
-    floating(op, "drop_path", drop_path)
+    floating(op, layer_scale=layer_scale, drop_path=drop_path)
     device(op, "x", x.device, layer_scale=layer_scale, drop_path=drop_path)
 
 
@@ -106,11 +107,18 @@ def is_number(value) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
 
 
-def eps(op: str, eps: float, name: str = "eps") -> float:
-    """Checks the eps of a norm; returns it as a float or a torch.SymFloat."""
-    if not is_number(eps) or not 0 <= eps <= FLOAT32:
-        raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
-    return eps if isinstance(eps, torch.SymFloat) else float(eps)
+def as_whole(value) -> int | None:
+    """A whole number of Python, NumPy or torch, as an int or a torch.SymInt; None for what is none."""
+    if isinstance(value, torch.SymInt):
+        return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number from 0 to {FLOAT32:.1e}") -> float:
+    """Checks a number from `low` to float32's largest, as `want` says; returns a float or a torch.SymFloat."""
+    if not is_number(value) or not low <= value <= FLOAT32:
+        raise ValueError(f"{op}: {name} must be {want}, got {value!r}")
+    return value if isinstance(value, torch.SymFloat) else float(value)
 
 
 def activation(op: str, activation: str) -> None:

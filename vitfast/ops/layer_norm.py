@@ -75,11 +75,6 @@ class _AddArguments(NamedTuple):
     drop_path: Constant | None  # (B,)
     eps: float
 
-    @property
-    def scaled(self) -> bool:
-        """Whether the gradients of x and of the residual differ."""
-        return self.layer_scale is not None or self.drop_path is not None
-
 
 class _AddSaved(NamedTuple):
     """Kept for backward: a result, and the statistics (M,) in fp32."""
@@ -108,22 +103,12 @@ def _add_reads(t: _AddArguments, needs: _AddArguments) -> _AddArguments:
 def _add_backward(
     dy: Tensor | None, dz: Tensor | None, t: _AddArguments, saved: _AddSaved, needs: _AddArguments
 ) -> dict[str, Tensor | None]:
-    grads = layer_norm_bwd(
-        as_matrix(torch.zeros_like(dz) if dy is None else dy),
-        as_matrix(saved.z),
-        t.weight,
-        t.bias if needs.bias else None,
-        saved.mean,
-        saved.rstd,
-        dz=as_matrix(dz),
-        branch=as_matrix(t.x) if needs.layer_scale else None,
-        layer_scale=t.layer_scale,
-        drop_path=t.drop_path,
-        rows_per_sample=sample_rows(saved.z),
-        want_dx=needs.x or needs.residual,
-        want_dparams=needs.weight or needs.bias,
-        want_layer_scale=needs.layer_scale,
-    )
+    dy = torch.zeros_like(dz) if dy is None else dy
+    inputs = as_matrix(dy), as_matrix(saved.z), t.weight, t.bias if needs.bias else None, saved.mean, saved.rstd
+    factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=sample_rows(saved.z))
+    scale = dict(branch=as_matrix(t.x) if needs.layer_scale else None, want_layer_scale=needs.layer_scale)
+    wants = dict(want_dx=needs.x or needs.residual, want_dparams=needs.weight or needs.bias)
+    grads = layer_norm_bwd(*inputs, dz=as_matrix(dz), **factors, **scale, **wants)
     dx, dres = (None if g is None else g.view(saved.z.shape) for g in (grads.dx, grads.dres))
     return dict(x=dx, residual=dres, weight=grads.dweight, bias=grads.dbias, layer_scale=grads.dlayer_scale)
 
@@ -136,12 +121,12 @@ _add_layer_norm = custom_op(
     fake=_add_fake,
     backward=_add_backward,
     reads=_add_reads,
-    ties=lambda t: {} if t.scaled else dict(x="residual"),
+    ties=lambda t: dict(x="residual") if t.layer_scale is None and t.drop_path is None else {},  # one gradient for both
     results=("y", "z"),
 )
 
 
-def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | None:
+def width_unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
     """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
     if NO_TRITON is None and width > kernels.MAX_WIDTH:
         return f"width above {kernels.MAX_WIDTH}"
@@ -161,8 +146,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     width = check.rows("layer_norm", x)
     check.same("layer_norm", "x", x)
     check.norm("layer_norm", x, width, weight=weight, bias=bias)
-    eps = check.eps("layer_norm", eps)
-    if kernels_wanted("layer_norm", x, unsupported_reason(width)):
+    eps = check.number("layer_norm", "eps", eps)
+    if kernels_wanted("layer_norm", x, width_unsupported(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))
     return ref.layer_norm(x, weight, bias, eps)
 
@@ -188,9 +173,9 @@ def add_layer_norm(
     check.shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
     check.same("add_layer_norm", "x", x, residual=residual)
     check.norm("add_layer_norm", x, width, weight=weight, bias=bias)
-    eps = check.eps("add_layer_norm", eps)
+    eps = check.number("add_layer_norm", "eps", eps)
     check.factors("add_layer_norm", x, layer_scale, drop_path, width)
-    if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
+    if kernels_wanted("add_layer_norm", x, width_unsupported(width, drop_path)):
         return _add_layer_norm(_AddArguments(x, residual, weight, bias, layer_scale, drop_path, eps))
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
@@ -206,7 +191,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     width = check.rows("rms_norm", x)
     check.same("rms_norm", "x", x)
     check.norm("rms_norm", x, width, weight=weight)
-    eps = check.eps("rms_norm", eps)
-    if kernels_wanted("rms_norm", x, unsupported_reason(width)):
+    eps = check.number("rms_norm", "eps", eps)
+    if kernels_wanted("rms_norm", x, width_unsupported(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))
     return ref.rms_norm(x, weight, eps)

@@ -26,10 +26,9 @@ from torch import Tensor
 from ..values import Activation
 from . import checks as check
 from . import reference as ref
+from .blocks import bias_gradients
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import bias_gradients
+from .layer_norm import fake_statistics, width_unsupported
 from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
 
 if NO_TRITON is None:
@@ -55,7 +54,6 @@ class HiddenSaved(NamedTuple):
 
 
 Slopes = tuple[Tensor | None, Tensor | None]  # the gradients of pre and up, (M, F), None if not wanted
-Sums = dict[str, Tensor | None]  # a bias's name -> (row blocks, F) in fp32, whose column sum is its gradient
 
 
 class Hidden(NamedTuple):
@@ -115,39 +113,29 @@ class Hidden(NamedTuple):
 
     def backward(
         self, g: Tensor, out_weight: Tensor | None, saved: HiddenSaved, needs: "Hidden", below: bool, want_inner: bool
-    ) -> tuple[Slopes, Tensor | None, Sums, dict[str, Tensor | None]]:
-        """((dpre, dup), the last layer's input (M, F), sums for the biases, the norm's gradients by name).
+    ) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None], dict[str, Tensor | None]]:
+        """((dpre, dup), the last layer's input (M, F), sums for bias_gradients, the norm's gradients by name).
 
         They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a
         last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient
         of the hidden layers' input is needed. want_inner: whether the last layer's input is.
         """
         want_sums = needs.in_bias or needs.up_bias
+        options = self.activation, want_sums, want_inner
         if self.up_weight is None:
             if out_weight is None:
-                dpre, inner, sums = gelu_bwd(g, saved.pre, self.activation, want_sums)
+                dpre, inner, sums = gelu_bwd(g, saved.pre, *options)
             else:
-                dpre, inner, sums = dgelu_matmul(
-                    g, out_weight, saved.pre, self.activation, want_sums, want_act=want_inner
-                )
-            return (dpre, None), inner if want_inner else None, dict(in_bias=sums), {}
+                dpre, inner, sums = dgelu_matmul(g, out_weight, saved.pre, *options)
+            return (dpre, None), inner, dict(in_bias=sums), {}
         if self.inner_norm_weight is None:
-            wants = want_sums, want_inner
-            dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, self.activation, *wants)
+            dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, *options)
             return (dpre, dup), inner, dict(zip(("up_bias", "in_bias"), sums)), {}
         want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
         want_norm = needs.inner_norm_weight or needs.inner_norm_bias
-        inner = layer_norm_bwd(
-            input_grad(g, out_weight),
-            saved.inner_h,
-            self.inner_norm_weight,
-            self.inner_norm_bias,
-            saved.inner_mean,
-            saved.inner_rstd,
-            want_dx=want_layers,
-            want_dparams=want_norm,
-            want_y=want_inner,
-        )
+        norm = self.inner_norm_weight, self.inner_norm_bias, saved.inner_mean, saved.inner_rstd
+        wants = dict(want_dx=want_layers, want_dparams=want_norm, want_y=want_inner)
+        inner = layer_norm_bwd(input_grad(g, out_weight), saved.inner_h, *norm, **wants)
         dup, dpre, sums = None, None, ()
         if want_layers:
             dup, dpre, _, *sums = gated_bwd(inner.dres, saved.up, saved.pre, self.activation, want_sums)
@@ -181,22 +169,17 @@ class _Mlp(NamedTuple):
     out_bias: Tensor | None = None  # (D',)
     save: bool = True
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the output."""
-        last = self.hidden.in_weight if self.out_weight is None else self.out_weight
-        return *self.x.shape[:-1], last.shape[0]
-
 
 def _forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
     out, saved = t.hidden.forward(as_matrix(t.x), "pre" if t.save else "")
     if t.out_weight is not None:
         out = linear(out, as_matrix(t.out_weight), t.out_bias)
-    return resized(out, *t.shape), saved
+    return resized(out, *t.x.shape[:-1], out.shape[1]), saved
 
 
 def _fake(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    return t.x.new_empty(t.shape), t.hidden.fake(t.x) if t.save else HiddenSaved()
+    last = t.hidden.in_weight if t.out_weight is None else t.out_weight
+    return t.x.new_empty(*t.x.shape[:-1], last.shape[0]), t.hidden.fake(t.x) if t.save else HiddenSaved()
 
 
 def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[str, Tensor | None]:
@@ -233,7 +216,7 @@ def check_inner(op: str, t: Hidden) -> Hidden:
     if t.inner_norm_weight is None and t.inner_norm_bias is not None:
         raise ValueError(f"{op}: inner_norm_bias needs an inner_norm_weight, without which there is no inner norm")
     check.activation(op, t.activation)
-    return t._replace(inner_eps=check.eps(op, t.inner_eps, "inner_eps"))
+    return t._replace(inner_eps=check.number(op, "inner_eps", t.inner_eps))
 
 
 # The public operations
@@ -294,11 +277,10 @@ def mlp(
     linear_gelu. Returns (..., D').
     """
     check.linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
-    check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
+    check.linear("mlp", x, fc2_weight, fc2_bias, "fc2_", ("*", fc1_weight.shape[0]))
     activation = one_activation("mlp", activation, approximate)
     if kernels_wanted("mlp", x):
-        layers = Hidden(fc1_weight, fc1_bias, activation=activation)
-        return _by_kernels("mlp", _Mlp(x, layers, fc2_weight, fc2_bias))
+        return _by_kernels("mlp", _Mlp(x, Hidden(fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias))
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation)
 
 
@@ -327,9 +309,8 @@ def gated_mlp(
     op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check.linear(op, x, up_weight, up_bias, "up_")
     check.linear(op, x, gate_weight, gate_bias, "gate_", tuple(up_weight.shape))
-    check.linear(op, x, down_weight, down_bias, "down_", (None, up_weight.shape[0]))
+    check.linear(op, x, down_weight, down_bias, "down_", ("*", up_weight.shape[0]))
     t = check_inner(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps))
     if kernels_wanted(op, x, t.unsupported):
         return _by_kernels(op, _Mlp(x, t, down_weight, down_bias))
-    layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
-    return ref.gated_mlp(x, *layers, **t.options)
+    return ref.gated_mlp(x, up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias, **t.options)

@@ -19,15 +19,12 @@ from . import checks as check
 from . import reference as ref
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, constant_when_compiled, kernels_wanted, routed
-from .layer_norm import fake_statistics
-from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import output_layer_gradients, scale_one, weight_gradients
+from .layer_norm import fake_statistics, width_unsupported
 from .mlp import Approximate, Hidden, HiddenSaved, check_inner, one_activation
-from .operation import Constant, as_matrix, custom_op, resized, sample_rows
+from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels import tiles
-    from ..kernels.matmul.linear import linear_residual
     from ..kernels.matmul.product import product_class
 
 
@@ -46,17 +43,6 @@ class _Arguments(NamedTuple):
     norm: str
     keep: str
 
-    @property
-    def in_weight(self) -> Tensor:
-        """The weight of the first layer, by the name that every block has for it."""
-        return self.hidden.in_weight
-
-    @property
-    def options(self) -> dict:
-        """Keyword arguments of ref.mlp_block and ref.gated_mlp_block."""
-        factors = dict(layer_scale=self.layer_scale, drop_path=self.drop_path)
-        return dict(eps=self.eps, norm=self.norm, compute_dtype=self.in_weight.dtype, **factors, **self.hidden.options)
-
 
 class _Saved(NamedTuple):
     """Kept for backward."""
@@ -71,14 +57,12 @@ class _Saved(NamedTuple):
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     h, mean, rstd = block.apply_norm(t)
     inner, hidden = t.hidden.forward(h, {"none": "", "slope": "slope"}.get(t.keep, "pre"))
-    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
-    out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
+    return block.output_layer(inner, t, t.x), block.saved_outputs(t, _Saved(mean, rstd, hidden, h, inner))
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     hidden = t.hidden.fake(t.x)
-    h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
+    h, inner = t.out_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.out_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
     return t.x.new_empty(t.x.shape), block.saved_outputs(t, _Saved(*statistics, hidden, h, inner))
 
@@ -86,15 +70,15 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     dout, inner, slopes, sums, grads = as_matrix(dout), saved.inner, None, {}, {}
     hidden = t.hidden._replace(activation="slope") if t.keep == "slope" else t.hidden
-    g, total = block.output_gradient(dout, t, saved.hidden.pre.dtype, needs)
+    g, total = block.branch_gradient(dout, t, needs, norm_follows=block.needs_norm(needs))
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if block.needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, block.needs_norm(needs), want_inner
-        slopes, again, sums, grads = hidden.backward(*scale_one(g, t), saved.hidden, *wants)
+        slopes, again, sums, grads = hidden.backward(*block.scale_one(g, t), saved.hidden, *wants)
         inner = again if want_inner else inner
     elif want_inner:
         inner = t.hidden.recompute(saved.hidden)
-    dout_weight, dscale = weight_gradients(g, inner, t, needs)
+    dout_weight, dscale = block.weight_gradients(g, inner, t, needs)
     inner = again = None  # 4 M D numbers, freed before more is allocated
     if slopes is not None:
         dh = t.hidden.input_gradient(slopes) if block.needs_norm(needs) else None
@@ -102,7 +86,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, want_h, sums)
         dh = None
         grads |= found | t.hidden.weight_gradients(slopes, h, needs.hidden)
-    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
+    return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
 _mlp_block, _gated_mlp_block = (
@@ -154,7 +138,8 @@ def mlp_block(
         keep = block.choose_keep(t, fc1_weight, fc2_weight, layer_scale)
         slope = keep == "all" and _kept(x.device, fc1_weight.dtype, width, hidden) == "slope"
         return _mlp_block(t._replace(keep="slope" if slope else keep))
-    return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
+    layers = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    return ref.mlp_block(x, norm_weight, norm_bias, *layers, **block.keywords(t), **inner.options)
 
 
 @autocasts()
@@ -200,4 +185,4 @@ def gated_mlp_block(
         keep = block.choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
         return _gated_mlp_block(t._replace(keep=keep))
     layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
-    return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **t.options)
+    return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **block.keywords(t), **t.hidden.options)

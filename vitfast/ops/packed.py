@@ -6,13 +6,15 @@ offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.launch import cdiv
+from . import checks as check
 from .reference import owners
 
 ALIGNMENT = 16  # bytes at which a tensor in the buffer begins
@@ -83,9 +85,8 @@ class PackedImages:
                 hint = "for another dtype: dataclasses.replace(images, patches=images.patches.to(dtype))"
                 raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
         if self._together:
-            return self._in(self.buffer.to(device, non_blocking=non_blocking))
-        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()}
-        return replace(self, **moved)
+            return _in_buffer(self.buffer.to(device, non_blocking=non_blocking), self.shape, self.dtype, self.counts)
+        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()})
 
     def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
         return self.to("cuda" if device is None else f"cuda:{device}", non_blocking)
@@ -95,48 +96,31 @@ class PackedImages:
 
     def pin_memory(self) -> "PackedImages":
         """The same in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
-        packed = self if self._together else _laid(self.shape, self.dtype, self.counts, **self._tensors)
-        return self._in(packed.buffer.pin_memory())
+        images = self.shape, self.dtype, self.counts
+        packed = self if self._together else _in_buffer(None, *images, **self._tensors)
+        return _in_buffer(packed.buffer.pin_memory(), *images)
 
     def is_pinned(self) -> bool:
         return self._together and self.buffer.is_pinned()
 
-    def _in(self, buffer: Tensor) -> "PackedImages":
-        """The same images with their tensors in `buffer`, a copy of their own."""
-        return _in_buffer(buffer, self.patches.shape, self.patches.dtype, self.counts)
 
+def _in_buffer(
+    buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, counts: tuple[int, ...], **tensors: Tensor
+) -> PackedImages:
+    """PackedImages whose tensors lie one after the other in `buffer`; None makes a new one.
 
-def _parts(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """(first byte, shape, dtype) of patches, places, offsets, grids in a buffer; last, where it ends."""
-    found, start = [], 0
-    for size, kind in (
-        (tuple(shape), dtype),
-        (tuple(shape[:1]), torch.int32),
-        ((count + 1,), torch.int32),
-        ((count, 2), torch.int32),
-    ):
-        found.append((start, size, kind))
-        start += -(-torch.Size(size).numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT
-    return [*found, (start, (), torch.uint8)]
-
-
-def _in_buffer(buffer: Tensor, shape: tuple, dtype: torch.dtype, counts: tuple[int, ...]) -> PackedImages:
-    *parts, _ = _parts(shape, dtype, len(counts))
-    views = [
-        buffer[start : start + torch.Size(size).numel() * kind.itemsize].view(kind).view(size)
-        for start, size, kind in parts
-    ]
-    made = PackedImages(*views, counts, max(counts))
+    tensors: what is copied there, by name; the caller writes the others.
+    """
+    integers = shape[:1], (len(counts) + 1,), (len(counts), 2)  # places, offsets, grids
+    parts = [(torch.Size(shape), dtype), *((torch.Size(size), torch.int32) for size in integers)]
+    lengths = [size.numel() * kind.itemsize for size, kind in parts]
+    starts = list(accumulate((cdiv(length, ALIGNMENT) * ALIGNMENT for length in lengths), initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8) if buffer is None else buffer
+    pieces = (buffer[start : start + length] for start, length in zip(starts, lengths))
+    made = PackedImages(*(x.view(kind).view(size) for x, (size, kind) in zip(pieces, parts)), counts, max(counts))
     object.__setattr__(made, "buffer", buffer)  # it is frozen
-    return made
-
-
-def _laid(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...], **tensors: Tensor) -> PackedImages:
-    """PackedImages in a new buffer that holds these tensors; the caller writes those not given."""
-    buffer = torch.empty(_parts(shape, dtype, len(counts))[-1][0], dtype=torch.uint8)
-    made = _in_buffer(buffer, shape, dtype, counts)
     for name, values in tensors.items():
-        made._tensors[name].copy_(values)
+        getattr(made, name).copy_(values)
     return made
 
 
@@ -154,8 +138,7 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
             image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"pack: images[{i}] must be a tensor or an array, got {type(image).__name__}") from None
-        if image.dim() != 3:
-            raise ValueError(f"pack: images[{i}] must be (C, H, W), got {tuple(image.shape)}")
+        check.shape("pack", f"images[{i}]", image, ("C", "H", "W"))
         if image.dtype != torch.uint8 and not image.is_floating_point():
             raise TypeError(f"pack: images[{i}] must be uint8 or floating point, got {image.dtype}")
         chans, height, width = image.shape
@@ -193,8 +176,7 @@ def pack(
     Raises ValueError or TypeError, which name the image.
     """
     patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
-    whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)
-    if len(patch) != 2 or not whole:
+    if len(patch) != 2 or not all((check.as_whole(side) or 0) > 0 for side in patch):
         raise ValueError(f"pack: patch_size must be P or (P, Q) in pixels, got {patch_size!r}")
     images = _checked(images, patch)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
@@ -213,7 +195,7 @@ def pack(
         rest = (t.to(first.device) for t in (places, offsets, torch.tensor(grids, dtype=torch.int32)))
         return PackedImages(patches, *rest, counts, max(counts))
     shape = (sum(counts), first.shape[0], *patch)
-    made = _laid(shape, first.dtype, counts, places=places, offsets=offsets, grids=torch.tensor(grids))
+    made = _in_buffer(None, shape, first.dtype, counts, places=places, offsets=offsets, grids=torch.tensor(grids))
     for cut, p, place in zip(cuts, kept, made.patches.split(counts)):
         if p is None:
             place.unflatten(0, cut.shape[:2]).copy_(cut)

@@ -50,11 +50,10 @@ def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
     width, _, p, q = t.weight.shape
     if t.packed is not None:
-        out = t.weight.new_empty(t.images.shape[0] + t.starts.shape[0] * t.prefix, width)
+        tokens = (t.images.shape[0] + t.starts.shape[0] * t.prefix,)
     else:
-        tokens = t.prefix + (t.images.shape[2] // p) * (t.images.shape[3] // q)
-        out = t.weight.new_empty(t.images.shape[0], tokens, width)
-    return out, NothingSaved()
+        tokens = t.images.shape[0], t.prefix + (t.images.shape[2] // p) * (t.images.shape[3] // q)
+    return t.weight.new_empty(*tokens, width), NothingSaved()
 
 
 def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
@@ -87,8 +86,7 @@ def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
     if value is None:
         return None
     wanted = f"one number or {chans}, one for each of the {chans} channels"
-    if check.is_number(value):
-        value = [value]
+    value = [value] if check.is_number(value) else value
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(check.is_number, value)):
         low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
         if not all(low <= v <= MOST_PIXEL for v in value):
@@ -151,46 +149,43 @@ def patch_embed(
     offsets[s + 1]. offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
     a position for each patch. Returns (N + S T, D): the tokens of the images, one image after the other.
     """
-    check.shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
+    op = "patch_embed"
+    check.shape(op, "weight", weight, ("*", "*", "*", "*"), required=True)
     width, chans, p, q = weight.shape
-    check.shape("patch_embed", "images", images, (None, chans, None, None), required=True)
+    check.shape(op, "images", images, ("*", chans, "*", "*"), required=True)
     height, length = images.shape[-2:]
     if not p or not q:
-        raise ValueError(f"patch_embed: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
+        raise ValueError(f"{op}: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
     if height % p or length % q or not height or not length:
         sides = f"multiples of the patch {p} x {q}"
-        raise ValueError(f"patch_embed: images must have sides that are {sides}, got {height} x {length}")
+        raise ValueError(f"{op}: images must have sides that are {sides}, got {height} x {length}")
     if not images.is_floating_point() and images.dtype != torch.uint8:
-        raise TypeError(f"patch_embed: images must be floating point or uint8, got {images.dtype}")
-    check.shape("patch_embed", "bias", bias, (width,))
-    check.shape("patch_embed", "cls_token", cls_token, (1, None, width))
+        raise TypeError(f"{op}: images must be floating point or uint8, got {images.dtype}")
+    check.shape(op, "bias", bias, (width,))
+    check.shape(op, "cls_token", cls_token, (1, "*", width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
     lie = None
     if offsets is not None:
         if (height, length) != (p, q):
-            want = f"(N, {chans}, {p}, {q})"
-            raise ValueError(f"patch_embed: with offsets images must be {want}, got {tuple(images.shape)}")
-        check.shape("patch_embed", "pos_embed", pos_embed, (len(images), width))
-        check.offsets("patch_embed", offsets, len(images), images.device)
+            raise ValueError(f"{op}: with offsets images must be (N, {chans}, {p}, {q}), got {tuple(images.shape)}")
+        check.shape(op, "pos_embed", pos_embed, (len(images), width))
+        check.offsets(op, offsets, len(images), images.device)
         lie = packed.token_rows(offsets, len(images), prefix)
     else:
-        check.shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
+        check.shape(op, "pos_embed", pos_embed, (1, "*", width))
         if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
             known = f"{patches + prefix} or {patches} positions"
-            raise ValueError(f"patch_embed: pos_embed must have {known}, got {pos_embed.shape[1]}")
-    for name, tensor in (("weight", weight), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
-        check.floating("patch_embed", name, tensor)
-    tensors = dict(images=images, bias=bias, cls_token=cls_token, pos_embed=pos_embed)
-    check.device("patch_embed", "weight", weight.device, **tensors)
+            raise ValueError(f"{op}: pos_embed must have {known}, got {pos_embed.shape[1]}")
+    parameters = dict(bias=bias, cls_token=cls_token, pos_embed=pos_embed)
+    check.floating(op, weight=weight, **parameters)
+    check.device(op, "weight", weight.device, images=images, **parameters)
     raw = images.dtype == torch.uint8
-    mean = channel_values("patch_embed: mean", mean, chans)
-    std = channel_values("patch_embed: std", std, chans)
+    mean, std = channel_values(f"{op}: mean", mean, chans), channel_values(f"{op}: std", std, chans)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
     weight = _in_compute_dtype(weight)
-    reason = unsupported_reason(mean, std, *tensors.values())
-    if kernels_wanted("patch_embed", weight, reason):
+    if kernels_wanted(op, weight, unsupported_reason(mean, std, images, *parameters.values())):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie
         return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation))

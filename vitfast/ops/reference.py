@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 Result = TypeVar("Result")
 
@@ -20,15 +21,11 @@ Result = TypeVar("Result")
 def _upcastable(function: Callable[..., Result]) -> Callable[..., Result]:
     """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
 
-    def double(a):
-        if isinstance(a, tuple):
-            return tuple(map(double, a))
-        return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
-
     @functools.wraps(function)
     def wrapper(*args, upcast: bool = False, **kwargs):
         if upcast:
-            args, kwargs = tuple(double(a) for a in args), {k: double(v) for k, v in kwargs.items()}
+            double = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
+            args, kwargs = tree_map_only(Tensor, double, (args, kwargs))
         return function(*args, **kwargs)
 
     return wrapper
@@ -109,10 +106,8 @@ def with_prefix_and_positions(x: Tensor, prefix: Tensor | None, pos_embed: Tenso
 @_upcastable
 def layer_norm(x, weight, bias, eps=1e-6):
     """LayerNorm over the last axis, (..., D) -> (..., D) in x's dtype; parameters in fp32 act in fp32."""
-    work = x
-    for parameter in (weight, bias):
-        if parameter is not None:
-            work = work.to(torch.promote_types(work.dtype, parameter.dtype))
+    dtypes = [parameter.dtype for parameter in (weight, bias) if parameter is not None]
+    work = x.to(functools.reduce(torch.promote_types, dtypes, x.dtype))
     return F.layer_norm(work, (x.shape[-1],), _like(weight, work), _like(bias, work), eps).to(x.dtype)
 
 
