@@ -25,7 +25,7 @@ def _on():
 def checked(monkeypatch) -> list:
     """The operations that checked a dtype, as all do."""
     found, floating = [], checks.floating
-    monkeypatch.setattr(checks, "floating", lambda op, *given: found.append(op) or floating(op, *given))
+    monkeypatch.setattr(checks, "floating", lambda op, **given: found.append(op) or floating(op, **given))
     return found
 
 

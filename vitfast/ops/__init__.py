@@ -3,10 +3,10 @@
 from .attention import attention
 from .attention_block import attention_block
 from .batch_invariance import batch_invariant
-from .blocks import linear_residual
 from .dispatch import use_kernels
 from .flops import register_formulas
 from .layer_norm import add_layer_norm, layer_norm, rms_norm
+from .linear_residual import linear_residual
 from .mlp import gated_mlp, linear_gelu, mlp
 from .mlp_block import gated_mlp_block, mlp_block
 from .patch_embed import patch_embed

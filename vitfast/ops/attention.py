@@ -249,7 +249,7 @@ def attention(
     scale = check.number("attention", "scale", scale, -check.FLOAT32, "None or a number that float32 holds")
     if kernels_wanted("attention", qkv, head_unsupported(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
-        o = _attention(_Arguments(*tensors, options, scale))
-        return o if offsets is None else o.flatten(0, 1)
+        call = _attention(_Arguments(*tensors, options, scale))
+        return call if offsets is None else call.run().flatten(0, 1)
     q, k, v = qkv.unbind(-3) if k is None else (qkv, k, v)
     return ref.attention(q, k, v, scale=scale, longest=longest, **options.keywords)

@@ -18,7 +18,7 @@ from ..kernels import launch, tiles
 from ..kernels.launch import INTERPRETED, ThreadMode
 from ..kernels.plans import MOST
 from . import reference as ref
-from .operation import noted
+from .operation import Call
 
 try:
     import triton  # noqa: F401
@@ -127,7 +127,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
         raise RuntimeError(f"{op}: kernels are switched on, but {reason}; use_kernels('auto') runs plain PyTorch there")
     if not torch.compiler.is_compiling() and (op, reason) not in _warned:
         _warned.add((op, reason))
-        warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=4)
+        warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=5)
     return False
 
 
@@ -208,44 +208,38 @@ def _key(leaves: list) -> tuple | None:
     return tuple(found)
 
 
-def _route(calls: list[tuple], leaves: list, found: Any) -> tuple | None:
-    """The operation whose result a call returned, and its arguments: (index in leaves, -1 for a constant; constant)."""
-    if len(calls) != 1 or calls[0][-1] is not found:
-        return None
-    (operation, values, _), at = calls[0], {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    made = any(isinstance(value, Tensor) and id(value) not in at for value in values)
+def _route(call: Call, leaves: list) -> tuple | None:
+    """An operation and its arguments: (index in leaves, -1 for a constant; constant); None where others are made."""
+    at = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    made = any(isinstance(value, Tensor) and id(value) not in at for value in call.values)
     if made or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor
         return None
-    return operation, [(at[id(x)], None) if isinstance(x, Tensor) else (-1, x) for x in values]
+    return call.operation, [(at[id(x)], None) if isinstance(x, Tensor) else (-1, x) for x in call.values]
 
 
 def routed(function: Function) -> Function:
-    """Decorates a public operation."""
+    """Decorates a public operation, which returns a result, or the Call that computes it."""
     routes: dict[tuple, tuple | None] = {}
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
         leaves = [*args, *kwargs.values()]
         if isinstance(rope := kwargs.get("rope"), tuple):
             leaves += rope
             leaves[len(args) + list(kwargs).index("rope")] = None
-        key = _key(leaves)
-        if key is None:
-            return function(*args, **kwargs)
-        key = len(args), *kwargs, *key
-        if key not in routes:
-            with noted() as calls:
-                found = function(*args, **kwargs)
+        key = None if torch.compiler.is_compiling() else _key(leaves)
+        key = key and (len(args), *kwargs, *key)
+        route = routes.get(key) if key else None
+        if route is not None:
+            operation, arguments = route
+            return operation.run(*[value if i < 0 else leaves[i] for i, value in arguments])
+        found = function(*args, **kwargs)
+        if not isinstance(found, Call):
+            return found
+        if key is not None:
             if len(routes) >= MOST:
                 routes.clear()
-            routes[key] = _route(calls, leaves, found)
-            return found
-        route = routes[key]
-        if route is None:
-            return function(*args, **kwargs)
-        operation, arguments = route
-        return operation.run(*[value if i < 0 else leaves[i] for i, value in arguments])
+            routes[key] = _route(found, leaves)
+        return found.run()
 
     return call  # type: ignore[return-value]

@@ -6,8 +6,7 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -119,23 +118,6 @@ def _as_tuple(outputs: Any) -> tuple:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-class _Noted(threading.local):
-    calls: list[tuple] | None = None
-
-
-_noted = _Noted()
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[tuple]]:
-    """Collects the calls that this thread makes: (custom_op, its arguments, its results)."""
-    outer, _noted.calls = _noted.calls, []
-    try:
-        yield _noted.calls
-    finally:
-        _noted.calls = outer
-
-
 class custom_op:
     """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
@@ -193,15 +175,11 @@ class custom_op:
         self.function = type(name, (torch.autograd.Function,), eager)
 
     def __call__(self, t: NamedTuple) -> Any:
-        """The results: a tensor, or a tuple of them."""
-        values = flat(t)
-        found = self.run(*values)
-        if not torch.compiler.is_compiling() and _noted.calls is not None:
-            _noted.calls.append((self, values, found))
-        return found
+        """The call with these arguments, for `run`, or for `dispatch.routed` to remember and to run."""
+        return Call(self, flat(t))
 
     def run(self, *values) -> Any:
-        """The results of a call with these values of `arguments`, flat."""
+        """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             found = self.operation.call(*values)
         elif torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
@@ -286,6 +264,17 @@ class custom_op:
         math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
         raise RuntimeError(f"{self.name}: cannot be differentiated twice; {instead}")
+
+
+class Call(NamedTuple):
+    """A call of an operation that is still to be made."""
+
+    operation: custom_op
+    values: list
+
+    def run(self) -> Any:
+        """The results."""
+        return self.operation.run(*self.values)
 
 
 def as_matrix(x: Tensor | None) -> Tensor | None:

@@ -188,5 +188,5 @@ def patch_embed(
     if kernels_wanted(op, weight, unsupported_reason(mean, std, images, *parameters.values())):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie
-        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation))
+        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation)).run()
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=lie)
