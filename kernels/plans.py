@@ -6,8 +6,8 @@ time, a Recorder writes down which operations of PyTorch and which launches it m
 makes them: straight-line code in which all else is a constant. A launch takes addresses, so a view that only launches
 read is an address and a number of bytes; a descriptor is kept for each address; a tensor is freed after its last use.
 
-Whoever watches launches or changes configurations (Triton's hooks and profilers, `recording`, `tiles.using`) meets the
-operation's own code, and so does every operation that reads what is in a tensor.
+Whoever watches launches (Triton's hooks and profilers, `recording`) meets the operation's own code, and so does every
+operation that reads what is in a tensor. Inside each `tiles.using`, plans are made anew.
 """
 
 import functools
@@ -232,7 +232,7 @@ class Plan(NamedTuple):
 
 def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
     """All that the code of an operation goes by, and the device of its tensors."""
-    modes = batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled(), tiles.user_tables
+    modes = batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled(), tiles.state
     found, device = [*modes], None
     for x in values:
         if isinstance(x, Tensor):
@@ -249,7 +249,7 @@ def planned(run: Callable) -> Callable:
 
     @functools.wraps(run)
     def call(*values):
-        if tiles.changed() or launch.watched():
+        if launch.watched():
             return run(*values)
         key, device = _key(values)
         if key not in plans:

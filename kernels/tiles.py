@@ -10,6 +10,7 @@ whoever looks for a faster one: `vitfast tune`, whose table of a user's own ($VI
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import warnings
@@ -74,7 +75,9 @@ def operations() -> dict[str, Callable[[str, str, int], list[KernelConfig]]]:
 # What `using` has set: configurations by operation, and shape class or None; and what the open ones yield.
 _overrides: dict[tuple[str, str | None], KernelConfig] = {}
 _watching: list[dict] = []
-user_tables = 1  # how many tables of the user's this process may have read
+# The number of the user's table that is read, and that of the innermost `using`: lookups may differ where these do.
+state = 0, 0
+_numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -86,23 +89,20 @@ def using(
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
     lookups are for this compute capability whatever the device, as in offline compilation.
     """
-    global _overrides
+    global _overrides, state
     if op and op not in operations():
         raise ValueError(f"tiles.using: no operation {op!r}")
-    outer, taken = (_overrides, launch.assumed_generation), {}
+    outer, taken = (_overrides, launch.assumed_generation, state[1]), {}
     _overrides = _overrides | ({(op, shape): config} if op else {})
     launch.assumed_generation = launch.assumed_generation if sm is None else launch.table_of(sm)
+    state = state[0], next(_numbers)
     _watching.append(taken)
     try:
         yield taken
     finally:
         _watching.pop()
-        _overrides, launch.assumed_generation = outer
-
-
-def changed() -> bool:
-    """Whether `using` changes lookups, or watches them."""
-    return bool(_watching)
+        _overrides, launch.assumed_generation, number = outer
+        state = state[0], number
 
 
 def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
@@ -170,9 +170,9 @@ def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
 
 def forget_user_table() -> None:
     """Has the user's own table read again."""
-    global user_tables
+    global state
     user_table.cache_clear()
-    user_tables += 1
+    state = next(_numbers), state[1]
 
 
 def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> KernelConfig | None:

@@ -23,7 +23,7 @@ NUMBERS = "wrong numbers"
 # What edges.py in tests/tools/verify needs beside the kernels, and its files: a copy imports the copy's kernels.
 _EDGES = ("edges.py", "every_launcher.py", "layouts.py")
 _OF_THE_COPY = re.compile(r"^from (?:vitfast\.|(?=every_launcher|layouts))", re.MULTILINE)
-_BESIDE = ("tools/verify", "ops/reference.py", "ops/packed.py", "model/presets.py", "errors.py")
+_BESIDE = ("tools/verify", "ops/reference.py", "ops/checks.py", "ops/packed.py", "model/presets.py", "errors.py")
 
 
 @dataclass(frozen=True)

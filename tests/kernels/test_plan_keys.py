@@ -71,7 +71,7 @@ def test_modes_have_plans_of_their_own(monkeypatch):
             planned(x)
         monkeypatch.setattr(plans, "fp32_precision", lambda: "tf32")
         planned(x)
-        monkeypatch.setattr(tiles, "user_tables", 100)
+        tiles.forget_user_table()
         planned(x)
     assert len(planned.plans) == 5
 
@@ -108,13 +108,28 @@ def test_hooks_and_other_compilers_meet_the_operations_own_code(where, name, val
     assert len(ran) == 1, "a profiler is not waited for after its end"
 
 
-def test_recording_and_changed_configurations_meet_the_operations_own_code(counted):
+def test_a_recording_meets_the_operations_own_code(counted):
     call, ran = counted
     with launch.recording():
         call()
-    with tiles.using():
-        call()
-    assert len(ran) == 2
+    call()
+    assert len(ran) == 1
+
+
+def test_each_change_of_configurations_has_plans_of_its_own(counted):
+    """Its lookups are seen, and after its end those of before hold again."""
+    call, ran = counted
+    for inside in (1, 2):
+        with tiles.using():
+            for _ in range(4):
+                call()
+            with tiles.using():
+                call()
+            tiles.forget_user_table()
+            call()
+        assert len(ran) == 4 * inside
+    call()
+    assert len(ran) == 9, "another table of the user's may be read"
 
 
 def test_a_hook_on_a_kernel_meets_the_operations_own_code(monkeypatch):

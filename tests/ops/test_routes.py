@@ -150,10 +150,11 @@ def test_transforms_and_fake_tensors_take_no_route():
         assert type(y) is not torch.Tensor and y.shape == X.shape
 
 
-def test_a_new_table_of_tiles_is_looked_at(checked, monkeypatch):
+def test_a_new_table_of_tiles_is_looked_at(checked):
     seen = []
-    for tables in (101, 101, 102, 102):
-        monkeypatch.setattr(tiles, "user_tables", tables)
+    for new in (True, False, True, False):
+        if new:
+            tiles.forget_user_table()
         checked.clear()
         ops.rms_norm(torch.randn(3, 32), WEIGHT)
         seen.append(len(checked))

@@ -194,9 +194,9 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 def _key(leaves: list) -> tuple | None:
     """All that the checks of these arguments go by; None where it may be more."""
-    if torch.compiler._is_exporting_flag or tiles.changed() or ref.transformed():
+    if torch.compiler._is_exporting_flag or ref.transformed():
         return None
-    found = [current_mode(), torch.is_grad_enabled(), tiles.user_tables]
+    found = [current_mode(), torch.is_grad_enabled(), tiles.state]
     for x in leaves:
         kind = type(x)
         if kind in _NUMBERS:

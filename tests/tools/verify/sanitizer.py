@@ -117,7 +117,7 @@ class Sanitizer:
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
         settle_lookups()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(tiles.using())  # which keeps plans away: they allocate by themselves
+            stack.enter_context(tiles.using())  # no plans of before, which allocate by themselves
             for owner, name, hook in self._hooks():
                 stack.enter_context(mock.patch.object(owner, name, _hooked(hook, getattr(owner, name))))
             self._restore = stack.pop_all()

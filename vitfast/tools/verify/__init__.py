@@ -85,7 +85,7 @@ def poisoned() -> Iterator[None]:
 
     settle_lookups()
     patched = mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like))
-    with patched, tiles.using():  # `using` keeps plans away, which allocate by themselves
+    with patched, tiles.using():  # no plans of before, which allocate by themselves
         yield
 
 
