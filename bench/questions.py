@@ -12,7 +12,7 @@ B16, BF16, TIMM = "B/16 224 B256", "vitfast compile bf16", "timm compile bf16"
 
 # ---- files
 
-KERNELS = "attention/* layer_norm/* matmul/* patch_embed/* libraries/* rows launch tiles".split()
+KERNELS = "attention/* layer_norm/* matmul/* patch_embed/* libraries/* rows launch plans tiles".split()
 BESIDE = (*(f"kernels/{name}.py" for name in KERNELS), "kernels/libraries/*.cpp", "vitfast/ops/*.py")
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
