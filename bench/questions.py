@@ -342,7 +342,7 @@ QUEUE = (
         "the log names what failed",
         120,
         (*EVERY_KERNEL, "tests/kernels/test_gpu.py", "vitfast/data/resize.py"),
-        *(*paths("kernels/", "gpu cublaslt gelu patch_embed resize"), "-k", "not sanitizer"),
+        *(*paths("kernels/", "gpu plans cublaslt gelu patch_embed resize"), "-k", "not sanitizer"),
     ),
     tests(
         "gpu_tests_of_roles",

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attention_cases import interpreted
 from planned_calls import Kernel, function, launches_of_plans
 from torch import Tensor
 from triton import knobs
@@ -12,6 +13,7 @@ from triton import knobs
 import vitfast
 from vitfast.kernels import launch, plans, tiles
 
+pytestmark = interpreted
 ONES = torch.ones(3)
 
 

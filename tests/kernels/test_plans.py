@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import interpreted
 from planned_calls import Kernel, function, launches_of_plans
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from vitfast.tools.verify.draw import Draw, Sizes
 
 SMALL = Sizes(batch=2, tokens=5, width=48, heads=3, hidden=40, image=16, patch=8)
 WIDE = Sizes(batch=2, tokens=5, width=128, heads=2, hidden=256, image=16, patch=8)  # matrices that descriptors read
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda")
 
 
 class Calls(TorchDispatchMode):
@@ -42,7 +43,7 @@ def calls(sizes: Sizes, dtype: torch.dtype) -> list[tuple[str, tuple]]:
     """The operations that all cases run, forward and backward, on random numbers."""
     with ops.use_kernels("on"), Calls() as seen:
         for function, inputs in cases(sizes, ops).values():
-            draw = Draw(dtype, CPU, torch.Generator().manual_seed(1))
+            draw = Draw(dtype, DEVICE, torch.Generator(DEVICE).manual_seed(1))
             outputs = function(*draw.leaves(inputs))
             outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y.requires_grad]
             torch.autograd.backward(outputs, [draw.values(*y.shape, dtype=y.dtype) for y in outputs])
@@ -52,15 +53,15 @@ def calls(sizes: Sizes, dtype: torch.dtype) -> list[tuple[str, tuple]]:
 
 def again(values: tuple, seed: int) -> tuple:
     """Arguments of the same shapes, strides and dtypes with other random numbers; integers stay."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator(DEVICE).manual_seed(seed)
 
     def fresh(x):
         if not isinstance(x, Tensor) or 0 in x.stride():
             return x
-        drawn = (
-            0.1 + 0.1 * torch.rand(x.shape, generator=draw) if x.is_floating_point() else x
-        )  # statistics are positive
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(drawn)
+        drawn = x
+        if x.is_floating_point():  # and positive, as statistics are
+            drawn = 0.1 + 0.1 * torch.rand(x.shape, generator=draw, device=DEVICE)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(drawn)
 
     return tuple(map(fresh, values))
 
@@ -69,11 +70,10 @@ def as_tuple(outputs) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_plan_has_the_bits_of_the_operations_own_code(dtype):
+def check(sizes: Sizes, dtype: torch.dtype) -> None:
+    """The third call of every operation has the bits and the launches of its own code."""
     seen, launches = set(), launch.launches_made()
-    for name, values in calls(SMALL, dtype):
+    for name, values in calls(sizes, dtype):
         planned = plans.planned(run := Registered.all[name].run)
         with torch._C._AutoDispatchBelowAutograd():
             for seed in range(3):
@@ -90,6 +90,20 @@ def test_a_plan_has_the_bits_of_the_operations_own_code(dtype):
         assert [type(plan) for plan in planned.plans.values()] == [plans.Plan], (name, planned.plans.values())
         seen.add(name)
     assert seen == set(Registered.all) and launch.launches_made() > launches
+
+
+@interpreted
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_plan_has_the_bits_of_the_operations_own_code(dtype):
+    check(SMALL, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [WIDE, Sizes.of_preset("B/16", batch=50)], ids=["few rows", "many rows"])
+def test_a_plan_computes_the_same_on_a_gpu(sizes, dtype):
+    check(sizes, dtype)
 
 
 # ---- what reaches Triton's launchers: addresses, where the operation's own code gives tensors
@@ -139,6 +153,7 @@ def like(kept: Kept, value, wanted):
     return described(kept, value)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "sizes, dtype", [(SMALL, torch.float32), (SMALL, torch.float16), (WIDE, torch.float16)], ids=["32", "16", "wide"]
 )
@@ -164,6 +179,7 @@ def test_a_plan_launches_on_the_memory_that_the_operations_own_code_gives(sizes,
     assert descriptors > 0 or sizes is SMALL
 
 
+@interpreted
 def test_memory_is_freed_and_a_new_tensor_at_an_old_address_is_read_right(monkeypatch):
     launched = launches_of_plans(monkeypatch)
     planned, buffers = function(Kernel()), [torch.empty(64) for _ in range(2)]
@@ -182,6 +198,7 @@ def test_memory_is_freed_and_a_new_tensor_at_an_old_address_is_read_right(monkey
     assert [ref() for ref in memory] == [None, None]
 
 
+@interpreted
 def test_a_plan_frees_each_tensor_after_its_last_use():
     """At each operation, fewer of those before are alive than a plan would hold that kept them to its end."""
     alive: list[int] = []

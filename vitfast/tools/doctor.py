@@ -61,9 +61,11 @@ def check_operation(
             truth = run(function, doubles, upstream)
             torchs = run(function, tensors, upstream)
         with ops.use_kernels("on"):
-            before = launches_made()
-            ours = run(function, tensors, upstream)
-            result = Result(name, label, worst(ours, truth), worst(torchs, truth), True)
+            before, error = launches_made(), 0.0
+            for _ in range(1 if INTERPRETED else 3):  # the third by plans (kernels/plans.py)
+                ours = run(function, tensors, upstream)
+                error = max(error, worst(ours, truth))
+            result = Result(name, label, error, worst(torchs, truth), True)
             if launches_made() == before:
                 result.failure = "no kernel ran"
             for i, pair in enumerate(zip(ours, torchs)):
