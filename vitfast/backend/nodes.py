@@ -208,5 +208,7 @@ _IN_OPERATIONS = re.compile(rf'File "{re.escape(str(Path(ops.__file__).parent))}
 
 
 def operation_of(node: Node) -> str | None:
-    """The operation of vitfast whose call a node was captured in, None for other code."""
+    """The operation of vitfast that a node calls, or in whose call it was captured; None for other code."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "vitfast":
+        return node.target._schema.name.removeprefix("vitfast::")
     return next((name for name in _IN_OPERATIONS.findall(node.stack_trace or "") if name in ops.__all__), None)
