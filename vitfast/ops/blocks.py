@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from . import checks as check
-from .dispatch import NO_TRITON, needs_grad
-from .operation import as_dtype, as_matrix, resized, sample_rows, tensors_of
+from .dispatch import NO_TRITON
+from .operation import as_dtype, as_matrix, flat, needs_grad, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -200,6 +200,6 @@ def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
 
     "all" becomes "least" unless one of `weights` needs a gradient, the only use of what "all" adds.
     """
-    if not needs_grad(*tensors_of(t)):
+    if not needs_grad(*flat(t)):
         return "none"
     return t.keep if needs_grad(*weights) else "least"

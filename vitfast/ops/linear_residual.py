@@ -12,8 +12,8 @@ from torch import Tensor
 from . import checks as check
 from . import reference as ref
 from .blocks import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
-from .operation import Constant, NothingSaved, as_matrix, custom_op
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
+from .operation import Constant, NothingSaved, as_matrix, custom_op, needs_grad
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad

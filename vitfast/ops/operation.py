@@ -6,7 +6,7 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -51,19 +51,10 @@ def _fields(arguments: type) -> list[_Field]:
     return [field for part in parts for field in part]
 
 
-@functools.cache
-def _builder(arguments: type) -> Callable[[Iterable], tuple]:
-    """A function that makes a NamedTuple of this type from its values, in the order of _fields."""
-    inner = [(i, f.kind) for i, f in enumerate(_own_fields(arguments)) if hasattr(f.kind, "_fields")]
-    parts = [(i, i + len(_fields(kind)), _builder(kind)) for i, kind in inner]
-
-    def build(values: Iterable):
-        values = list(values)
-        for start, end, part in parts:  # from left to right, so that what comes before is one value each
-            values[start:end] = [part(values[start:end])]
-        return arguments._make(values)
-
-    return build
+def _build(arguments: type, values: Iterator) -> Any:
+    """A NamedTuple of this type from its next values, in the order of _fields."""
+    kinds = [field.kind for field in _own_fields(arguments)]
+    return arguments._make([_build(k, values) if hasattr(k, "_fields") else next(values) for k in kinds])
 
 
 def flat(t: tuple) -> list:
@@ -72,9 +63,9 @@ def flat(t: tuple) -> list:
     return [value for part in parts for value in part]
 
 
-def tensors_of(t: tuple) -> list[Tensor]:
-    """All tensors of a NamedTuple of arguments."""
-    return [value for value in flat(t) if isinstance(value, Tensor)]
+def needs_grad(*values: Any) -> bool:
+    """Whether backward may need the gradient of a tensor among these, so that forward must keep tensors for it."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 _LIBRARY = torch.library.Library("vitfast", "FRAGMENT")
@@ -150,7 +141,7 @@ class custom_op:
         results: tuple[str, ...] = ("out",),
     ):
         self.name, self.backward, self.reads, self.ties, self.results = name, backward, reads, ties, results
-        self.build, self.build_saved = _builder(arguments), _builder(saved)
+        self.arguments, self.saved = arguments, saved
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
         tensors, options = ([f for f in fields if f.is_tensor is wanted] for wanted in (True, False))
@@ -182,12 +173,16 @@ class custom_op:
         """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             found = self.operation.call(*values)
-        elif torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
+        elif needs_grad(*values):
             return self.function.apply(*values)
         else:
             with _BelowAutograd():
                 found = self.operation.call(*values)
         return _several(_as_tuple(found)[: len(self.results)])
+
+    def build(self, values: Iterable) -> Any:
+        """`arguments` from their values, flat."""
+        return _build(self.arguments, iter(values))
 
     def _forward(self, function: Callable, *values) -> Any:
         """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
@@ -246,7 +241,7 @@ class custom_op:
     def _backward(self, *values) -> Any:
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
         douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
-        t, held = self.build([rest[i] for i in self.at]), self.build_saved(rest[self.saved_at])
+        t, held = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
         found = self.backward(*douts, t, held, self._flags(needs))
         like = next(dout for dout in douts if dout is not None)
         named = zip(self.trained, needs)
