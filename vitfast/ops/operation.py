@@ -150,7 +150,8 @@ class custom_op:
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
         self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
         self.options = [i for i, f in enumerate(fields) if not f.is_tensor]
-        self.saves = [[*self.taken, *outputs].index(name) for name in order]
+        self.names = [*self.taken, *outputs]
+        self.saves = [self.names.index(name) for name in order]
         self.at = [[*order, *(f.name for f in options)].index(name) for name in self.taken]
         self.saved_at = slice(len(tensors), len(order))
         run, fake = (functools.partial(self._forward, function) for function in (forward, fake))
@@ -203,13 +204,14 @@ class custom_op:
 
     def _save(self, ctx, inputs: Sequence, outputs: tuple) -> None:
         ctx.set_materialize_grads(False)
-        ctx.ties = {} if self.ties is None else self.ties(self.build(inputs))
+        ties = {} if self.ties is None else self.ties(self.build(inputs))
+        ctx.ties = [(self.names.index(name), self.names.index(other)) for name, other in ties.items()]
         if self.reads is not None:
             needs = self._flags([ctx.needs_input_grad[i] for i in self.trained])
             inputs = flat(self.reads(self.build(inputs), needs))
         values = [*inputs, *[None if x.dim() == len(_ABSENT) else x for x in outputs]]
-        for name in ctx.ties:
-            values[self.taken.index(name)] = None
+        for i, _ in ctx.ties:
+            values[i] = None
         ctx.save_for_backward(*[values[i] for i in self.saves])
         ctx.options = [inputs[i] for i in self.options]
 
@@ -219,13 +221,12 @@ class custom_op:
         return self.build(flags.get(i, False) for i in range(len(self.taken)))
 
     def _differentiate(self, ctx, *douts) -> tuple[Tensor | None, ...]:
-        douts, asked = douts[: len(self.results)], list(ctx.needs_input_grad)
-        found: list[Tensor | None] = [None] * len(self.taken)
-        tied = [(self.taken.index(name), other) for name, other in ctx.ties.items() if asked[self.taken.index(name)]]
+        douts = douts[: len(self.results)]
+        found = [*[None] * len(self.taken), *douts]  # the gradients of arguments, then of results, as ties count them
+        asked = [*ctx.needs_input_grad, *[False] * len(douts)]
+        tied = [(i, other) for i, other in ctx.ties if asked[i]]
         for i, other in tied:
-            asked[i] = False
-            if other in self.taken:
-                asked[self.taken.index(other)] = True
+            asked[i], asked[other] = False, True
         needs = [asked[i] for i in self.trained]
         if any(needs) and any(dout is not None for dout in douts):
             given = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
@@ -235,8 +236,8 @@ class custom_op:
             for i, gradient, need in zip(self.trained, grads, needs):
                 found[i] = gradient if need else None
         for i, other in tied:
-            found[i] = found[self.taken.index(other)] if other in self.taken else douts[self.results.index(other)]
-        return tuple(found)
+            found[i] = found[other]
+        return tuple(found[: len(self.taken)])
 
     def _backward(self, *values) -> Any:
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
