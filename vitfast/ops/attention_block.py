@@ -60,11 +60,6 @@ class _Saved(NamedTuple):
     o: Tensor | None = None  # (B, N, H, Dh)
     h: Tensor | None = None  # (M, D), the norm's output, with keep="all" alone
 
-    @property
-    def heads(self) -> tuple[Tensor, ...]:
-        """q, k and v (B, N, H, Dh)."""
-        return self.qkv.unbind(2)
-
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     (batch, tokens), inner = _samples(t.x), t.out_weight.shape[1]
@@ -91,7 +86,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:
         do = input_grad(*block.scale_one(g, t)).view(saved.o.shape)
-        tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
+        tensors = *saved.qkv.unbind(2), saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
         dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
         din = as_matrix(dqkv.flatten(2))
