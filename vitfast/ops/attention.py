@@ -1,6 +1,6 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ if NO_TRITON is None:
 
 
 RopeLayout = Literal["half", "interleaved"]
-ROPE_LAYOUTS = get_args(RopeLayout)
 
 
 def checked(
@@ -35,7 +34,7 @@ def checked(
         most, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
     elif longest is not None:
         raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
-    if rope_layout not in ROPE_LAYOUTS:
+    if rope_layout not in ("half", "interleaved"):
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
     prefix = check.as_whole(num_prefix)
     if prefix is None or not 0 <= prefix <= N:

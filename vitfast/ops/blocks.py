@@ -6,10 +6,8 @@
 Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
 
 The fused blocks of a pre-norm encoder layer begin with a norm and end in this layer. With keep="least", a block keeps
-for backward its input, the norm's statistics and the tensors that its own file names. The norm's backward then writes
-the norm's output again in its own pass. With keep="all" that output is kept too, and for each layer backward writes
-2 M D numbers less. The norm's backward reads dout, the gradient of the block's output, as that of the residual; in the
-same pass it sums dout's columns for the output layer's bias.
+for backward its input, the norm's statistics and the tensors that its own file names. With keep="all" the norm's output
+is kept too, and for each layer backward writes 2 M D numbers less.
 
 The functions take an operation's arguments t, its needs and what it saved as NamedTuples, in which these names mean the
 same: x, out_weight, out_bias, layer_scale and drop_path; in blocks also norm_weight, norm_bias, eps, norm and keep;

@@ -1,9 +1,4 @@
-"""The output layer of a residual branch: linear, factors, residual.
-
-    out = residual + drop_path[b] * layer_scale * (x W^T + b)
-
-The fused blocks end in this layer; what it shares with them is in blocks.py.
-"""
+"""The output layer of a residual branch, in which fused blocks end; what it shares with them is in blocks.py."""
 
 from typing import NamedTuple
 
