@@ -9,7 +9,7 @@ from ..kernels.attention.options import AttentionOptions
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .operation import as_dtype, custom_op
+from .operation import custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
@@ -158,7 +158,7 @@ def option_gradients(
     """
     dcos = dsin = None
     if needs_rope(needs):
-        dcos, dsin = (as_dtype(g, options.cos.dtype) for g in kernels.rope_bwd(*tensors[:2], dq, dk, options))
+        dcos, dsin = (g.to(options.cos.dtype) for g in kernels.rope_bwd(*tensors[:2], dq, dk, options))
     return dict(cos=dcos, sin=dsin, bias=kernels.bias_bwd(*tensors, options) if needs.options.bias else None)
 
 

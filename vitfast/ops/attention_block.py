@@ -16,7 +16,7 @@ from .attention import RopeLayout, checked, head_unsupported, needs_rope, option
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .operation import Constant, as_dtype, as_matrix, custom_op
+from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
@@ -92,11 +92,11 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
             dbias = scale_rows(din, None, None, 1, want_scaled=False)[1]
         tensors = do = dqkv = None  # freed before more is allocated
     if below:
-        dh, weight = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None, t.in_weight
+        dh = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
         dh = None
         dweight = torch.mm(din.t(), h) if needs.in_weight else None
-        grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
+        grads |= dict(found, in_weight=dweight, in_bias=dbias.to(t.in_weight.dtype) if needs.in_bias else None)
     return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 

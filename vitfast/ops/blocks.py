@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import checks as check
 from .dispatch import NO_TRITON
-from .operation import as_dtype, as_matrix, flat, needs_grad, resized, sample_rows
+from .operation import as_matrix, flat, needs_grad, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -100,7 +100,7 @@ def output_layer_gradients(
         dbias = (total if t.layer_scale is None else total * t.layer_scale.float()).to(t.out_bias.dtype)
     if needs.layer_scale and t.out_bias is not None:
         dscale = torch.addcmul(dscale, total, t.out_bias.float())
-    dscale = as_dtype(dscale, t.layer_scale.dtype) if needs.layer_scale else None
+    dscale = dscale.to(t.layer_scale.dtype) if needs.layer_scale else None
     return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
 
 

@@ -297,8 +297,3 @@ def resized(x: Tensor, *shape: int) -> Tensor:
 def meta_like(x: Tensor | None) -> Tensor | None:
     """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)
-
-
-def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The gradient in its parameter's dtype."""
-    return None if gradient is None else gradient.to(dtype)
