@@ -83,8 +83,7 @@ class Registered:
 
     def __init__(self, name: str, schemas: list[str], outputs: int, run: Callable, fake: Callable, *autograd: Callable):
         self.run, self.fake, results = run, fake, ", ".join(["Tensor"] * outputs)
-        results = results if outputs == 1 else f"({results})"
-        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> {results}", tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> ({results})", tags=torch.Tag.pt2_compliant_tag)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, planned(run), key)
         torch.library.register_fake(f"vitfast::{name}", lambda *values: self.fake(*values), lib=_LIBRARY)
