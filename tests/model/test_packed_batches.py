@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from vitfast import InputError, PackedImages, ViT, ops, pack
 from vitfast.model.drop_path import subset_of_packed
+from vitfast.model.positions import TokenLayout
 from vitfast.ops import reference as ref
-from vitfast.ops.packed import TokenLayout
 
 SIZES = [(32, 24), (16, 24), (4, 4), (40, 12), (8, 64)]  # of images, in patches of 4 x 4
 SMALL = dict(img_size=(32, 24), patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels.attention.options import PLAIN
 from vitfast.kernels.launch import recording
-from vitfast.ops.operation import _builder, _fields
+from vitfast.ops.operation import _build, _fields
 
 # The functions have the modules' names.
 attention_block, mlp_block = map(importlib.import_module, ("vitfast.ops.attention_block", "vitfast.ops.mlp_block"))
@@ -60,7 +60,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 def block(module, arguments, needs: frozenset) -> tuple[float, float, float]:
     """(forward, backward, the rest) of a block whose backward has to make these gradients."""
-    needs = _builder(type(arguments))(field.name in needs for field in _fields(type(arguments)))
+    needs = _build(type(arguments), (field.name in needs for field in _fields(type(arguments))))
     (_, saved), forward, rest = counted(lambda: module._forward(arguments))
     _, backward, more = counted(lambda: module._backward(meta(B, N, D), arguments, saved, needs))
     return forward, backward, rest + more

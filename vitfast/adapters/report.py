@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..ops.dispatch import reason_for_plain
-from ..ops.fusable import Replacements, own_forward
+from ..ops.fusable import own_forward
 from .structure import parts_of, require_module
 
 AT_THE_FIRST_CALL = "decided at the first call"
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(Replacements[Entry]):
+class Report(tuple[Entry, ...]):
     """A tuple of entries that prints as a summary.
 
     plain: why the operations run plain PyTorch on the model's present device, None if they run kernels.
@@ -33,6 +33,14 @@ class Report(Replacements[Entry]):
 
     model = ""
     plain: str | None = None
+
+    @property
+    def replaced(self) -> list[Entry]:
+        return [entry for entry in self if entry.why is None]
+
+    @property
+    def left(self) -> list[Entry]:
+        return [entry for entry in self if entry.why is not None]
 
     def __str__(self) -> str:
         groups: dict[tuple, list[str]] = {}

@@ -3,8 +3,6 @@
 from collections import Counter
 from typing import NamedTuple
 
-from ..ops.fusable import Replacements
-
 ALREADY = "an operation of vitfast already"
 
 
@@ -20,11 +18,15 @@ class Entry(NamedTuple):
     why: str | None
 
 
-class Report(Replacements[Entry]):
+class Report(tuple[Entry, ...]):
     """A tuple of entries that prints as a summary; recognition and proof: seconds."""
 
     recognition = 0.0
     proof = 0.0
+
+    @property
+    def replaced(self) -> list[Entry]:
+        return [entry for entry in self if entry.why is None]
 
     @property
     def left(self) -> list[Entry]:

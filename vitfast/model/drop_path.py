@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.packed import TokenLayout
 from ..ops.reference import owners
+from .positions import TokenLayout
 
 
 def sample_drop_path(x: Tensor, rate: float) -> Tensor:

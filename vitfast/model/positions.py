@@ -17,13 +17,14 @@ that have their own: it is 1 at the stem and if all layers share one, else the d
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import reference as ref
-from ..ops.packed import PackedImages, TokenLayout, token_rows
+from ..ops.packed import PackedImages, token_rows
 from ..ops.reference import owners, packed_tokens
 from .config import ROPES, Resample
 from .layers import Attention
@@ -109,6 +110,16 @@ class Positions:
             made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
             options |= dict(rope=(made[0], made[1]), rope_layout=ROPE_LAYOUTS[kind], num_prefix=0 if packed else prefix)
         return [options] * len(self.blocks)
+
+
+class TokenLayout(NamedTuple):
+    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1].
+
+    The fields are named as the arguments of ops.attention.
+    """
+
+    offsets: Tensor  # (S + 1,)
+    longest: int  # tokens of the longest image, or more
 
 
 def token_layout(images: PackedImages, prefix: int) -> TokenLayout:

@@ -1,6 +1,6 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,14 +9,13 @@ from ..kernels.attention.options import AttentionOptions
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .operation import as_dtype, custom_op
+from .operation import custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
 
 
 RopeLayout = Literal["half", "interleaved"]
-ROPE_LAYOUTS = get_args(RopeLayout)
 
 
 def checked(
@@ -35,7 +34,7 @@ def checked(
         most, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
     elif longest is not None:
         raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
-    if rope_layout not in ROPE_LAYOUTS:
+    if rope_layout not in ("half", "interleaved"):
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
     prefix = check.as_whole(num_prefix)
     if prefix is None or not 0 <= prefix <= N:
@@ -159,7 +158,7 @@ def option_gradients(
     """
     dcos = dsin = None
     if needs_rope(needs):
-        dcos, dsin = (as_dtype(g, options.cos.dtype) for g in kernels.rope_bwd(*tensors[:2], dq, dk, options))
+        dcos, dsin = (g.to(options.cos.dtype) for g in kernels.rope_bwd(*tensors[:2], dq, dk, options))
     return dict(cos=dcos, sin=dsin, bias=kernels.bias_bwd(*tensors, options) if needs.options.bias else None)
 
 

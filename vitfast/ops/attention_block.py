@@ -1,7 +1,5 @@
 """The attention block of a pre-norm encoder layer (Eq. 2 of the ViT paper), fused.
 
-    attention_block: x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x))))
-
 Besides the tensors that blocks.py names, qkv, lse and the attention output are kept for backward.
 """
 
@@ -18,7 +16,7 @@ from .attention import RopeLayout, checked, head_unsupported, needs_rope, option
 from .blocks import Keep, Norm
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .operation import Constant, as_dtype, as_matrix, custom_op
+from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
@@ -60,11 +58,6 @@ class _Saved(NamedTuple):
     o: Tensor | None = None  # (B, N, H, Dh)
     h: Tensor | None = None  # (M, D), the norm's output, with keep="all" alone
 
-    @property
-    def heads(self) -> tuple[Tensor, ...]:
-        """q, k and v (B, N, H, Dh)."""
-        return self.qkv.unbind(2)
-
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     (batch, tokens), inner = _samples(t.x), t.out_weight.shape[1]
@@ -91,7 +84,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     grads, din, dbias = {}, None, None
     if below or want_rope or needs.options.bias:
         do = input_grad(*block.scale_one(g, t)).view(saved.o.shape)
-        tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
+        tensors = *saved.qkv.unbind(2), saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
         dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
         din = as_matrix(dqkv.flatten(2))
@@ -99,11 +92,11 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
             dbias = scale_rows(din, None, None, 1, want_scaled=False)[1]
         tensors = do = dqkv = None  # freed before more is allocated
     if below:
-        dh, weight = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None, t.in_weight
+        dh = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None
         found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
         dh = None
         dweight = torch.mm(din.t(), h) if needs.in_weight else None
-        grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
+        grads |= dict(found, in_weight=dweight, in_bias=dbias.to(t.in_weight.dtype) if needs.in_bias else None)
     return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 

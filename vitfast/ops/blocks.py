@@ -6,10 +6,8 @@
 Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
 
 The fused blocks of a pre-norm encoder layer begin with a norm and end in this layer. With keep="least", a block keeps
-for backward its input, the norm's statistics and the tensors that its own file names. The norm's backward then writes
-the norm's output again in its own pass. With keep="all" that output is kept too, and for each layer backward writes
-2 M D numbers less. The norm's backward reads dout, the gradient of the block's output, as that of the residual; in the
-same pass it sums dout's columns for the output layer's bias.
+for backward its input, the norm's statistics and the tensors that its own file names. With keep="all" the norm's output
+is kept too, and for each layer backward writes 2 M D numbers less.
 
 The functions take an operation's arguments t, its needs and what it saved as NamedTuples, in which these names mean the
 same: x, out_weight, out_bias, layer_scale and drop_path; in blocks also norm_weight, norm_bias, eps, norm and keep;
@@ -22,8 +20,8 @@ import torch
 from torch import Tensor
 
 from . import checks as check
-from .dispatch import NO_TRITON, needs_grad
-from .operation import as_dtype, as_matrix, resized, sample_rows, tensors_of
+from .dispatch import NO_TRITON
+from .operation import as_matrix, flat, needs_grad, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -102,7 +100,7 @@ def output_layer_gradients(
         dbias = (total if t.layer_scale is None else total * t.layer_scale.float()).to(t.out_bias.dtype)
     if needs.layer_scale and t.out_bias is not None:
         dscale = torch.addcmul(dscale, total, t.out_bias.float())
-    dscale = as_dtype(dscale, t.layer_scale.dtype) if needs.layer_scale else None
+    dscale = dscale.to(t.layer_scale.dtype) if needs.layer_scale else None
     return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
 
 
@@ -200,6 +198,6 @@ def choose_keep(t: NamedTuple, *weights: Tensor | None) -> str:
 
     "all" becomes "least" unless one of `weights` needs a gradient, the only use of what "all" adds.
     """
-    if not needs_grad(*tensors_of(t)):
+    if not needs_grad(*flat(t)):
         return "none"
     return t.keep if needs_grad(*weights) else "least"

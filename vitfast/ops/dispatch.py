@@ -141,11 +141,6 @@ def reason_for_plain(weight: Tensor) -> str | None:
     return unsupported_reason(weight, None)
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether backward may need a gradient of one of these, so that forward must keep tensors for it."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 # Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are
 # in the operations' signatures for type checkers; `autocasts` hands them on under the names that they stand for.
 ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "keep"}

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import NO_TRITON
-
-COUNTED = ("attention", "attention_block", "gated_mlp", "gated_mlp_block", "linear_gelu", "linear_residual", "mlp")
-COUNTED += ("mlp_block", "patch_embed")  # all but the norms, which have no products
+from .operation import Registered
 
 _WEIGHTS = ("weight", "in_weight", "up_weight", "out_weight")
 _CONSTANT = {"dout", "drop_path", "key_lengths", "offsets", "rows", "starts"}  # `needs` leaves them out
@@ -61,6 +59,7 @@ def register_formulas() -> None:
     if NO_TRITON is None:
         from torch.utils.flop_counter import register_flop_formula
 
-        for name in (name + end for name in COUNTED for end in ("", "_backward")):
-            packet = getattr(torch.ops.vitfast, name)
-            register_flop_formula(packet, get_raw=True)(functools.partial(_flops, packet.default))
+        for name, operation in Registered.all.items():
+            if "norm" not in name:  # norms have no products
+                packet = getattr(torch.ops.vitfast, name)
+                register_flop_formula(packet, get_raw=True)(functools.partial(_flops, operation.call))

@@ -4,26 +4,13 @@ Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or w
 Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
 """
 
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
-Entry = TypeVar("Entry", bound=Any)
 ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...]], ...]
-
-
-class Replacements(tuple[Entry, ...], Generic[Entry]):
-    """Entries on parts of a model; `why` says why one was left, None that an operation replaces it."""
-
-    @property
-    def replaced(self) -> list[Entry]:
-        return [entry for entry in self if entry.why is None]
-
-    @property
-    def left(self) -> list[Entry]:
-        return [entry for entry in self if entry.why is not None]
 
 
 def expected_modules(modules: dict[str, type | tuple[type, ...]]) -> ExpectedModules:

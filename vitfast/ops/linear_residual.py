@@ -1,9 +1,4 @@
-"""The output layer of a residual branch: linear, factors, residual.
-
-    out = residual + drop_path[b] * layer_scale * (x W^T + b)
-
-The fused blocks end in this layer; what it shares with them is in blocks.py.
-"""
+"""The output layer of a residual branch, in which fused blocks end; what it shares with them is in blocks.py."""
 
 from typing import NamedTuple
 
@@ -12,8 +7,8 @@ from torch import Tensor
 from . import checks as check
 from . import reference as ref
 from .blocks import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
-from .operation import Constant, NothingSaved, as_matrix, custom_op
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
+from .operation import Constant, NothingSaved, as_matrix, custom_op, needs_grad
 
 if NO_TRITON is None:
     from ..kernels.matmul.linear import input_grad

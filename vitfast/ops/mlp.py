@@ -27,9 +27,9 @@ from ..values import Activation
 from . import checks as check
 from . import reference as ref
 from .blocks import bias_gradients
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad, routed
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .layer_norm import fake_statistics, width_unsupported
-from .operation import as_dtype, as_matrix, custom_op, resized, tensors_of
+from .operation import as_matrix, custom_op, flat, needs_grad, resized
 
 if NO_TRITON is None:
     from ..kernels.layer_norm.backward import layer_norm_bwd
@@ -195,7 +195,7 @@ def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[st
         inner = t.hidden.recompute(saved) if inner is None else inner
         grads |= dict(out_weight=torch.mm(g.t(), inner))
     if needs.out_bias:
-        grads |= dict(out_bias=as_dtype(scale_rows(g, None, None, 1, want_scaled=False)[1], t.x.dtype))
+        grads |= dict(out_bias=scale_rows(g, None, None, 1, want_scaled=False)[1].to(t.x.dtype))
     return grads
 
 
@@ -206,7 +206,7 @@ _operations = {
 
 
 def _by_kernels(op: str, t: _Mlp) -> Tensor:
-    return _operations[op](t._replace(save=needs_grad(*tensors_of(t))))
+    return _operations[op](t._replace(save=needs_grad(*flat(t))))
 
 
 def check_inner(op: str, t: Hidden) -> Hidden:

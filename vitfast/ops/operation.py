@@ -6,7 +6,7 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -51,19 +51,10 @@ def _fields(arguments: type) -> list[_Field]:
     return [field for part in parts for field in part]
 
 
-@functools.cache
-def _builder(arguments: type) -> Callable[[Iterable], tuple]:
-    """A function that makes a NamedTuple of this type from its values, in the order of _fields."""
-    inner = [(i, f.kind) for i, f in enumerate(_own_fields(arguments)) if hasattr(f.kind, "_fields")]
-    parts = [(i, i + len(_fields(kind)), _builder(kind)) for i, kind in inner]
-
-    def build(values: Iterable):
-        values = list(values)
-        for start, end, part in parts:  # from left to right, so that what comes before is one value each
-            values[start:end] = [part(values[start:end])]
-        return arguments._make(values)
-
-    return build
+def _build(arguments: type, values: Iterator) -> Any:
+    """A NamedTuple of this type from its next values, in the order of _fields."""
+    kinds = [field.kind for field in _own_fields(arguments)]
+    return arguments._make([_build(k, values) if hasattr(k, "_fields") else next(values) for k in kinds])
 
 
 def flat(t: tuple) -> list:
@@ -72,9 +63,9 @@ def flat(t: tuple) -> list:
     return [value for part in parts for value in part]
 
 
-def tensors_of(t: tuple) -> list[Tensor]:
-    """All tensors of a NamedTuple of arguments."""
-    return [value for value in flat(t) if isinstance(value, Tensor)]
+def needs_grad(*values: Any) -> bool:
+    """Whether backward may need the gradient of a tensor among these, so that forward must keep tensors for it."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 _LIBRARY = torch.library.Library("vitfast", "FRAGMENT")
@@ -92,8 +83,7 @@ class Registered:
 
     def __init__(self, name: str, schemas: list[str], outputs: int, run: Callable, fake: Callable, *autograd: Callable):
         self.run, self.fake, results = run, fake, ", ".join(["Tensor"] * outputs)
-        results = results if outputs == 1 else f"({results})"
-        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> {results}", tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> ({results})", tags=torch.Tag.pt2_compliant_tag)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, planned(run), key)
         torch.library.register_fake(f"vitfast::{name}", lambda *values: self.fake(*values), lib=_LIBRARY)
@@ -150,7 +140,7 @@ class custom_op:
         results: tuple[str, ...] = ("out",),
     ):
         self.name, self.backward, self.reads, self.ties, self.results = name, backward, reads, ties, results
-        self.build, self.build_saved = _builder(arguments), _builder(saved)
+        self.arguments, self.saved = arguments, saved
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
         tensors, options = ([f for f in fields if f.is_tensor is wanted] for wanted in (True, False))
@@ -159,7 +149,8 @@ class custom_op:
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
         self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
         self.options = [i for i, f in enumerate(fields) if not f.is_tensor]
-        self.saves = [[*self.taken, *outputs].index(name) for name in order]
+        self.names = [*self.taken, *outputs]
+        self.saves = [self.names.index(name) for name in order]
         self.at = [[*order, *(f.name for f in options)].index(name) for name in self.taken]
         self.saved_at = slice(len(tensors), len(order))
         run, fake = (functools.partial(self._forward, function) for function in (forward, fake))
@@ -182,12 +173,16 @@ class custom_op:
         """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             found = self.operation.call(*values)
-        elif torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
+        elif needs_grad(*values):
             return self.function.apply(*values)
         else:
             with _BelowAutograd():
                 found = self.operation.call(*values)
         return _several(_as_tuple(found)[: len(self.results)])
+
+    def build(self, values: Iterable) -> Any:
+        """`arguments` from their values, flat."""
+        return _build(self.arguments, iter(values))
 
     def _forward(self, function: Callable, *values) -> Any:
         """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
@@ -208,13 +203,14 @@ class custom_op:
 
     def _save(self, ctx, inputs: Sequence, outputs: tuple) -> None:
         ctx.set_materialize_grads(False)
-        ctx.ties = {} if self.ties is None else self.ties(self.build(inputs))
+        ties = {} if self.ties is None else self.ties(self.build(inputs))
+        ctx.ties = [(self.names.index(name), self.names.index(other)) for name, other in ties.items()]
         if self.reads is not None:
             needs = self._flags([ctx.needs_input_grad[i] for i in self.trained])
             inputs = flat(self.reads(self.build(inputs), needs))
         values = [*inputs, *[None if x.dim() == len(_ABSENT) else x for x in outputs]]
-        for name in ctx.ties:
-            values[self.taken.index(name)] = None
+        for i, _ in ctx.ties:
+            values[i] = None
         ctx.save_for_backward(*[values[i] for i in self.saves])
         ctx.options = [inputs[i] for i in self.options]
 
@@ -224,13 +220,12 @@ class custom_op:
         return self.build(flags.get(i, False) for i in range(len(self.taken)))
 
     def _differentiate(self, ctx, *douts) -> tuple[Tensor | None, ...]:
-        douts, asked = douts[: len(self.results)], list(ctx.needs_input_grad)
-        found: list[Tensor | None] = [None] * len(self.taken)
-        tied = [(self.taken.index(name), other) for name, other in ctx.ties.items() if asked[self.taken.index(name)]]
+        douts = douts[: len(self.results)]
+        found = [*[None] * len(self.taken), *douts]  # the gradients of arguments, then of results, as ties count them
+        asked = [*ctx.needs_input_grad, *[False] * len(douts)]
+        tied = [(i, other) for i, other in ctx.ties if asked[i]]
         for i, other in tied:
-            asked[i] = False
-            if other in self.taken:
-                asked[self.taken.index(other)] = True
+            asked[i], asked[other] = False, True
         needs = [asked[i] for i in self.trained]
         if any(needs) and any(dout is not None for dout in douts):
             given = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
@@ -240,13 +235,13 @@ class custom_op:
             for i, gradient, need in zip(self.trained, grads, needs):
                 found[i] = gradient if need else None
         for i, other in tied:
-            found[i] = found[self.taken.index(other)] if other in self.taken else douts[self.results.index(other)]
-        return tuple(found)
+            found[i] = found[other]
+        return tuple(found[: len(self.taken)])
 
     def _backward(self, *values) -> Any:
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
         douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
-        t, held = self.build([rest[i] for i in self.at]), self.build_saved(rest[self.saved_at])
+        t, held = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
         found = self.backward(*douts, t, held, self._flags(needs))
         like = next(dout for dout in douts if dout is not None)
         named = zip(self.trained, needs)
@@ -301,8 +296,3 @@ def resized(x: Tensor, *shape: int) -> Tensor:
 def meta_like(x: Tensor | None) -> Tensor | None:
     """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
     return None if x is None else x.new_empty(()).expand(x.shape)
-
-
-def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The gradient in its parameter's dtype."""
-    return None if gradient is None else gradient.to(dtype)

@@ -7,7 +7,6 @@ offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its pa
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -169,9 +168,8 @@ def pack(
 
     images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides are multiples of the patch's.
     patch_size: P or (P, Q). keep: for each image the indices of the patches that stay, counted row by row, or None for
-    all patches (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, which can be pinned
-    and sent as one. So call this in the collate function of a DataLoader. Gradients flow back to images that require
-    them.
+    all patches (NaViT's token dropping). On the CPU the result lies in one buffer, which can be pinned and sent as one.
+    So call this in the collate function of a DataLoader. Gradients flow back to images that require them.
 
     Raises ValueError or TypeError, which name the image.
     """
@@ -235,12 +233,6 @@ def _checked_places(i: int, places, count: int) -> Tensor:
     return found
 
 
-def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """The numbers, at least one, of the patches that are left of `count` without a random share `drop`."""
-    kept = max(1, round(count * (1 - drop)))
-    return torch.randperm(count, generator=generator)[:kept].sort().values
-
-
 def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tensor]:
     """(rows (N,), starts (S,)) int64: the token of each packed patch, and the first token of each image.
 
@@ -249,13 +241,3 @@ def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tens
     count = torch.arange(len(offsets) - 1, device=offsets.device)
     rows = torch.arange(patches, device=offsets.device) + (owners(offsets, patches) + 1) * prefix
     return rows, offsets[:-1] + count * prefix
-
-
-class TokenLayout(NamedTuple):
-    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1].
-
-    The fields are named as the arguments of ops.attention.
-    """
-
-    offsets: Tensor  # (S + 1,)
-    longest: int  # tokens of the longest image, or more

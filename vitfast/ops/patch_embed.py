@@ -10,8 +10,8 @@ from ..values import LEAST_STD, MOST_PIXEL
 from . import checks as check
 from . import packed
 from . import reference as ref
-from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
-from .operation import Constant, NothingSaved, custom_op, meta_like
+from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted
+from .operation import Constant, NothingSaved, custom_op, meta_like, needs_grad
 
 if NO_TRITON is None:
     from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
@@ -117,7 +117,7 @@ def unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
     for name, value in (("mean", mean), ("std", std)):
         if isinstance(value, Tensor) and torch.compiler.is_compiling():
             return f"{name} is a tensor, whose numbers compiled code does not know"
-        if isinstance(value, Tensor) and needs_grad(value):
+        if needs_grad(value):
             return f"{name} is a constant to the kernel, and it requires a gradient"
     given = (t for t in tensors if t is not None and t.is_floating_point())
     return next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
