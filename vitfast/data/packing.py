@@ -18,7 +18,7 @@ from torchvision.transforms import Compose, InterpolationMode
 from torchvision.transforms.functional import resized_crop
 
 from ..errors import InputError
-from ..ops.packed import PackedImages, pack
+from ..ops.packed import PackedImages, draw_kept, pack
 from ..run.config import Config
 from ..run.distributed import Ranks
 from .samples import ONE, epoch_order
@@ -97,13 +97,9 @@ class Packing:
         """The most patches of an image of a size, before any are dropped."""
         return max(1, side * side // (self.patch[0] * self.patch[1]))
 
-    def _left(self, patches: int) -> int:
-        """How many of an image's patches stay."""
-        return max(1, round(patches * (1 - self.drop)))
-
     def tokens(self, side: int) -> int:
         """The most tokens of an image of a size: known before its file is read, whatever its aspect."""
-        return self.prefix + self._left(self.patches(side))
+        return self.prefix + max(1, round(self.patches(side) * (1 - self.drop)))
 
     @property
     def images_per_step(self) -> float:
@@ -135,7 +131,7 @@ class Packing:
             box = crop.get_params(image, crop.scale, crop.ratio)
             down, across = fit_grid(*box[2:], self.patch, self.patches(side))
             image = Compose(rest)(resized_crop(image, *box, (down * p, across * q), InterpolationMode.BICUBIC))
-        kept = torch.randperm(down * across)[: self._left(down * across)].sort().values if self.drop else None
+        kept = draw_kept(down * across, self.drop) if self.drop else None
         return torch.as_tensor(np.asarray(image)), kept, part
 
     def pack(self, images: tuple[tuple[Tensor, Tensor | None, int]]) -> list[PackedImages]:

@@ -168,8 +168,9 @@ def pack(
 
     images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides are multiples of the patch's.
     patch_size: P or (P, Q). keep: for each image the indices of the patches that stay, counted row by row, or None for
-    all patches (NaViT's token dropping). On the CPU the result lies in one buffer, which can be pinned and sent as one.
-    So call this in the collate function of a DataLoader. Gradients flow back to images that require them.
+    all patches (NaViT's token dropping; see `draw_kept`). On the CPU the result lies in one buffer, which can be pinned
+    and sent as one. So call this in the collate function of a DataLoader. Gradients flow back to images that require
+    them.
 
     Raises ValueError or TypeError, which name the image.
     """
@@ -231,6 +232,11 @@ def _checked_places(i: int, places, count: int) -> Tensor:
         text = f"whole numbers of patches from 0 to {count - 1}, each once and at least one"
         raise ValueError(f"pack: keep[{i}] must be {text}")
     return found
+
+
+def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
+    """The numbers, at least one, of the patches that are left of `count` without a random share `drop`."""
+    return torch.randperm(count, generator=generator)[: max(1, round(count * (1 - drop)))].sort().values
 
 
 def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tensor]:
