@@ -86,6 +86,18 @@ def test_gradients_are_those_that_are_needed_at_each_call():
             assert not ops.layer_norm(*given).requires_grad
 
 
+def test_what_is_kept_for_backward_is_that_of_the_call():
+    weights = torch.randn(48, 32), None, torch.randn(16, 48), None
+    for trained in (False, False, True, True, False, True):
+        x = X.clone().requires_grad_(trained)
+        y, upstream = ops.mlp(x, *weights), torch.randn(2, 5, 16)
+        if trained:
+            y.backward(upstream)
+            double = X.double().requires_grad_()
+            ref.mlp(double, *(w if w is None else w.double() for w in weights)).backward(upstream.double())
+            torch.testing.assert_close(x.grad.double(), double.grad, atol=1e-4, rtol=1e-4)
+
+
 def test_autocast_decides_at_each_call():
     for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
