@@ -194,6 +194,12 @@ def taped(tape) -> Iterator[None]:
         _taping.tape = outer
 
 
+def no_plan(reason: str) -> None:
+    """Tells the tape, if there is one, why it does not hear of all that happens."""
+    if (tape := getattr(_taping, "tape", None)) is not None:
+        tape.reason = reason
+
+
 def count(launches: int) -> None:
     """Adds to `launches_made`."""
     global _made
@@ -215,6 +221,7 @@ def _tensor_of(values: Iterable[object]) -> Tensor:
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
     if _recorder is not None:
+        no_plan("its launches are recorded")
         _recorder.append(Launch(kernel, grid, arguments))
         return
     if 0 in grid:

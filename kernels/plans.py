@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import launch, tiles
 from .launch import INTERPRETED, Launch, batch_invariant, fp32_precision
 
-MOST = 1024  # plans of an operation, and addresses of a descriptor: packed samples have other sizes at every step
+MOST = 256  # plans of an operation, and addresses of a descriptor: packed samples have other sizes at every step
 aten = torch.ops.aten
 # PyTorch's own functions take less of the host's time than the overloads that a Recorder sees.
 _QUICK = {
@@ -232,14 +232,15 @@ class Plan(NamedTuple):
 
 def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
     """All that the code of an operation goes by, and the device of its tensors."""
-    modes = batch_invariant(), fp32_precision(), torch._C._is_any_autocast_enabled(), tiles.state
-    found, device = [*modes], None
+    found, device = [batch_invariant(), fp32_precision(), tiles.state], None
     for x in values:
         if isinstance(x, Tensor):
             device = x.device
             found += x.dtype, x.shape, x.stride(), x.data_ptr() % 16, device
         else:
             found.append(tuple(x) if isinstance(x, list) else x)
+    if torch._C._is_any_autocast_enabled():
+        found += torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return tuple(found), device
 
 
@@ -252,12 +253,12 @@ def planned(run: Callable) -> Callable:
         if launch.watched():
             return run(*values)
         key, device = _key(values)
-        if key not in plans:
+        plan = plans.get(key, "new")
+        if plan == "new":
             if len(plans) >= MOST:
                 plans.clear()
             plans[key] = None
             return run(*values)
-        plan = plans[key]
         if plan is None:
             with Recorder(values) as recorder, launch.taped(recorder):
                 found = run(*values)

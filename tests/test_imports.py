@@ -88,6 +88,21 @@ def test_torch_is_imported_where_the_operations_cannot_be():
 
 
 @pytest.mark.slow
+def test_operations_may_be_imported_again():
+    """One file (a notebook's autoreload), and all of vitfast in a process that had it twice before."""
+    code = """
+import importlib, sys, torch
+for _ in range(3):
+    import vitfast.ops.layer_norm
+    importlib.reload(sys.modules["vitfast.ops.layer_norm"])
+    assert torch.ops.vitfast.layer_norm(torch.empty(2, 8, device="meta"), None, None, 1e-6, False)[0].shape == (2, 8)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vitfast"]:
+        del sys.modules[name]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)
+
+
+@pytest.mark.slow
 def test_docstrings_may_be_stripped():
     """As python -OO does."""
     code = f"import vitfast.cli; {PUBLIC}; assert not ops.__doc__"

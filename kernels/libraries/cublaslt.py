@@ -22,6 +22,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..launch import no_plan
+
 SOURCE = Path(__file__).with_name("cublaslt.cpp")
 BUILD_SECONDS = 120
 WORKSPACE = 32 << 20  # bytes an algorithm may ask for; 32 MiB is what cuBLAS recommends from sm_90 on
@@ -169,6 +171,7 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     from torch's allocator, so that each CUDA graph owns its own. vitfast.ops checks the arguments. Raises RuntimeError
     with the status where cuBLASLt fails.
     """
+    no_plan("cuBLASLt is called through ctypes")
     out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     if not out.numel():
         return out

@@ -67,15 +67,16 @@ def test_modes_have_plans_of_their_own(monkeypatch):
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            planned(x)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                planned(x)
         with vitfast.batch_invariant(True):
             planned(x)
         monkeypatch.setattr(plans, "fp32_precision", lambda: "tf32")
         planned(x)
         tiles.forget_user_table()
         planned(x)
-    assert len(planned.plans) == 5
+    assert len(planned.plans) == 6
 
 
 @pytest.fixture
@@ -108,6 +109,20 @@ def test_hooks_and_other_compilers_meet_the_operations_own_code(where, name, val
     assert len(ran) == 1
     call()
     assert len(ran) == 1, "a profiler is not waited for after its end"
+
+
+def test_a_recording_in_another_thread_spoils_no_plan(monkeypatch):
+    """It takes the launches of a call that is written down; the operation's own code makes them in later calls."""
+    launched, x = launches_of_plans(monkeypatch), torch.zeros(4, 16)
+    planned = function(Kernel())
+    with torch._C._AutoDispatchBelowAutograd():
+        planned(x, 3)
+        monkeypatch.setattr(launch, "watched", lambda: False)  # as before the other thread began
+        with launch.recording() as taken:
+            planned(x, 3)
+        for _ in range(3):
+            planned(x, 3)
+    assert len(taken) == 1 and len(launched) == 4
 
 
 def test_a_recording_meets_the_operations_own_code(counted):

@@ -1,8 +1,12 @@
 """A call like one before goes without checks to the operation in which that ended, and nowhere else."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from attention_cases import interpreted
+from torch.overrides import TorchFunctionMode
 
 from vitfast import ops
 from vitfast.kernels import tiles
@@ -160,6 +164,43 @@ def test_transforms_and_fake_tensors_take_no_route():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y = ops.layer_norm(mode.from_tensor(X), WEIGHT, BIAS)
         assert type(y) is not torch.Tensor and y.shape == X.shape
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "patch_embed"])
+def test_the_warning_of_a_fallback_is_of_the_users_line(op, monkeypatch):
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda x, unsupported: "the GPU is too old")
+    monkeypatch.setattr(dispatch, "_warned", set())
+    with torch._subclasses.FakeTensorMode(), ops.use_kernels("auto"), warnings.catch_warnings(record=True) as said:
+        x, weight = (torch.empty(shape, device="cuda") for shape in ((1, 3, 8, 8), (16, 3, 4, 4)))
+        ops.layer_norm(x, None, None) if op == "layer_norm" else ops.patch_embed(x, weight, None)
+    assert [(Path(each.filename), op in str(each.message)) for each in said] == [(Path(__file__), True)]
+
+
+class Scaled(TorchFunctionMode):
+    """Multiplies what the operations of vitfast return by a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.tensor(2.0, requires_grad=True)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found[0] * self.scale if str(function) == "vitfast.layer_norm.default" else found
+
+
+def test_what_a_function_mode_computes_has_gradients():
+    for _ in range(3):
+        x, upstream = X.clone().requires_grad_(), torch.randn_like(X)
+        with Scaled() as mode:
+            ops.layer_norm(x, WEIGHT, BIAS).backward(upstream)
+        want = ref.layer_norm(X.double(), WEIGHT.double(), BIAS.double(), 1e-6).mul(upstream).sum()
+        torch.testing.assert_close(mode.scale.grad.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_default_device_is_no_such_mode():
+    with torch.device("cpu"):
+        y = ops.layer_norm(X.clone().requires_grad_(), WEIGHT, BIAS)
+    assert type(y.grad_fn).__name__ == "layer_normBackward", "an autograd.Function, not the derivative for compilers"
 
 
 def test_a_new_table_of_tiles_is_looked_at(checked):

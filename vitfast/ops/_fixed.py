@@ -68,9 +68,6 @@ def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
     library.impl(name, run, key, with_keyset=True)
 
 
-# Products
-
-
 def kernel_runs(a: Tensor, *others: Tensor) -> bool:
     """Whether our kernel computes a product of these tensors."""
     return a.is_cuda and unsupported_reason(a, None) is None and all(x.dtype == a.dtype for x in others)
@@ -168,9 +165,6 @@ def convolution(call: Call) -> Tensor:
     return out.movedim(-1, 1).contiguous()
 
 
-# Sample by sample
-
-
 def _sample_by_sample(*names: str, outputs: int = 1, **changed):
     """The algorithm of an operation with samples along axis 0 of `names` and first `outputs`."""
 
@@ -214,9 +208,6 @@ def encoder(call: Call):
         what = "nn.MultiheadAttention with a mask in evaluation"
         raise NotImplementedError(f"batch_invariant: {what}; torch.backends.mha.set_fastpath_enabled(False) helps")
     return _encoder(call)
-
-
-# Sums
 
 
 def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
@@ -266,9 +257,6 @@ def _euclidean(call: Call, x: Tensor, total, count: int) -> Tensor:
 def softmax(call: Call) -> Tensor:
     rows = call["self"].movedim(call["dim"], -1).contiguous()
     return call.run(self=rows, dim=-1).movedim(-1, call["dim"])
-
-
-# Functions of each element
 
 
 def on_vectors(call: Call) -> Tensor:

@@ -109,12 +109,12 @@ def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     return unsupported
 
 
-def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
+def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None, stacklevel: int = 5) -> bool:
     """Whether the kernel of `op` is to run on x.
 
     unsupported: why no kernel covers the other arguments, or None. Where no kernel covers a CUDA call, plain PyTorch
-    runs with one warning; in mode "on" RuntimeError is raised, as for CPU tensors outside the interpreter. Export
-    (torch.export, ONNX) always traces plain PyTorch.
+    runs with one warning, of the code at `stacklevel`; in mode "on" RuntimeError is raised, as for CPU tensors outside
+    the interpreter. Export (torch.export, ONNX) always traces plain PyTorch.
     """
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
     mode = current_mode()
@@ -127,7 +127,7 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
         raise RuntimeError(f"{op}: kernels are switched on, but {reason}; use_kernels('auto') runs plain PyTorch there")
     if not torch.compiler.is_compiling() and (op, reason) not in _warned:
         _warned.add((op, reason))
-        warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=5)
+        warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=stacklevel)
     return False
 
 

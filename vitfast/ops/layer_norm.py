@@ -12,7 +12,7 @@ from torch import Tensor
 from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .operation import Constant, as_matrix, custom_op, meta_like, resized, sample_rows
+from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
@@ -96,10 +96,6 @@ def _add_fake(t: _AddArguments) -> tuple[Tensor, Tensor, _AddSaved]:
     return y, z, _AddSaved(z, *fake_statistics(t.x))
 
 
-def _add_reads(t: _AddArguments, needs: _AddArguments) -> _AddArguments:
-    return t._replace(x=t.x if needs.layer_scale else meta_like(t.x), residual=meta_like(t.residual))
-
-
 def _add_backward(
     dy: Tensor | None, dz: Tensor | None, t: _AddArguments, saved: _AddSaved, needs: _AddArguments
 ) -> dict[str, Tensor | None]:
@@ -120,7 +116,7 @@ _add_layer_norm = custom_op(
     forward=_add_forward,
     fake=_add_fake,
     backward=_add_backward,
-    reads=_add_reads,
+    reads=lambda t, needs: t._replace(x=t.x if needs.layer_scale else None, residual=None),
     ties=lambda t: dict(x="residual") if t.layer_scale is None and t.drop_path is None else {},  # one gradient for both
     results=("y", "z"),
 )

@@ -157,9 +157,6 @@ class Hidden(NamedTuple):
         )
 
 
-# out(hidden(x))
-
-
 class _Mlp(NamedTuple):
     """The arguments of linear_gelu, mlp and gated_mlp."""
 
@@ -217,9 +214,6 @@ def check_inner(op: str, t: Hidden) -> Hidden:
         raise ValueError(f"{op}: inner_norm_bias needs an inner_norm_weight, without which there is no inner norm")
     check.activation(op, t.activation)
     return t._replace(inner_eps=check.number(op, "inner_eps", t.inner_eps))
-
-
-# The public operations
 
 
 def one_activation(op: str, activation: str | None, approximate: str | None) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hint
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..kernels.plans import planned
 
@@ -68,7 +69,8 @@ def needs_grad(*values: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
-_LIBRARY = torch.library.Library("vitfast", "FRAGMENT")
+# The libraries of the operations by name, kept in torch: a file that is imported again defines its operations anew.
+_LIBRARIES: dict[str, torch.library.Library] = vars(torch.ops.vitfast).setdefault("_libraries", {})
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -76,22 +78,32 @@ class Registered:
     """vitfast::name, an operation of PyTorch's dispatcher, which returns some new tensors.
 
     run: what it does on a CPU and on a GPU. fake: the same for tensors without values. autograd: its derivative and
-    what keeps tensors for that, as torch.library.register_autograd takes them.
+    what keeps tensors for that or None, as torch.library.register_autograd takes them.
     """
 
     all: ClassVar[dict[str, "Registered"]] = {}
 
     def __init__(self, name: str, schemas: list[str], outputs: int, run: Callable, fake: Callable, *autograd: Callable):
         self.run, self.fake, results = run, fake, ", ".join(["Tensor"] * outputs)
-        _LIBRARY.define(f"{name}({', '.join(schemas)}) -> ({results})", tags=torch.Tag.pt2_compliant_tag)
+        if name in _LIBRARIES:
+            _LIBRARIES[name]._destroy()
+        library = _LIBRARIES[name] = torch.library.Library("vitfast", "FRAGMENT")
+        library.define(f"{name}({', '.join(schemas)}) -> ({results})", tags=torch.Tag.pt2_compliant_tag)
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, planned(run), key)
-        torch.library.register_fake(f"vitfast::{name}", lambda *values: self.fake(*values), lib=_LIBRARY)
-        differentiate, *setup = autograd
-        options = dict(setup_context=setup[0] if setup else None, lib=_LIBRARY)
-        torch.library.register_autograd(f"vitfast::{name}", differentiate, **options)
+            library.impl(name, planned(run), key)
+        torch.library.register_fake(f"vitfast::{name}", lambda *values: self.fake(*values), lib=library)
+        differentiate, set_up = autograd
+        torch.library.register_autograd(f"vitfast::{name}", differentiate, setup_context=set_up, lib=library)
         self.call = getattr(torch.ops.vitfast, name).default
         self.all[name] = self
+
+
+def _overridden(values: tuple) -> bool:
+    """Whether a subclass of tensors or a mode, but a default device, may compute what autograd must see."""
+    if not has_torch_function(values):
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return not modes or any(type(mode).__module__ != "torch.utils._device" for mode in modes)
 
 
 class NothingSaved(NamedTuple):
@@ -120,7 +132,8 @@ class custom_op:
     saved, needs) -> gradients by name, of which only the needed ones are read; needs has t's type, with a bool for each
     tensor, and one of several douts is None where nobody used that result. reads(t, needs) -> t with only what backward
     reads, so that the rest is not saved. ties(t) -> {argument: a result, or another argument}: the argument's gradient
-    is that of the other, and backward does not compute it.
+    is that of the other, and backward does not compute it. An argument that `reads` leaves out and that has a gradient
+    is like the first field of `saved`.
 
     Eager code differentiates by an autograd.Function around the operation, in a fifth of the time that the derivative
     takes that PyTorch's compiler and export trace.
@@ -158,7 +171,7 @@ class custom_op:
         self.operation = Registered(name, schemas, len(outputs), run, fake, *autograd)
         schemas = ["Tensor dout"] if len(results) == 1 else [f"Tensor? d{name}" for name in results]
         schemas += [*(f"Tensor? {name}" for name in order), *(f.schema for f in options), "bool[] needs"]
-        made = len(self.trained), self._backward, self._fake_backward, self._refuse
+        made = len(self.trained), self._backward, self._fake_backward, self._refuse, None
         self.derivative = Registered(f"{name}_backward", schemas, *made)
         # Dynamo, which traces backward where autograd is compiled, takes functions and no methods.
         forward, backward = lambda *given: self._forward_eager(*given), lambda *given: self._differentiate(*given)
@@ -171,7 +184,7 @@ class custom_op:
 
     def run(self, *values) -> Any:
         """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _overridden(values):
             found = self.operation.call(*values)
         elif needs_grad(*values):
             return self.function.apply(*values)
@@ -243,14 +256,14 @@ class custom_op:
         douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
         t, held = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
         found = self.backward(*douts, t, held, self._flags(needs))
-        like = next(dout for dout in douts if dout is not None)
-        named = zip(self.trained, needs)
-        return _several([found[self.taken[i]] if need else like.new_empty(0) for i, need in named])
+        dout = next(dout for dout in douts if dout is not None)
+        return _several([found[self.taken[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs)])
 
     def _fake_backward(self, *values) -> Any:
         rest, needs = values[len(self.results) : -1], values[-1]
         dout = next(dout for dout in values if dout is not None)
-        like = (rest[self.at[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs))
+        given = (rest[self.at[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs))
+        like = (rest[self.saved_at.start] if x is None else x for x in given)
         return _several([torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like])
 
     def _refuse(self, ctx, *_):

@@ -185,7 +185,7 @@ def patch_embed(
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
     weight = _in_compute_dtype(weight)
-    if kernels_wanted(op, weight, unsupported_reason(mean, std, images, *parameters.values())):
+    if kernels_wanted(op, weight, unsupported_reason(mean, std, images, *parameters.values()), stacklevel=3):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie
         return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation)).run()
