@@ -112,9 +112,9 @@ def counting() -> Iterator[Counter]:
     """Counts the calls of operations inside, by name: each asks whether kernels or plain PyTorch are to run."""
     seen = Counter()
 
-    def asked(op, *arguments):
+    def asked(op, *arguments, **options):
         seen[op] += 1
-        return kernels_wanted(op, *arguments)
+        return kernels_wanted(op, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
