@@ -239,6 +239,7 @@ def main() -> int:
             words = "{low_us:10.1f} µs, median {median_us:10.1f}, {launches} launches".format(**found[case])
             print(f"{case:20}{words}\n{shares(run) if args.shares else ''}", end="", flush=True)
     if args.json:
+        sys.path.append(str(ROOT / "bench"))  # where Python does not look itself, as with PYTHONSAFEPATH
         from machine import facts  # late: it looks for a GPU, of which `pretend` hides the true ones
 
         more = dict(against=args.against, rounds=args.rounds) if args.against else {}

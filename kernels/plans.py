@@ -1,4 +1,4 @@
-"""Runs an operation that has run before without doing anything twice: from its arguments to its launches.
+"""Runs operations that have run before from their arguments to their launches, by plans.
 
 What the code of an operation does (configurations, grids, views, sizes of outputs) depends on the shapes, strides,
 dtypes and alignment of its arguments, not on what is in them. When it is called with such arguments for the second
@@ -42,7 +42,7 @@ _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.defa
 
 
 class _Address(int):
-    """What a descriptor keeps of its tensor, whose memory it does not hold."""
+    """The address that a descriptor keeps of its tensor, whose memory it does not hold."""
 
     def data_ptr(self) -> int:
         return self
@@ -245,7 +245,7 @@ def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
 
 
 def planned(run: Callable) -> Callable:
-    """Decorates a function of tensors and numbers that returns new tensors; its calls take plans where they can."""
+    """Decorates a function of tensors and numbers that returns new tensors; plans run its calls."""
     plans: dict[tuple, Plan | str | None] = {}  # None: met once; a text: why there can be none
 
     @functools.wraps(run)

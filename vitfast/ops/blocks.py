@@ -1,4 +1,4 @@
-"""The functions of the fused blocks of an encoder layer, some of which they share with linear_residual.
+"""The functions of the fused blocks of an encoder layer; linear_residual shares some of them.
 
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
@@ -50,7 +50,7 @@ def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
 def branch_gradient(
     dout: Tensor, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(g, its column sum or None) for g = drop_path[b] * dout in the layer's dtype; g is dout itself where equal.
+    """(g, its column sum or None): g = drop_path[b] * dout in the layer's dtype, dout itself where equal.
 
     norm_follows: whether the backward of a block's norm runs, which sums dout, where that is g, in its pass over it.
     """

@@ -37,7 +37,7 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
-    """Checks a tensor's shape, where an axis' name, or "*", matches any length; None passes unless `required`."""
+    """Checks a shape, in which a name or "*" matches any length; None passes unless `required`."""
     if tensor is None and not required:
         return
     tensors(op, **{name: tensor})
@@ -115,7 +115,7 @@ def as_whole(value) -> int | None:
 
 
 def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number from 0 to {FLOAT32:.1e}") -> float:
-    """Checks a number from `low` to float32's largest, as `want` says; returns a float or a torch.SymFloat."""
+    """Checks a number from `low` to float32's largest, as `want` says; returns a float or SymFloat."""
     if not is_number(value) or not low <= value <= FLOAT32:
         raise ValueError(f"{op}: {name} must be {want}, got {value!r}")
     return value if isinstance(value, torch.SymFloat) else float(value)

@@ -204,7 +204,7 @@ def _key(leaves: list) -> tuple | None:
 
 
 def _route(call: Call, leaves: list) -> tuple | None:
-    """An operation and its arguments: (index in leaves, -1 for a constant; constant); None where others are made."""
+    """An operation and its arguments, (index in leaves or -1, constant); None where it takes others."""
     at = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     made = any(isinstance(value, Tensor) and id(value) not in at for value in call.values)
     if made or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor

@@ -1,4 +1,4 @@
-"""FLOPs of the operations, for torch.utils.flop_counter, which counts them as it counts the layers that they replace.
+"""FLOPs of the operations for torch.utils.flop_counter: those of the layers that they replace.
 
 A multiply-add of a product counts as two, everything else as nothing. Backward counts the products that autograd would
 run for the gradients that are needed, and attention's as torch counts those of fused attention, five. What kernels
@@ -55,7 +55,7 @@ def _flops(operation, *args, out_val=None, **kwargs) -> int:
 
 
 def register_formulas() -> None:
-    """Makes the operations known to torch's counter; without Triton they do not run, and importing it would warn."""
+    """Makes the operations known to torch's counter; not without Triton, where importing it warns."""
     if NO_TRITON is None:
         from torch.utils.flop_counter import register_flop_formula
 

@@ -1,4 +1,4 @@
-"""The output layer of a residual branch, in which fused blocks end; what it shares with them is in blocks.py."""
+"""The output layer of a residual branch; what fused blocks share with it is in blocks.py."""
 
 from typing import NamedTuple
 

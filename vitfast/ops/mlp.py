@@ -114,7 +114,7 @@ class Hidden(NamedTuple):
     def backward(
         self, g: Tensor, out_weight: Tensor | None, saved: HiddenSaved, needs: "Hidden", below: bool, want_inner: bool
     ) -> tuple[Slopes, Tensor | None, dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """((dpre, dup), the last layer's input (M, F), sums for bias_gradients, the norm's gradients by name).
+        """((dpre, dup), last layer's input (M, F), sums for bias_gradients, the norm's gradients by name).
 
         They are None if not wanted. g: the gradient (M, D') of the last layer's output; out_weight (D', F). Without a
         last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the gradient

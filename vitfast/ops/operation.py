@@ -65,7 +65,7 @@ def flat(t: tuple) -> list:
 
 
 def needs_grad(*values: Any) -> bool:
-    """Whether backward may need the gradient of a tensor among these, so that forward must keep tensors for it."""
+    """Whether backward may need the gradient of a tensor among these, for which forward keeps tensors."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
@@ -116,7 +116,7 @@ def _several(tensors: Sequence) -> Any:
 
 
 def _as_tuple(outputs: Any) -> tuple:
-    """What `_several` was given."""
+    """The tuple that `_several` was given."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -228,7 +228,7 @@ class custom_op:
         ctx.options = [inputs[i] for i in self.options]
 
     def _flags(self, needs: Sequence[bool]) -> NamedTuple:
-        """Whether the gradient of each argument is needed, of those of `trained`; False for those that have none."""
+        """Whether each argument's gradient is needed, by those of `trained`; False for those without one."""
         flags = dict(zip(self.trained, needs))
         return self.build(flags.get(i, False) for i in range(len(self.taken)))
 
