@@ -181,13 +181,17 @@ def stream(device: torch.device):
     return driver.active.get_current_stream(device.index)
 
 
-_taping = threading.local()
+class _Taping(threading.local):
+    tape = None
+
+
+_taping = _Taping()
 
 
 @contextlib.contextmanager
 def taped(tape) -> Iterator[None]:
     """Tells `tape` of every launch that this thread makes inside; None stands for nobody."""
-    outer, _taping.tape = getattr(_taping, "tape", None), tape
+    outer, _taping.tape = _taping.tape, tape
     try:
         yield
     finally:
@@ -196,8 +200,8 @@ def taped(tape) -> Iterator[None]:
 
 def no_plan(reason: str) -> None:
     """Tells the tape, if there is one, why it does not hear of all that happens."""
-    if (tape := getattr(_taping, "tape", None)) is not None:
-        tape.reason = reason
+    if _taping.tape is not None:
+        _taping.tape.reason = reason
 
 
 def count(launches: int) -> None:
@@ -229,9 +233,8 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     count(1)
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
     compiled = kernel[grid](**arguments) if INTERPRETED else _compiled(kernel, grid, arguments)
-    tape = getattr(_taping, "tape", None)
-    if tape is not None:
-        tape.launched(Launch(kernel, grid, arguments), compiled)
+    if _taping.tape is not None:
+        _taping.tape.launched(Launch(kernel, grid, arguments), compiled)
 
 
 def _compiled(kernel, grid: tuple[int, ...], arguments: dict):

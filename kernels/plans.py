@@ -67,6 +67,14 @@ class _Descriptors(dict):
         return found
 
 
+class Plan(NamedTuple):
+    """`run` (*arguments, stream) does what an operation does; `kernels` are those that it launches."""
+
+    run: Callable
+    kernels: tuple
+    launches: int
+
+
 class Recorder(TorchDispatchMode):
     """Writes the source of a plan while an operation runs.
 
@@ -185,7 +193,7 @@ class Recorder(TorchDispatchMode):
             return f"{self._constant(kept.of)}({base})" if base[0] == "t" else f"{self._constant(kept)}[{base}]"
         return self._constant(value)
 
-    def plan(self, found: Tensor | tuple[Tensor, ...]) -> "Plan | str":
+    def plan(self, found: Tensor | tuple[Tensor, ...]) -> Plan | str:
         """The plan of a call that returned `found`; a text says why there can be none."""
         returned = self._text(found)
         if self.reason is not None:
@@ -220,14 +228,6 @@ def _tensors(values: Iterable) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
-
-
-class Plan(NamedTuple):
-    """`run` (*arguments, stream) does what an operation does; `kernels` are those that it launches."""
-
-    run: Callable
-    kernels: tuple
-    launches: int
 
 
 def _key(values: Sequence) -> tuple[tuple, torch.device | None]:

@@ -79,6 +79,19 @@ def test_modes_have_plans_of_their_own(monkeypatch):
     assert len(planned.plans) == 6
 
 
+def test_deterministic_mode_fills_what_a_plan_allocates():
+    planned, x = plans.planned(torch.empty_like), torch.zeros(1000)
+    with torch._C._AutoDispatchBelowAutograd():
+        for _ in range(3):
+            planned(x)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert planned(x).isnan().all(), "torch.utils.deterministic.fill_uninitialized_memory"
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert [type(plan) for plan in planned.plans.values()] == [plans.Plan]
+
+
 @pytest.fixture
 def counted():
     """A planned function that has a plan, and how often its own code ran."""

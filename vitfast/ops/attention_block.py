@@ -1,5 +1,7 @@
 """The attention block of a pre-norm encoder layer (Eq. 2 of the ViT paper), fused.
 
+    attention_block: x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x))))
+
 Besides the tensors that blocks.py names, qkv, lse and the attention output are kept for backward.
 """
 

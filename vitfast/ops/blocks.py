@@ -104,9 +104,6 @@ def output_layer_gradients(
     return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
 
 
-# What blocks have besides
-
-
 def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
     """The norm's output (M, D) in the layers' dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.out_weight.dtype, t.norm == "rms")

@@ -1,4 +1,7 @@
-"""The output layer of a residual branch; what fused blocks share with it is in blocks.py."""
+"""The output layer of a residual branch, residual + drop_path[b] * layer_scale * (x W^T + b).
+
+What fused blocks share with it is in blocks.py.
+"""
 
 from typing import NamedTuple
 

@@ -1,5 +1,8 @@
 """The MLP blocks of a pre-norm encoder layer (Eq. 3 of the ViT paper), plain and gated, fused.
 
+    mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
+    gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
+
 The tensors that blocks.py and mlp.py name are kept for backward. The last layer's input is written again in the pass
 that applies the activation's derivative; keep="all" keeps it too, and backward writes M F (4 M D) numbers less a layer.
 With it, a plain MLP may keep the activation's slope in place of the pre-activation, as kernels/matmul/configs.py says.
