@@ -1,7 +1,7 @@
 """vitfast's ViT as timm entry points, with the interface of timm's VisionTransformer.
 
 They have its arguments, state_dict and features; weights of the timm model whose name lacks `fast_` load unchanged.
-TorchScript is not supported, because the operations choose between kernels and plain PyTorch in Python, which a script
+TorchScript is not supported, because the operations choose between kernels and eager PyTorch in Python, which a script
 cannot hold; use `torch.compile` or `vitfast export` instead.
 """
 
@@ -20,7 +20,7 @@ from ..model.vit import ViT
 
 __all__ = ["TimmViT"]
 
-# Preset and image size of each.
+# The preset and the image size of each model.
 _MODELS = {
     "vit_fast_tiny_patch16_224": ("Ti/16", 224),
     "vit_fast_tiny_patch16_384": ("Ti/16", 384),
@@ -37,7 +37,7 @@ _MODELS = {
 
 
 def _cfg(size: int) -> dict:
-    """The entries of timm's pretrained_cfg beyond its defaults; the normalisation is that of its ViTs."""
+    """Returns the entries of timm's pretrained_cfg that differ from its defaults; timm's ViTs have the same."""
     return dict(
         url="",
         input_size=(3, size, size),
@@ -74,12 +74,12 @@ class TimmViT(ViT):
         """
         state = checkpoint_filter_fn(load_checkpoint(checkpoint_path), self, interpolation="bilinear", antialias=False)
         ours = self.state_dict()
-        left = {k for k, v in state.items() if k.startswith("head.") and k in ours and ours[k].shape != v.shape}
-        self.load_state_dict({k: ours[k] if k in left else v for k, v in state.items()})
+        unfit = {k for k, v in state.items() if k.startswith("head.") and k in ours and ours[k].shape != v.shape}
+        self.load_state_dict({k: ours[k] if k in unfit else v for k, v in state.items()})
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)
-        if global_pool is not None:  # the norm stays where it is, and timm's record of the arguments has to say so
+        if global_pool is not None:  # the norm is not moved, and timm's record of the arguments must say so
             self._model_args = {**getattr(self, "_model_args", {}), "fc_norm": self.config["fc_norm"]}
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -88,7 +88,7 @@ class TimmViT(ViT):
 
 
 def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_overlay=None, out_indices=3, **args):
-    """timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights to take."""
+    """Makes a TimmViT by timm's factory. Raises InputError for `pretrained` if there are no weights to load."""
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and not (cfg.has_weights or cfg.state_dict):
         twin = name.replace("fast_", "")
@@ -97,7 +97,7 @@ def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_ove
             f"pretrained=True with pretrained_cfg_overlay=dict(file=FILE) or dict(hf_hub_id='timm/{twin}.TAG')"
         )
     if args.get("in_chans", 3) == len(cfg.mean) == len(cfg.std):
-        args = {"mean": tuple(cfg.mean), "std": tuple(cfg.std), **args}  # for raw uint8 images
+        args = {"mean": tuple(cfg.mean), "std": tuple(cfg.std), **args}  # to normalise raw uint8 images
     args = {name: getattr(cfg, name) for name in CROP} | args
     return build_model_with_cfg(
         TimmViT,

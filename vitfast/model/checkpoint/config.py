@@ -1,4 +1,4 @@
-"""Constructor arguments out of a checkpoint: its tensors' shapes, its JSON, its format."""
+"""Infers a ViT's constructor arguments from a checkpoint: from its tensors' shapes, its JSON and its format."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
-_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
-# Arguments that the tensors fix. Two values mean the same if these functions of them are equal.
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's config.json has at least one of these
+# Arguments that the tensors fix. Two values of an argument agree if its function maps both to the same.
 _EXACT = """
     in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
     swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm num_classes
@@ -25,158 +25,161 @@ FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", 
 FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
 
 
-def disagreeing(told: Mapping, config: Mapping) -> list[str]:
-    """The arguments in `told` that the tensors of a model with this configuration fix to something else."""
-    same = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio)}
-    asked = [name for name in told if name in same and not (name == "fc_norm" and told[name] is None)]
-    return [name for name in asked if same[name](told[name]) != same[name](config.get(name))]
+def disagreeing(args: Mapping, config: Mapping) -> list[str]:
+    """Returns the names in `args` whose values disagree with the tensors of a model with this `config`."""
+    canonical = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio)}
+    names = [name for name in args if name in canonical and not (name == "fc_norm" and args[name] is None)]
+    return [name for name in names if canonical[name](args[name]) != canonical[name](config.get(name))]
 
 
-_IN_PART = ("global_pool", "init_values", "pos_embed")  # the shapes show only a part of these
+# The shapes of the tensors show whether a model has a LayerScale, for example, but not its initial value.
+_IN_PART = ("global_pool", "init_values", "pos_embed")
 
 
-def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
-    """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
+def infer(checkpoint: Checkpoint, files: CheckpointFiles, caller_args: Mapping) -> tuple[dict, list[str]]:
+    """Returns the constructor arguments of a checkpoint's model, and notes for the log.
 
-    known: the caller's arguments, which fill in `num_heads` and `img_size` or settle doubts that nothing else settles.
-    A config.json of ours is taken as it is. Raises InputError for a model that computes something else than the ViT,
-    and for an argument that remains open, which it names.
+    A note names what had to be assumed, or a field of the JSON that is not taken over. caller_args: the caller's
+    constructor arguments, which supply `num_heads` and `img_size` and settle doubts where nothing else does. A
+    config.json of vitfast's own is taken as it is. Raises InputError for a model that computes something else than the
+    ViT, and for an argument that stays open, which the error names.
     """
-    shapes = _from_shapes(made.state)
-    config, where = (files.config, CONFIG) if files.config else (made.training, timm.ARGS)
-    told, notes = read_json(config, where)
+    form, shapes = checkpoint.form, _from_shapes(checkpoint.state)
+    config, where = (files.config, CONFIG) if files.config else (checkpoint.training, timm.ARGS)
+    json_args, notes = read_json(config, where)
     if config.get("library") == "vitfast":
-        _check(told, shapes)
-        return told, []
-    if form := told.pop("form", None):
-        if form != made.form.name:
+        _check(json_args, shapes)
+        return json_args, []
+    if form_name := json_args.pop("form", None):
+        if form_name != form.name:
             says = f"config.json says model_type {config['model_type']!r}"
-            raise InputError(f"{says}, the tensors are those of {made.form.name}")
-        left_out = {name: made.form.defaults[name] for name in ("act_layer", "norm_eps")}
-        told = left_out | told
-    elif config and "fc_norm.weight" in made.state and "fc_norm" not in told and told["global_pool"] != "avg":
-        says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={told['global_pool']!r}"
+            raise InputError(f"{says}, the tensors are those of {form.name}")
+        json_args = {name: form.defaults[name] for name in ("act_layer", "norm_eps")} | json_args
+    elif config and shapes["fc_norm"] and "fc_norm" not in json_args and json_args["global_pool"] != "avg":
+        says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={json_args['global_pool']!r}"
         raise InputError(f"{says}; put global_pool and fc_norm there, as timm made the model")
-    _check_table(made, told, known)
-    if not config and (doubt := made.doubt(known)):
+    _check_table(checkpoint, json_args, caller_args)
+    if not config and (doubt := checkpoint.doubt(caller_args)):
         raise InputError(doubt)
-    pixels = _pixels(told, hugging_face.statistics(files.preprocessor), shapes["in_chans"], where)
-    told = {name: value for name, value in told.items() if name not in ("mean", "std")} | pixels
+    pixels = _pixels(json_args, hugging_face.statistics(files.preprocessor), shapes["in_chans"], where)
+    json_args = {name: value for name, value in json_args.items() if name not in ("mean", "std")} | pixels
     cut, more = hugging_face.crop(files.preprocessor)
-    told, notes = told | cut, notes + more
-    sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
-    _check(told, shapes, told.pop("hidden", None), where)
-    defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
-    if shapes["pre_norm"] or known.get("rope") == "dinov3":  # CLIP's and DINOv3's eps, if nothing says it
+    json_args, notes = json_args | cut, notes + more
+    sizes = {name: json_args.pop(name) for name in ("img_size", "input_size") if name in json_args}
+    _check(json_args, shapes, json_args.pop("hidden", None), where)
+    defaults = form.defaults if shapes["in_chans"] == 3 else form.defaults | HALF
+    if shapes["pre_norm"] or caller_args.get("rope") == "dinov3":  # CLIP's and DINOv3's eps, if nothing says it
         defaults = defaults | dict(norm_eps=1e-5)
-    result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
-    positions, guessed, rivals = _positions(made, result, sizes, known, where)
-    result |= positions
-    if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
-        raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has only 'silu'")
-    result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
-    said = {*made.facts, *told, *known, *(["num_heads"] if "num_heads" in shapes else [])}
-    unsaid = guessed + [name for name in made.form.unsaid if name not in said]
-    if assumed := [f"{name}={result[name]!r}" for name in unsaid]:
-        notes.append(f"the weights do not say {', '.join(assumed)}: assumed{rivals}; pass those that differ")
+    args = defaults | shapes | checkpoint.facts
+    args |= {name: value for name, value in json_args.items() if name not in shapes or name in _IN_PART}
+    positions, assumed, remark = _positions(checkpoint, args, sizes, caller_args, where)
+    args |= positions
+    if args["swiglu_mlp"] and json_args.get("act_layer") not in (None, "silu"):
+        raise InputError(f"{where} says act_layer={json_args['act_layer']!r}, and the ViT's gated MLP has only 'silu'")
+    args["num_heads"] = args.get("num_heads") or caller_args.get("num_heads") or _preset_heads(args)
+    stated = {*checkpoint.facts, *json_args, *caller_args, *(["num_heads"] if "num_heads" in shapes else [])}
+    if assumed := assumed + [name for name in form.assumed if name not in stated]:
+        values = ", ".join(f"{name}={args[name]!r}" for name in assumed)
+        notes.append(f"the weights do not say {values}: assumed{remark}; pass those that differ")
     names, more = class_names(config, shapes["num_classes"])
-    return result | ({"class_names": names} if names else {}), notes + more
+    return args | ({"class_names": names} if names else {}), notes + more
 
 
 def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
-    """The constructor arguments in a config.json, and notes.
+    """Returns the constructor arguments that a config.json states, and notes for the log.
 
-    From Hugging Face's config.json, the arguments include the `form` of the tensors. Raises InputError for one of an
-    unknown library, or of a model that computes something else.
+    For Hugging Face's config.json, the arguments include `form`, the name of its tensors' format. Raises InputError if
+    no known library wrote it, or if its model computes something else than the ViT.
     """
     if config.get("library") == "vitfast":
         refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
         if lacks := next((name for name in arguments.ARGUMENTS if name not in config), None):
             raise InputError(f"config.json lacks {lacks}; copy the folder again")
-        told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
-        return told | {name: config[name] for name in ("class_names",) if config.get(name) is not None}, []
+        args = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
+        return args | {name: config[name] for name in ("class_names",) if config.get(name) is not None}, []
     if _TIMM & config.keys():
-        return timm.told(config, where)
+        return timm.constructor_args(config, where)
     if "model_type" in config:
-        return hugging_face.told(config)
+        return hugging_face.constructor_args(config)
     if config:
         says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
         raise InputError(f"{says}; mend or remove it")
     return {}, []
 
 
-def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
-    """Raises InputError where there is no position table, and nobody says that the model has none."""
-    if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
+def _check_table(checkpoint: Checkpoint, json_args: dict, caller_args: Mapping) -> None:
+    """Raises InputError if a position table is missing, and nothing says that the model has none."""
+    if checkpoint.facts.get("pos_embed") or any(name in checkpoint.state for name in _TABLES):
         return
-    if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
+    rotary = json_args.get("rope") and json_args.get("pos_embed") == "none"
+    if rotary or checkpoint.form.defaults.get("rope") or caller_args.get("rope"):
         return
     absent = "there is no position table"
-    if made.form.name not in UNSURE:
-        raise InputError(f"{absent}, and a {made.form.name} always has one; export it again")
-    if told.get("pos_embed") in ("none", "") or known.get("pos_embed") in ("none", ""):
+    if checkpoint.form.name not in UNSURE:
+        raise InputError(f"{absent}, and a {checkpoint.form.name} always has one; export it again")
+    if json_args.get("pos_embed") in ("none", "") or caller_args.get("pos_embed") in ("none", ""):
         return
-    if told:
+    if json_args:
         raise InputError(f"{absent}; export it again, or pass pos_embed='none' for a model without")
     advice = "pass rope='dinov3' for DINOv3; where there are none, pass pos_embed='none'"
     raise InputError(f"{absent}, as in models with rotary positions: {advice}")
 
 
-def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
-    """`mean` and `std` as far as the JSON says them; those of preprocessor_config.json win.
+def _pixels(json_args: dict, preprocessor: dict, chans: int, where: str) -> dict:
+    """Returns `mean` and `std` where the JSON states them; preprocessor_config.json wins over config.json.
 
-    Three values for a model of other than three channels are a library's defaults and are left out. Raises InputError
-    for any other number of values than 1 or one for each channel.
+    Three values for a model that does not have three channels are defaults of the library that wrote them, and are
+    left out. Raises InputError for any other number of values than 1 or one for each channel.
     """
-    found = {}
+    pixels = {}
     for name in ("mean", "std"):
-        value, field = told.get(name), f"{where}: {name}"
+        value, field = json_args.get(name), f"{where}: {name}"
         if preprocessor[name] is not None:
             value, field = preprocessor[name], f"preprocessor_config.json: image_{name}"
         count = len(value) if isinstance(value, tuple) else 1
         if count not in (1, 3, chans):
             raise InputError(f"{field} must be one number or one for each of the {chans} channels, got {count}")
-        found |= {name: value} if value is not None and count in (1, chans) else {}
-    return found
+        pixels |= {name: value} if value is not None and count in (1, chans) else {}
+    return pixels
 
 
-def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
+def _check(json_args: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
     """Raises InputError where the JSON and the tensors disagree.
 
     hidden: the width of the MLP, None where the JSON does not say it.
     """
-    says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in disagreeing(told, shapes) if k in shapes]
+    says = [f"{k}={json_args[k]}, the tensors {k}={shapes[k]}" for k in disagreeing(json_args, shapes) if k in shapes]
     ours = int(shapes["embed_dim"] * shapes["mlp_ratio"])
     says += [f"intermediate_size={hidden}, the tensors {ours}"] if hidden not in (None, ours) else []
     if says:
         raise InputError(f"{where} says {says[0]}; one of the two is of another model")
 
 
+# The tensors that are position tables, and the `pos_embed` of a model that has one.
 _TABLES = {"pos_embed": "learn", "pos_embed_x": "learn2d", "pos_embed_rel": "relative"}
 
 
 def _from_shapes(state: dict[str, Tensor]) -> dict:
-    """The arguments that follow from the names and shapes of the tensors."""
+    """Returns the constructor arguments that follow from the names and shapes of the tensors."""
     dim, chans, *patch = state["patch_embed.proj.weight"].shape
     root, hybrid = state.get("patch_embed.backbone.stem.conv.weight"), {}
     if root is not None:
         unit = re.compile(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.")
-        units = {found.groups() for found in map(unit.match, state) if found}
+        units = {match.groups() for match in map(unit.match, state) if match}
         stages = [int(stage) for stage, _ in units]
         chans, layers = root.shape[1], [stages.count(i) for i in range(1 + max(stages, default=0))]
         patch = [side * reduction(layers) for side in patch]
         hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
     kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
-    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables of the whole width, which are added
+    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # both tables have the whole width and are added
         kind = "factorized"
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
     fc_norm = "fc_norm.weight" in state
     pooled = "avg" if fc_norm or "cls_token" not in tokens else "token"
-    fc1, hidden = (state[f"blocks.0.mlp.{name}.weight"] for name in ("fc1", "fc2"))
-    rows, hidden = fc1.shape[0], hidden.shape[1]
-    of_a_head = [state[name].shape[-1] for name in ("pos_embed_rel", "blocks.0.attn.q_norm.weight") if name in state]
-    heads = {"num_heads": dim // of_a_head[0]} if of_a_head and of_a_head[0] < dim else {}
+    rows, hidden = len(state["blocks.0.mlp.fc1.weight"]), state["blocks.0.mlp.fc2.weight"].shape[1]
+    head_widths = [state[name].shape[-1] for name in ("pos_embed_rel", "blocks.0.attn.q_norm.weight") if name in state]
+    heads = {"num_heads": dim // head_widths[0]} if head_widths and head_widths[0] < dim else {}
     return dict(
         embed_dim=dim,
         in_chans=chans,
@@ -203,79 +206,85 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
     )
 
 
-def _positions(made: Checkpoint, config: dict, told: dict, known: Mapping, where: str) -> tuple[dict, list[str], str]:
-    """img_size and no_embed_class of the position tables, the names of those assumed, and other readings.
+def _positions(
+    checkpoint: Checkpoint, config: dict, json_sizes: dict, caller_args: Mapping, where: str
+) -> tuple[dict, list[str], str]:
+    """Returns `img_size` and `no_embed_class` of the position tables, which of them are assumed, and a remark.
 
-    told: `img_size` of the model or `input_size` of its images, if config.json has them. A reading of a table is a grid
-    (h, w) after a position for each prefix token, or alone (no_embed_class): config.json's; else that of the caller's
-    img_size, where it fits exactly; else a square. Raises InputError where none fits, or a second one too.
+    The entries of a table may belong to the prefix tokens and an (h, w) grid of patches, or to the patches alone
+    (`no_embed_class`): each is a reading of the table. The reading that fits the size in config.json is taken; else the
+    one that fits the caller's `img_size` exactly; else that of a square grid. The remark names the readings that were
+    rejected although they fit. json_sizes: `img_size` of the model or `input_size` of its images, if config.json has
+    them. Raises InputError where no reading fits, or more than one.
     """
-    sizes = (told.get("img_size"), told.get("input_size"), known.get("img_size"))
-    own, meant, asked = (pair(size) if size else None for size in sizes)
-    (p, q), size = pair(config["patch_size"]), own or meant
-    kind = next((name for name in _TABLES if name in made.state), None)
+    sizes = (json_sizes.get("img_size"), json_sizes.get("input_size"), caller_args.get("img_size"))
+    model_size, input_size, caller_size = (pair(size) if size else None for size in sizes)
+    (p, q), size = pair(config["patch_size"]), model_size or input_size
+    kind = next((name for name in _TABLES if name in checkpoint.state), None)
     if kind is None:
-        return dict(img_size=size or asked or 224), [] if size or asked else ["img_size"], ""
-    length, prefix = made.state[kind].shape[1], int(config["class_token"]) + config["reg_tokens"]
+        return dict(img_size=size or caller_size or 224), [] if size or caller_size else ["img_size"], ""
+    length, prefix = checkpoint.state[kind].shape[1], int(config["class_token"]) + config["reg_tokens"]
     if kind == "pos_embed_x":
-        return dict(img_size=(made.state["pos_embed_y"].shape[1] * p, length * q)), [], ""
+        return dict(img_size=(checkpoint.state["pos_embed_y"].shape[1] * p, length * q)), [], ""
     patches = {False: length - prefix, True: length}  # their number, by no_embed_class
     if kind == "pos_embed_rel" or not prefix:
         patches, prefix = {False: length if kind == "pos_embed" else (length + 1) // 2}, 0
-    only = config.get("no_embed_class", known.get("no_embed_class", None if made.form.name == "timm" else False))
-    patches = {alone: n for alone, n in patches.items() if only in (None, alone) or not prefix}
+    no_embed_class = caller_args.get("no_embed_class", None if checkpoint.form.name == "timm" else False)  # None: open
+    no_embed_class = config.get("no_embed_class", no_embed_class)
+    patches = {alone: n for alone, n in patches.items() if no_embed_class in (None, alone) or not prefix}
 
     def fit(size: tuple[int, int] | None) -> list[tuple[int, int, bool]]:
         grid = (size[0] // p, size[1] // q) if size else ()
         return [(*grid, alone) for alone, n in patches.items() if grid and n == math.prod(grid)]
 
     def either(readings: list[tuple[int, int, bool]]) -> str:
-        said = "{} x {} + {} (img_size=({}, {}), no_embed_class={})"
-        return " or ".join(said.format(h, w, prefix * (not a), h * p, w * q, a) for h, w, a in readings)
+        text = "{} x {} + {} (img_size=({}, {}), no_embed_class={})"
+        return " or ".join(text.format(h, w, prefix * (not a), h * p, w * q, a) for h, w, a in readings)
 
     by_json = fit(size)
-    by_caller = [] if by_json or own else fit(asked)
+    by_caller = [] if by_json or model_size else fit(caller_size)
     near = [(*grid, alone) for alone, n in patches.items() if (grid := _nearest_square(n))]
-    squares = [one for one in near if one[0] == one[1]]
-    usual = [one for one in squares if not one[2]]
+    squares = [(h, w, alone) for h, w, alone in near if h == w]
+    usual = [(h, w, alone) for h, w, alone in squares if not alone]
     fits = by_json or by_caller + (usual if by_caller and by_caller[0][2] else []) or (squares if usual else near)
     table = f"a position table of {length} entries is"
-    if own and not by_json:
-        raise InputError(f"{where} says images of {own[0]} x {own[1]}, and {table} not theirs")
+    if model_size and not by_json:
+        raise InputError(f"{where} says images of {model_size[0]} x {model_size[1]}, and {table} not theirs")
     if len(fits) != 1 or not (by_json or by_caller or fits[0][0] == fits[0][1]):
         says = f"{either(fits)}; pass those" if len(fits) > 1 else "no square grid; pass img_size=(height, width)"
         raise InputError(f"{table} {says} of the checkpoint (vitfast convert has --img-size)")
     ((h, w, alone),) = fits
-    if by_json and not asked and (h * p, w * q) != size:
+    img_size = h * p, w * q
+    if by_json and not caller_size and img_size != size:
         cut = f"patches of {p} x {q} leave the last rows of images of {size[0]} x {size[1]} out"
         raise InputError(f"{cut}; cut the images yourself and pass img_size=({h * p}, {w * q})")
     sure = by_json or (by_caller and {*near} <= {*fits})
-    names = [] if sure else ["img_size", "no_embed_class"] if prefix and only is None else ["img_size"]
-    rivals = [one for one in near if one not in fits]
-    told = f" (the position table may also be {either(rivals)})" if names and rivals else ""
-    return dict(img_size=h * p if h * p == w * q else (h * p, w * q), no_embed_class=alone), names, told
+    assumed = [] if sure else ["img_size", "no_embed_class"] if prefix and no_embed_class is None else ["img_size"]
+    rivals = [reading for reading in near if reading not in fits]
+    remark = f" (the position table may also be {either(rivals)})" if assumed and rivals else ""
+    return dict(img_size=img_size[0] if img_size[0] == img_size[1] else img_size, no_embed_class=alone), assumed, remark
 
 
-def _nearest_square(patches: int) -> tuple[int, int] | None:
-    """The grid (h, w) of this many patches that is nearest to a square; None beyond 1 to 4."""
-    h = next((h for h in range(math.isqrt(max(0, patches)), 0, -1) if patches % h == 0), 0)
-    return (h, patches // h) if h and patches <= 4 * h * h else None
+def _nearest_square(count: int) -> tuple[int, int] | None:
+    """Returns the grid (h, w) of this many patches that is nearest to a square; None if its w exceeds 4 h."""
+    h = next((h for h in range(math.isqrt(max(0, count)), 0, -1) if count % h == 0), 0)
+    return (h, count // h) if h and count <= 4 * h * h else None
 
 
 def _preset_heads(config: dict) -> int:
-    """The head count of the preset with this width and depth, of this family and patch size if there is."""
-    dim, depth, unsaid = config["embed_dim"], config["depth"], "the weights do not say how many heads there are"
+    """Returns the head count of the preset of this width and depth, preferably of this family and patch size."""
+    dim, depth, unstated = config["embed_dim"], config["depth"], "the weights do not say how many heads there are"
     kinds = ("rope", "swiglu_mlp", "pre_norm"), ("patch_size",)
-    alike = {
-        name: [all(made.get(field) == (config.get(field) or None) for field in kind) for kind in kinds]
-        for name, made in PRESETS.items()
-        if (made["embed_dim"], made["depth"]) == (dim, depth)
+    matches = {
+        name: [all(fields.get(field) == (config.get(field) or None) for field in kind) for kind in kinds]
+        for name, fields in PRESETS.items()
+        if (fields["embed_dim"], fields["depth"]) == (dim, depth)
     }
-    if not alike:
-        raise InputError(f"{unsaid}, and no preset has embed_dim={dim}, depth={depth}; pass num_heads=")
-    best = max(alike.values())
-    heads = {PRESETS[name]["num_heads"]: name for name, likeness in alike.items() if likeness == best}
+    if not matches:
+        raise InputError(f"{unstated}, and no preset has embed_dim={dim}, depth={depth}; pass num_heads=")
+    best = max(matches.values())
+    heads = {PRESETS[name]["num_heads"]: name for name, likeness in matches.items() if likeness == best}
     if len(heads) > 1 and best[1]:
         both = " or ".join(f"num_heads={count} ({name})" for count, name in heads.items())
-        raise InputError(f"{unsaid}; pass {both} (vitfast convert has --num-heads)")
+        raise InputError(f"{unstated}; pass {both} (vitfast convert has --num-heads)")
     return next(iter(heads))

@@ -1,4 +1,4 @@
-"""Weights as bytes: finds them (file, folder, hub), reads them, and moves written ones into place.
+"""Finds weights (in a file, a folder or the hub), reads their bytes, and moves written files into place.
 
 No pickle is ever run.
 """
@@ -32,17 +32,17 @@ _REPOSITORY = r"[\w-][\w.-]*/[\w.-]+(@.+)?"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # they list the shards of weights
-# What is read with weights of these names.
+# The JSON files that are read with weights that have one of the names above.
 COMPANIONS = ("config.json", "preprocessor_config.json", "processor_config.json")
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
-# Errors that are not the fault of a path. None: the library does not tell the system's errno.
-_ON_THE_WAY = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
+# The errno of errors that another path may not avoid; None where a library does not report the system's errno.
+_SYSTEM_ERRORS = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a source: the weights, and the content of the JSON that belongs to them."""
+    """The path of a source's weights, and the content of the JSON files that belong to them."""
 
     weights: Path
     config: dict = field(default_factory=dict)
@@ -50,10 +50,11 @@ class CheckpointFiles:
 
 
 def locate(source: str | Path) -> CheckpointFiles:
-    """The files of a weights file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
+    """Finds the weights and JSON of a file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
 
     A file with a name that folders use (`model.safetensors`, `pytorch_model.bin`) is read with the config.json beside
-    it; any other file is read alone. A run folder stands for its last checkpoint. Raises InputError if there are none.
+    it; any other file is read alone. A run folder stands for its last checkpoint. Raises InputError if there are no
+    weights.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
         raise InputError(f"no weights given: give a file, a folder or {HUB}owner/name, not {source!r}")
@@ -66,7 +67,7 @@ def locate(source: str | Path) -> CheckpointFiles:
 
 
 def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
-    """`locate` without the hub."""
+    """Finds the weights and JSON of a file, a folder or a run folder on this machine."""
     if path.name == LAST:
         path = last_checkpoint(path.parent) or path
     elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in _IN_ORDER):
@@ -77,14 +78,13 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
         if SHARD.fullmatch(path.name):
             raise InputError(f"{path}: one shard of several; give the folder, or the index.json that lists them")
         return _with_json(path) if path.name in _IN_ORDER else CheckpointFiles(path)
-    raise InputError(f"{source}: no such file or folder{_meant(str(source), path)}")
+    raise InputError(f"{source}: no such file or folder{_hint(str(source), path)}")
 
 
-def _meant(source: str, path: Path) -> str:
-    """A hint at weights that a user may have meant, as the end of a message."""
-    hub = re.fullmatch(
-        r"(?:https?://huggingface\.co/|(?:(?:hf|hugging_?face)[-_]?(?:hub)?|hub)[:/]+)(.+)", source, re.IGNORECASE
-    )
+def _hint(source: str, path: Path) -> str:
+    """Returns a hint at weights that the user may have meant, which ends an error message; "" for no hint."""
+    hub_prefix = r"(?:https?://huggingface\.co/|(?:(?:hf|hugging_?face)[-_]?(?:hub)?|hub)[:/]+)"
+    hub = re.fullmatch(f"{hub_prefix}(.+)", source, re.IGNORECASE)
     if hub and re.fullmatch(_REPOSITORY, hub[1]):
         return f"; did you mean {HUB}{hub[1]}?"
     with suppress(OSError):  # a folder that cannot be read
@@ -102,7 +102,7 @@ def _meant(source: str, path: Path) -> str:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
+    """Returns the folder that `last` in a run's folder of checkpoints stands for, None if there is no `last`.
 
     `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError if the text
     names no such folder.
@@ -119,7 +119,7 @@ def last_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def read_tensors(path: Path) -> dict:
-    """The content of one weights file: a dictionary of CPU tensors, which a .pth may nest in another one.
+    """Reads a weights file into a dictionary of CPU tensors, which a .pth may nest in another dictionary.
 
     Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
     """
@@ -136,9 +136,10 @@ def read_tensors(path: Path) -> dict:
         if "TorchScript" in str(error):
             make = f'torch.save(torch.jit.load("{path.name}", "cpu").state_dict(), "weights.pth")'
             hint = f"a TorchScript archive, which holds code, as OpenAI's CLIP; where you trust it, convert it: {make}"
-        elif found := re.search(".*(Unsupported|allow_pickle).*", str(error)):
-            said = both_ends(found[0], 160)
-            hint = f"holds Python objects, which are never run ({said}); save model.state_dict() alone"
+        elif line := re.search(".*(Unsupported|allow_pickle).*", str(error)):
+            hint = (
+                f"holds Python objects, which are never run ({both_ends(line[0], 160)}); save model.state_dict() alone"
+            )
         else:
             hint = f"not a whole {path.suffix} file ({_line(error)}); copy or download it again"
         raise InputError(f"{path}: {hint}") from error
@@ -149,19 +150,19 @@ def read_tensors(path: Path) -> dict:
 
 
 def target(path: str | Path) -> Path:
-    """The path of something to write. Raises InputError for one without a name."""
+    """Returns the path to write to, with `~` expanded. Raises InputError for a path without a name."""
     try:
-        found = Path(path).expanduser()
-        found = found.resolve() if found.name in ("", "..") else found
+        expanded = Path(path).expanduser()
+        expanded = expanded.resolve() if expanded.name in ("", "..") else expanded
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path!r} is no path to write to ({_line(error)})") from None
-    if not str(path) or not found.name:
+    if not str(path) or not expanded.name:
         raise InputError(f"nothing can be written to {str(path)!r}; give the path of a file or folder")
-    return found
+    return expanded
 
 
 def present(path: Path) -> str:
-    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", "" for none.
+    """Returns what is at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
 
     Raises InputError if nothing can exist there: below a file, or with a name that no file can have.
     """
@@ -177,9 +178,9 @@ def present(path: Path) -> str:
 
 
 def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder", "dangling link")) -> None:
-    """Raises InputError where `path` is there already (but for an empty folder), unless `force`.
+    """Raises InputError if `path` exists already and is not an empty folder, unless `force`.
 
-    kinds: results of `present`; a thing of another kind is never replaced.
+    kinds: the results of `present` that may be replaced; whatever else is there is never replaced.
     """
     what = present(path)
     if what and what not in kinds:
@@ -189,10 +190,7 @@ def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder"
 
 
 def make_folder(folder: Path, wanted: Path) -> None:
-    """Makes a folder and those above it.
-
-    Raises InputError, which names the path `wanted` there, if the folder cannot be made.
-    """
+    """Makes a folder and the folders above it. Raises InputError, which names `wanted`, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -202,19 +200,19 @@ def make_folder(folder: Path, wanted: Path) -> None:
 
 
 def _no_place(path: Path, error: Exception) -> Exception:
-    """The error for a path that cannot be made: an InputError, or OSError for a full disk and the like."""
+    """Returns the error for a path that cannot be made: an OSError for a full disk and the like, else InputError."""
     why = getattr(error, "strerror", None) or error
-    if isinstance(error, OSError) and error.errno in _ON_THE_WAY:
+    if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
         return OSError(f"{path} could not be written: {why}")
     return InputError(f"{path}: cannot be made ({why}); give another path")
 
 
 @contextmanager
 def staged(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yields the same name in a scratch folder beside `path`, to write to; the result moves to `path`.
+    """Yields a path in a scratch folder beside `path`; what the block writes there moves to `path` at its end.
 
-    The result is a file (with companions such as `path.data`) or a folder, whose files replace those of the same name,
-    each atomically. If the block raises, nothing changes. Raises InputError as `check_free` does.
+    The block writes a file (with companions such as `path.data`) or a folder. Each file replaces the one of the same
+    name atomically. If the block raises, nothing changes. Raises InputError as `check_free` does.
     """
     check_free(path, force)
     make_folder(path.parent, path)
@@ -231,27 +229,27 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
-    """The weights of a folder: a well-known name first, else the only weights file there is."""
-    known = [folder / name for name in _IN_ORDER if (folder / name).is_file()]
-    found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
-    if found and all(SHARD.fullmatch(path.name) for path in found):
+    """Finds the weights and JSON of a folder: the first well-known name, else the only weights file there."""
+    weights = [folder / name for name in _IN_ORDER if (folder / name).is_file()][:1]
+    weights = weights or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
+    if weights and all(SHARD.fullmatch(path.name) for path in weights):
         raise InputError(f"{source}: shards without the index that lists them; copy {' or '.join(INDEXES)} too")
-    if len(found) == 1:
-        return _with_json(found[0])
-    if found:
-        names = ", ".join(p.name for p in found[:3])
+    if len(weights) == 1:
+        return _with_json(weights[0])
+    if weights:
+        names = ", ".join(path.name for path in weights[:3])
         raise InputError(f"{source}: several weights files ({names}); give the path of one")
     raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
 
 
 def _with_json(weights: Path) -> CheckpointFiles:
-    config, preprocessor, both = (_json(weights.with_name(name)) for name in COMPANIONS)
-    preprocessor = both.get("image_processor") or preprocessor  # since transformers 5, a processor of images and texts
-    return CheckpointFiles(weights, config, preprocessor)
+    config, preprocessor, processor = (_json(weights.with_name(name)) for name in COMPANIONS)
+    # Since transformers 5, processor_config.json describes the processors of images and of texts.
+    return CheckpointFiles(weights, config, processor.get("image_processor") or preprocessor)
 
 
 def _json(path: Path) -> dict:
-    """The object in a JSON file, {} where there is no file."""
+    """Returns the object in a JSON file, {} where there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -271,24 +269,23 @@ def _download(source: str) -> Path:
     except ImportError as error:
         raise InputError(f"{source}: needs the package huggingface_hub; pip install huggingface_hub") from error
     repo, _, revision = source[len(HUB) :].partition("@")
-    absent, unheard = {}, hub.silence(f"{repo}/resolve/{revision or 'main'}/config.json")
+    absent, offline_reason = {}, hub.silence(f"{repo}/resolve/{revision or 'main'}/config.json")
 
     def get(name: str) -> Path | None:
         try:
-            return Path(hf_hub_download(repo, name, revision=revision or None, local_files_only=bool(unheard)))
+            return Path(hf_hub_download(repo, name, revision=revision or None, local_files_only=bool(offline_reason)))
         except EntryNotFoundError as error:
             absent[name] = error
         except Exception as error:
-            said = f"the hub did not give {name} ({_line(error)}); {hub.CHECK}"
-            raise InputError(f"{source}: {said}") from error
+            raise InputError(f"{source}: the hub did not give {name} ({_line(error)}); {hub.CHECK}") from error
 
     weights = next(filter(None, map(get, _IN_ORDER[:4])), None)
     if weights is None:
         why, none = absent[WEIGHTS[0]], f"{source}: no {' or '.join(WEIGHTS[:2])}"
-        if unheard:
-            raise hub.unreachable(none, unheard) from why
+        if offline_reason:
+            raise hub.unreachable(none, offline_reason) from why
         raise InputError(f"{none} ({_line(why)}); {hub.CHECK}") from why
-    # Without a config.json that merely is not cached, the weights would get defaults that may not be theirs.
+    # If config.json merely is not cached, the weights must not be read with defaults, which may not be theirs.
     if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
         raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
     for name in COMPANIONS[1:]:
@@ -300,18 +297,17 @@ def _download(source: str) -> Path:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """The file that an index of transformers' lists for each tensor."""
+    """Returns the name of the shard that an index of transformers' lists for each tensor."""
     listed = _json(index).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else ()
     if not names or not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
-        raise InputError(
-            f"{index}: weight_map must list a file such as model-00001-of-00002.safetensors for each tensor"
-        )
+        example = "model-00001-of-00002.safetensors"
+        raise InputError(f"{index}: weight_map must list a file such as {example} for each tensor")
     return listed
 
 
 def _read_shards(index: Path) -> dict:
-    """The tensors of all shards that an index lists. Raises InputError where one is missing."""
+    """Reads the tensors of all shards that an index lists. Raises InputError where one is missing."""
     listed, state = _shards(index), {}
     for name in sorted({*listed.values()}):
         if not (shard := index.with_name(name)).is_file():
@@ -329,7 +325,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps its bytes
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and loads its bytes as void
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -349,5 +345,5 @@ READERS = {
 
 
 def _line(error: Exception) -> str:
-    """The kind of an exception and what it says, in one line."""
+    """Returns the class and the message of an exception, in one line."""
     return both_ends(f"{type(error).__name__}: {error}", 160)

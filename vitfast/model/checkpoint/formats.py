@@ -1,4 +1,4 @@
-"""The weight formats that are read: how each is recognised, what its names become, its defaults."""
+"""Recognises the weight formats and converts their tensors to timm's names; `FORMATS` describes each of them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,12 +20,13 @@ NONE = r"(?!)"  # matches no key
 
 @dataclass(frozen=True)
 class Format:
-    """One format.
+    """How a weight format is recognised and read.
 
-    mark: a pattern that some key of its files matches. renames: from its names to ours. ignored: a pattern of renamed
-    keys that the ViT does not need. defaults: constructor arguments of this format. unsaid: arguments that differ from
-    model to model and that its tensors do not tell. prepare: source tensors and the arguments that are known -> tensors
-    in PyTorch's layout, and the arguments that only the source tells, with a `note` if there is more to say.
+    mark: a pattern that matches some name in each of its files. renames: from its names to ours. ignored: a pattern of
+    renamed tensors that the ViT does not need. defaults: constructor arguments for what nothing else states. assumed:
+    arguments that differ from model to model, so that the user is warned when they get their default. prepare: takes a
+    file's tensors and the constructor arguments that are available; returns the tensors in PyTorch's layout, and the
+    arguments that only tensors in the file's own layout show, with a line for the log as `note` if there is one.
     """
 
     name: str
@@ -33,8 +34,8 @@ class Format:
     renames: Renames
     ignored: str
     defaults: dict
-    unsaid: tuple[str, ...] = ()
-    prepare: Callable[[State, Mapping], tuple[State, dict]] = lambda state, told: (state, {})
+    assumed: tuple[str, ...] = ()
+    prepare: Callable[[State, Mapping], tuple[State, dict]] = lambda state, args: (state, {})
 
 
 UNSURE = ("timm", "Facebook DINOv2")  # formats whose models may compute different things from the same tensors
@@ -44,11 +45,10 @@ _IN_MOST = (*_PREFIX, "blocks.0.ls1.gamma")  # most of timm's models have one of
 
 @dataclass
 class Checkpoint:
-    """The tensors of a file in timm's names, and what else is known of its model.
+    """The tensors of a file in timm's names, and what else the file says about its model.
 
-    facts: constructor arguments that only the source could tell. training: see timm.of_training. sources: the names in
-    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model, once
-    they are inferred.
+    facts: constructor arguments from `Format.prepare`. training: see timm.of_training. sources: the names in the file.
+    notes: lines for the log, on what was assumed or left out. config: all constructor arguments, once `infer` has run.
     """
 
     state: State
@@ -64,33 +64,33 @@ class Checkpoint:
         return f"a {self.form.name} checkpoint with {shape}"
 
     def has(self, pattern: str) -> bool:
-        """Whether the file has a name with this pattern in it."""
+        """Whether this pattern matches in any name in the file."""
         return any(re.search(pattern, name) for name in self.sources)
 
-    def doubt(self, known: Mapping) -> str:
-        """Why these tensors may belong to a model that computes something else, or "" if they cannot.
+    def doubt(self, caller_args: Mapping) -> str:
+        """Returns why these tensors may belong to a model that computes something else, "" if they cannot.
 
-        Rotary positions and activations have no parameters, and norms do not tell where they are applied; LayerScale
-        may have the names that DeiT III and timm's rotary models share, biases and gates those of EVA. known: the
-        caller's constructor arguments.
+        Rotary positions and activations have no parameters, and norms do not tell where they are applied. DeiT III and
+        timm's rotary models share their names of LayerScale; models of EVA, with rotary positions or without, share
+        those of biases and gates. caller_args: the caller's constructor arguments, which settle such doubts.
         """
         if self.form.name not in UNSURE:
             return ""
         map_head, clip = "attn_pool.latent" in self.state, "norm_pre.weight" in self.state
         table = any(name.startswith("pos_embed") for name in self.state)
-        if table and self.has(_GAMMA) and known.get("pos_embed") != "learn" and known.get("rope") is None:
+        if table and self.has(_GAMMA) and caller_args.get("pos_embed") != "learn" and caller_args.get("rope") is None:
             where = "in DeiT III's own files, but also in timm's models with rotary positions (rope_ape)"
             return f"LayerScale is called gamma_1: so it is {where}; where there are none, pass pos_embed='learn'"
-        if table and self.has(_EVA) and "rope" not in known:
+        if table and self.has(_EVA) and "rope" not in caller_args:
             have = "so they are in models with rotary positions (EVA-02: pass rope='cat' and ref_feat_shape=(16, 16))"
             return f"biases or gates have EVA's names: {have}, and without (EVA: pass rope=None)"
-        if table and map_head and clip and "rope" not in known:
+        if table and map_head and clip and "rope" not in caller_args:
             have = "Perception Encoders have, with rotary positions in an order that vitfast does not know"
             return f"a norm before the blocks and a MAP head {have}; where there are none, pass rope=None"
-        if map_head and any(name in self.state for name in _PREFIX) and known.get("global_pool") != "map":
+        if map_head and any(name in self.state for name in _PREFIX) and caller_args.get("global_pool") != "map":
             reads = "whether the MAP head reads prefix tokens too, no tensor says"
             return f"{reads}: where it reads the patches alone, pass global_pool='map'"
-        if known.get("act_layer") is not None:
+        if caller_args.get("act_layer") is not None:
             return ""
         if clip:
             return "timm's models with these tensors differ: CLIP's have an exact GELU or a quick one; pass act_layer="
@@ -100,7 +100,7 @@ class Checkpoint:
         return ""
 
 
-# Keys of Vision Transformers that ours is not, or not yet.
+# Patterns of names in Vision Transformers that vitfast does not support, or not yet, and what these models are.
 NOT_YET = {
     r"^patch_embed\.backbone\.(?!(stem|stages)\.)": "a hybrid with another CNN than the paper's ResNet",
     r"patch_embeddings\.backbone\.": "a hybrid (a ResNet under the ViT) of Hugging Face",
@@ -116,10 +116,10 @@ NOT_YET = {
 }
 
 _GAMMA = r"\.gamma_([12])$"
-TIMM_RENAMES: Renames = (  # for names that are timm's but for these
+TIMM_RENAMES: Renames = (  # all other names in these files are timm's
     (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
     (r"^(dist_token|storage_tokens)$", "reg_token"),
-    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and what follows: Facebook's and EVA's own files
+    (r"\.mlp\.w12\.", ".mlp.fc1."),  # from here on: Facebook's and EVA's own files
     (r"\.mlp\.w1\.", ".mlp.fc1_g."),
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
@@ -137,82 +137,60 @@ HUGGING_FACE_RENAMES: Renames = (
     (r"^embeddings\.", ""),
     (r"\.mlp\.weights_in\.", ".mlp.fc1."),
     (r"\.mlp\.weights_out\.", ".mlp.fc2."),
-    (r"^layers\.", "layer."),  # this and the following: transformers 5 in memory
+    (r"^layers\.", "layer."),  # from here on: the names of transformers 5 in memory
     *to_ours(HUGGING_FACE_DINOV3),
 )
 
 TORCHVISION_RENAMES: Renames = (
     *to_ours(TORCHVISION),
-    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # of older files
+    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # older files
 )
 
 
+# Renames, with the pattern of renamed tensors that are left out.
 _HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
+_TOWER, _OPENAI = (towers.TOWER_RENAMES, towers.BESIDE), (towers.OPENAI_RENAMES, towers.BESIDE_OPENAI)
+_HUGGING_FACE_DINOV3, _FACEBOOK = (towers.DINOV3_RENAMES, r"^mask_token$"), (TIMM_RENAMES, r"^mask_token$")
+_META = (TIMM_RENAMES, r"^(mask_token$|rope_embed\.|local_cls_norm\.|cls_norm\.)")
+# Defaults.
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
 _SHARP = dict(pos_resample="bicubic")  # transformers resamples positions without antialias
 _ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12) | _SHARP
 _TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
-_HEADS, _NUMBERS = ("num_heads",), ("num_heads", "act_layer", "norm_eps", "mean", "std")
 _CLIP = dict(act_layer="quick_gelu", norm_eps=1e-5) | CLIP
 _DINOV3 = dict(act_layer="gelu", norm_eps=1e-5, rope="dinov3", dynamic_img_size=True) | IMAGENET
-_PIXELS = ("num_heads", "mean", "std")
-_TOWER, _PATCHES = (towers.TOWER_RENAMES, towers.BESIDE), r"(^|\.)embeddings\.patch_embedding\.weight$"
-_DISTILLATION, _FLAX = r"(^deit\.|^)embeddings\.distillation_token$", r"(^|/)Transformer/encoderblock(_\d+)?/"
+# Arguments of which the defaults are assumed with a warning.
+_HEADS, _PIXELS, _ACTIVATION = ("num_heads",), ("num_heads", "mean", "std"), ("num_heads", "act_layer")
+_NUMBERS = ("num_heads", "act_layer", "norm_eps", "mean", "std")
+# Marks.
+_FLAX, _DISTILLATION = r"(^|/)Transformer/encoderblock(_\d+)?/", r"(^deit\.|^)embeddings\.distillation_token$"
+_DINOV3_PATCHES, _PATCHES = (rf"(^|\.)embeddings\.{name}\.weight$" for name in ("patch_embeddings", "patch_embedding"))
+_CLIP_TOKEN, _OPENAI_TOKEN = r"(^|\.)embeddings\.class_embedding$", r"^(visual\.)?class_embedding$"
+_META_TENSORS, _DINOV2_TOKENS = r"^(storage_tokens|rope_embed\.periods)$", r"^(mask_token|register_tokens)$"
 
-# The first format whose mark is found is that of a file.
+# A file has the first of these formats whose mark matches one of its names.
 FORMATS = (
     Format("Google npz", _FLAX, google.RENAMES, NONE, _TANH | HALF, prepare=google.prepare),
-    Format(
-        "Hugging Face DINOv3",
-        r"(^|\.)embeddings\.patch_embeddings\.weight$",
-        towers.DINOV3_RENAMES,
-        r"^mask_token$",
-        _DINOV3,
-        _PIXELS,
-        towers.prepare_dinov3,
-    ),
-    Format(
-        "Meta DINOv3",
-        r"^(storage_tokens|rope_embed\.periods)$",
-        TIMM_RENAMES,
-        r"^(mask_token$|rope_embed\.|local_cls_norm\.|cls_norm\.)",
-        _DINOV3,
-        _PIXELS,
-        towers.prepare_meta,
-    ),
-    Format(
-        "Hugging Face CLIP",
-        r"(^|\.)embeddings\.class_embedding$",
-        *_TOWER,
-        _CLIP | _SHARP,
-        ("num_heads", "act_layer"),
-        towers.prepare_tower,
-    ),
+    Format("Hugging Face DINOv3", _DINOV3_PATCHES, *_HUGGING_FACE_DINOV3, _DINOV3, _PIXELS, towers.prepare_dinov3),
+    Format("Meta DINOv3", _META_TENSORS, *_META, _DINOV3, _PIXELS, towers.prepare_meta),
+    Format("Hugging Face CLIP", _CLIP_TOKEN, *_TOWER, _CLIP | _SHARP, _ACTIVATION, towers.prepare_tower),
     Format("Hugging Face SigLIP", _PATCHES, *_TOWER, _TANH | HALF | _SHARP, _HEADS, towers.prepare_tower),
     Format(
-        "OpenAI CLIP",
-        r"^(visual\.)?class_embedding$",
-        towers.OPENAI_RENAMES,
-        towers.BESIDE_OPENAI,
-        _CLIP,
-        ("num_heads", "act_layer", "global_pool", "norm_eps"),
-        towers.prepare_openai,
+        "OpenAI CLIP", _OPENAI_TOKEN, *_OPENAI, _CLIP, (*_ACTIVATION, "global_pool", "norm_eps"), towers.prepare_openai
     ),
     Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET | _SHARP, _HEADS),
     Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET, _NUMBERS),
     Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF, _NUMBERS),
     Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET, _HEADS),
-    Format(
-        "Facebook DINOv2", r"^(mask_token|register_tokens)$", TIMM_RENAMES, r"^mask_token$", _ERF | IMAGENET, _HEADS
-    ),
+    Format("Facebook DINOv2", _DINOV2_TOKENS, *_FACEBOOK, _ERF | IMAGENET, _HEADS),
     Format(
         "timm",
         r"^blocks\.\d+\.attn\.(qkv|q_proj)\.weight$",
         TIMM_RENAMES,
-        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # all computed
+        r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # the ViT computes all of these
         _ERF | HALF,
         (*_NUMBERS, "global_pool"),
-        lambda state, told: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
+        lambda state, args: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
     ),
 )
 
@@ -223,10 +201,7 @@ RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"
 
 
 def detect(state: State) -> Format:
-    """The format of these tensors, by their names.
-
-    Raises InputError if they are not a ViT, or one that is not supported yet.
-    """
+    """Returns the format of these tensors, by their names. Raises InputError if none supports them."""
     for pattern, what in NOT_YET.items():
         if any(re.search(pattern, k) for k in state):
             raise InputError(f"{what} is not supported yet")
@@ -238,11 +213,11 @@ def detect(state: State) -> Format:
     raise InputError(f"not a Vision Transformer as {names} write one; {listing(ALWAYS, state)}")
 
 
-def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
+def to_timm_names(content: dict, args: Mapping = {}) -> Checkpoint:
     """Converts the content of a file in any format to timm's names.
 
-    told: constructor arguments that are known; SigLIP 2's patches need in_chans and patch_size. Raises InputError as
-    `detect` does, and where the tensors of a ViT are missing, or are no weights.
+    args: constructor arguments from the caller or the JSON; SigLIP 2's patches need in_chans and patch_size. Raises
+    InputError as `detect` does, and where tensors of a ViT are missing or have a dtype or shape that no weights have.
     """
     source, outside = unwrap(content)
     form = detect(source)
@@ -251,17 +226,16 @@ def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
             kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else "sparse"
             raise InputError(f"{key} is {kind}, expected a dense tensor with values; export it again")
     try:
-        state, facts = form.prepare(source, told)
+        state, facts = form.prepare(source, args)
         state = rename(state, form.renames)
-        empty = [k for k in ("reg_token", "register_tokens") if k in state and not state[k].numel()]  # of none
-        state = {k: v for k, v in state.items() if k not in empty}
         left_out = [k for k in state if re.search(form.ignored, k)]
-        state = {k: v for k, v in state.items() if k not in left_out}
+        empty = [k for k in ("reg_token", "register_tokens") if k in state and not state[k].numel()]  # for no tokens
+        state = {k: v for k, v in state.items() if k not in left_out and k not in empty}
         for key, value in state.items():  # before q, k and v are joined, which would promote them to one dtype
             if value.dtype not in DTYPES or not value.numel():
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
                 is_ = f"{key} is {value.dtype} of shape {tuple(value.shape)}"
-                raise InputError(f"{is_}, expected values of {known}; export it again")
+                raise InputError(f"{is_}, expected values of {dtypes}; export it again")
         _check_prefixes(state, form.name)
         state = join(join(state, ".attn.qkv.", QKV), ".mlp.fc1.", GATE)
     except (IndexError, RuntimeError) as error:
@@ -274,8 +248,8 @@ def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
     if not any(key.startswith(("norm.", "fc_norm.")) for key in state):
         raise InputError("a ViT without a norm after its last block is not supported yet")
-    if "register_tokens" in state:  # DINOv2's, which have no positions: the class token takes its own
-        facts |= dict(pos_resample="bicubic_antialias")  # as transformers and Facebook do where there are registers
+    if "register_tokens" in state:  # DINOv2's, which have no positions: the class token's position is added to it
+        facts |= dict(pos_resample="bicubic_antialias")  # as transformers and Facebook do for models with registers
         facts["no_embed_class"], state["reg_token"] = True, state.pop("register_tokens")
         if "cls_token" in state and "pos_embed" in state:
             state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]
@@ -285,11 +259,11 @@ def to_timm_names(content: dict, told: Mapping = {}) -> Checkpoint:
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
     notes += [f"left out, as they are outside of the ViT: {_first(outside)}"] if outside else []
     training = timm.of_training(content) if form.name == "timm" else {}
-    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone: tensors may be freed
+    return Checkpoint(state, form, facts, training, list(source), notes)  # the names alone, to free its tensors
 
 
 def _check_prefixes(state: State, form: str) -> None:
-    """Raises InputError where some names have lost the prefix of a wrapper and others have not."""
+    """Raises InputError if only some names have a wrapper's prefix, which `unwrap` removes if all have it."""
     for prefix in PREFIXES:
         if behind := [key for key in state if key.startswith(prefix)]:
             some = f"a {form} file with {len(behind)} of {len(state)} names behind {prefix!r}"
@@ -297,21 +271,20 @@ def _check_prefixes(state: State, form: str) -> None:
             raise InputError(f"{some}; {missing}; take it off these names")
 
 
-def listing(expected, found) -> str:
-    """ "missing a, b, c and 2 more; unexpected d", three names of each."""
-
-    missing, unexpected = [n for n in expected if n not in found], [n for n in found if n not in expected]
+def listing(expected, names) -> str:
+    """Returns, for example, "missing a, b, c and 2 more; unexpected d", with at most three names of each."""
+    missing, unexpected = [n for n in expected if n not in names], [n for n in names if n not in expected]
     return f"missing {_first(missing)}; unexpected {_first(unexpected)}"
 
 
 def _first(names: list[str]) -> str:
-    """Three of these names, and how many more there are."""
+    """Returns the first three of these names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 
 
 def differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """The names and shapes that keep a state dict from loading, "" where it fits."""
+    """Returns the names and shapes for which a state dict does not load, "" where it fits."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
     shapes = [
         f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"

@@ -1,4 +1,4 @@
-"""Google's npz files, of the paper's code and big_vision, read and written."""
+"""Reads and writes Google's npz files: those of the paper's code and of big_vision."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ WRITTEN: Renames = (
     (r"/weight$", "/kernel"),
 )
 
-# Flax's kernels are (in, out), with an axis for heads. By name: its array as PyTorch's, and PyTorch's (h heads) as its.
+# Flax's kernels are (in, out), and some have an axis for heads. Each entry: a pattern of names, a function from Flax's
+# layout to PyTorch's, and one from PyTorch's layout and the number of heads h to Flax's (None: never written).
 LAYOUTS = (
     # (P, Q, C, D), (D, C, P, Q)
     (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1), lambda w, h: w.permute(2, 3, 1, 0)),
@@ -39,8 +40,8 @@ LAYOUTS = (
 PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
 
-def prepare(source: State, told: Mapping) -> tuple[State, dict]:
-    """Takes the image model out, unstacks stacked layers, turns every array to PyTorch's layout."""
+def prepare(source: State, args: Mapping) -> tuple[State, dict]:
+    """Extracts the image model, unstacks layers that share an array, and converts arrays to PyTorch's layout."""
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in source), "")
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
     if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
@@ -60,23 +61,23 @@ def prepare(source: State, told: Mapping) -> tuple[State, dict]:
         facts["no_embed_class"] = False
     elif "pos_embedding" in state:
         facts["no_embed_class"] = True
-    else:  # big_vision computes these, for patches alone, and stores nothing
+    else:  # big_vision computes sine and cosine positions, for patches alone, and stores no table
         facts |= dict(pos_embed="sincos2d", no_embed_class="cls" in state)
     for pattern, turn, _ in LAYOUTS:
         state.update({k: turn(v) for k, v in state.items() if re.search(pattern, k)})
     return {re.sub(r"^block(\d+)/unit(\d+)/", _unit, k): v for k, v in state.items()}, facts
 
 
-def _unit(found: re.Match) -> str:
-    """Our name of a unit of a hybrid's ResNet; Google counts stages and units from 1."""
-    return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"
+def _unit(match: re.Match) -> str:
+    """Returns our name of a unit in a hybrid's ResNet; Google counts stages and units from 1."""
+    return f"patch_embed/backbone/stages/{int(match[1]) - 1}/blocks/{int(match[2]) - 1}/"
 
 
-def written(state: State, config: dict) -> State:
-    """Our tensors as arrays of the paper's code, or big_vision's where positions are for patches alone."""
-    made = rename(split(state, ".attn.qkv.", QKV), WRITTEN)
+def to_arrays(state: State, config: dict) -> State:
+    """Converts our tensors to the paper code's arrays, or to big_vision's if positions are for patches alone."""
+    arrays = rename(split(state, ".attn.qkv.", QKV), WRITTEN)
     if config["no_embed_class"] or not config["class_token"]:
-        made = rename(made, to_theirs(BIG_VISION))
+        arrays = rename(arrays, to_theirs(BIG_VISION))
     for pattern, _, turn in LAYOUTS:
-        made |= {k: turn(v, config["num_heads"]) for k, v in made.items() if turn and re.search(pattern, k)}
-    return made
+        arrays |= {k: turn(v, config["num_heads"]) for k, v in arrays.items() if turn and re.search(pattern, k)}
+    return arrays

@@ -1,4 +1,4 @@
-"""transformers' JSON of the models that compute what our ViT does; and a ViT in its files."""
+"""Reads transformers' JSON of the models that compute what our ViT does, and writes a ViT as its repository."""
 
 import math
 import re
@@ -19,7 +19,7 @@ _DEFAULTS, _DINOV3 = dict(num_attention_heads=12, image_size=224), dict(num_atte
 _SIGLIP2 = dict(num_channels=3, patch_size=16, num_patches=256)
 CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
 _TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
-# For each model_type, its classes and the format of its tensors.
+# For each model_type, the classes that are accepted and the format of their tensors.
 MODELS = {
     "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT"),
     "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT"),
@@ -33,17 +33,18 @@ MODELS = {
     "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP"),
     "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP"),
 }
-# The models with a text tower too, and the fields beside the configuration of their image tower.
+# The model_types with a text tower too, and their fields beside the configuration of the image tower.
 WHOLE = ("clip", "siglip", "siglip2")
 BESIDE = "text_config vision_config text_config_dict vision_config_dict projection_dim logit_scale_init_value".split()
 
-_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first is written
+_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first is the one that is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
-AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # how training changes rotary positions
-# Fields that are read below, that the tensors tell, or that do not change tokens and logits. These are fields of a
-# pooler, a decoder and mask tokens, which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the
-# start of training; of any model; and of Facebook's own code (interpolate_*), which transformers never reads.
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # they change rotary positions in training
+# Fields without an entry in FIELDS: code below reads them, or the tensors show them, or they change neither tokens nor
+# logits. The last are fields of a pooler, a decoder and mask tokens, which the ViT leaves out with a warning; of
+# Dinov2Backbone, which is refused; of the start of training; of every model; and of Facebook's own code
+# (interpolate_*), which transformers never reads.
 OTHERS = """
     intermediate_size mlp_ratio num_patches
     query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
@@ -58,7 +59,7 @@ OTHERS = """
     interpolate_antialias interpolate_offset
 """.split()
 OTHERS += OF_TEXT
-# Fields of any configuration, and those of a ViT's, as read_fields takes them.
+# Tables for read_fields: the fields of every configuration, and with them those of a ViT.
 GENERAL = dict.fromkeys(OTHERS) | {
     "pruned_heads": ({},),
     "is_decoder": (False,),
@@ -86,10 +87,11 @@ FIELDS = GENERAL | {
 }
 
 
-def told(config: dict) -> tuple[dict, list[str]]:
-    """The constructor arguments in config.json, with the `form` of its tensors; and notes.
+def constructor_args(config: dict) -> tuple[dict, list[str]]:
+    """Returns the constructor arguments that config.json states, and notes for the log.
 
-    Raises InputError for a model_type or architecture that is not this ViT, and for what computes something else.
+    Among the arguments is `form`, the name of the tensors' format. Raises InputError for a model_type or architecture
+    that is not this ViT, and for fields with which a model computes something else.
     """
     kind, names, where = config["model_type"], config.get("architectures"), CONFIG
     if not isinstance(kind, str) or kind not in MODELS:
@@ -98,47 +100,41 @@ def told(config: dict) -> tuple[dict, list[str]]:
         raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
     classes, form = MODELS[kind]
     if odd := [name for name in names or () if name not in classes]:
-        known = ", ".join(classes[:2])
-        raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
+        usual = ", ".join(classes[:2])
+        raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {usual}")
     if kind in WHOLE:
         refuse_unknown(config, {*BESIDE, *GENERAL}, where)
         config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins
         where = "config.json: vision_config"
     defaults = _DEFAULTS | (_DINOV3 if kind == "dinov3_vit" else _SIGLIP2 if "siglip2" in kind else {})
     config = defaults | {key: value for key, value in config.items() if value is not None}
-    found, notes = read_fields(config, FIELDS, where)
+    args, notes = read_fields(config, FIELDS, where)
     checks = arguments.ARGUMENTS
-    found["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
-    if found["hidden"] is None and kind.startswith("dinov2"):
-        found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
-        if found.get("swiglu_mlp"):  # DINOv2's gated MLP has its own width and activation
-            found |= dict(act_layer="silu", mlp_ratio=None)
+    args["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
+    if args["hidden"] is None and kind.startswith("dinov2"):
+        args["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
+        if args.get("swiglu_mlp"):  # DINOv2's gated MLP has its own width and activation
+            args |= dict(act_layer="silu", mlp_ratio=None)
     if "siglip2" in kind:  # the size at which its positions are not resized
-        count, (p, q) = (
-            enforce(arguments.SIDE, config["num_patches"], f"{where}: num_patches"),
-            pair(found["patch_size"]),
-        )
+        count = enforce(arguments.SIDE, config["num_patches"], f"{where}: num_patches")
         side = math.isqrt(count)
         if side * side != count:
             raise InputError(f"{where}: num_patches must be a square, as SigLIP 2's grid is, got {count}")
-        found["img_size"] = side * p, side * q
-    notes += [
-        f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
-        for field in AUGMENTED
-        if config.get(field) is not None
-    ]
-    return {k: v for k, v in found.items() if v is not None} | dict(form=form), notes
+        args["img_size"] = tuple(side * patch for patch in pair(args["patch_size"]))
+    fields = [f"{field}={config[field]}" for field in AUGMENTED if config.get(field) is not None]
+    notes += [f"{field} is not taken over, the ViT changes no positions in training" for field in fields]
+    return {k: v for k, v in args.items() if v is not None} | dict(form=form), notes
 
 
 def statistics(pixels: dict) -> dict:
-    """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
+    """Returns `mean` and `std` on the 0..1 scale from preprocessor_config.json, None where it has none."""
     file = "preprocessor_config.json"
     mean, std = (read(pixels, f"image_{name}", arguments.ARGUMENTS[name], file) for name in ("mean", "std"))
     if read(pixels, "do_normalize", flag, file) is False:
         mean, std = 0.0, 1.0
     rescale = read(pixels, "do_rescale", flag, file) is not False
     factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
-    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # what 255 is rescaled to
+    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # 255 is rescaled to this
 
     def divided(value):
         return tuple(map(divided, value)) if isinstance(value, tuple) else value and value / scale
@@ -148,7 +144,7 @@ def statistics(pixels: dict) -> dict:
 
 _SQUARE = dict(height=224, width=224)
 _BY_EDGE = dict(size=dict(shortest_edge=224), crop_size=_SQUARE, do_center_crop=True)
-# transformers' processors that resize by Pillow and do nothing else to the shape, with what their classes set.
+# transformers' processors that resize by Pillow and change the shape in no other way, and their classes' defaults.
 PROCESSORS = {
     "ViT": dict(size=_SQUARE, resample=2),
     "DeiT": dict(size=dict(height=256, width=256), crop_size=_SQUARE, do_center_crop=True),
@@ -164,7 +160,7 @@ PROCESSORS = {
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """The fields of `CROP` in preprocessor_config.json, {} where it has none; and notes."""
+    """Returns crop_mode, crop_pct and interpolation from preprocessor_config.json ({} for none), and notes."""
     file = "preprocessor_config.json"
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
@@ -179,13 +175,12 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
             number = _defaults(pixels).get("resample", 3) if number is None else number
             return dict(crop_mode=mode, crop_pct=share, interpolation=arguments.INTERPOLATIONS[number]), []
     said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
-    return {}, [
-        f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
-    ]
+    note = f"{file}: how images are resized and cut is not taken over ({said or 'no size'})"
+    return {}, [f"{note}; set crop_mode, crop_pct"]
 
 
 def image_size(pixels: dict) -> tuple[int, int] | None:
-    """(height, width) of the images that a processor returns; None where its JSON does not say it."""
+    """Returns (height, width) of the images that a processor makes, None where its JSON does not say it."""
     cuts = read(pixels, "do_center_crop", flag, "preprocessor_config.json")
     if _defaults(pixels).get("do_center_crop", False) if cuts is None else cuts:
         return size_field(pixels, "crop_size")[1]
@@ -193,22 +188,22 @@ def image_size(pixels: dict) -> tuple[int, int] | None:
 
 
 def processor_class(pixels: dict) -> str:
-    """A processor's class without its endings; older files call it a feature extractor."""
+    """Returns the name of a processor's class without its endings; older files call it a feature extractor."""
     kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))
     return re.sub(r"(ImageProcessor|FeatureExtractor)(Pil|Fast)?$", "", kind)
 
 
 def _defaults(pixels: dict) -> dict:
-    """The fields that a processor's class sets; DINOv3's, by torchvision, sets those of the ViT's."""
+    """Returns the default fields of a processor's class; DINOv3's, which uses torchvision, has the ViT's."""
     return PROCESSORS.get(processor_class(pixels).removeprefix("DINOv3"), {})
 
 
 def size_field(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
-    """The crop mode and (height, width) or None in a field."""
+    """Returns the crop mode and (height, width) in the field `size` or `crop_size`; None for an unknown size."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = dict(height=value[0], width=value[1])
-    elif not isinstance(value, dict):  # one number is the shortest edge where it is so for the class
+    elif not isinstance(value, dict):  # one number is the shortest edge if the class's default is one
         by_edge = field == "size" and "shortest_edge" in _defaults(pixels).get("size", {})
         value = dict(shortest_edge=value) if by_edge else dict(height=value, width=value)
     edge = value.get("shortest_edge")
@@ -221,19 +216,19 @@ def size_field(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
 
 # ---- written
 
-# Fields of config.json that all families have.
+# The fields of config.json that all families have and that hold an argument as it is.
 SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()
 
 
 def family(config: dict) -> str:
-    """The family of transformers' models for these arguments; `writers.lacks` says what it cannot hold."""
+    """Returns the family of transformers' models that a ViT is written as; `writers.lacks` says what it lacks."""
     if config["rope"] == "dinov3":
         return "dinov3"
     return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
 
 
-def written(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """The tensors and the JSON files of a repository for the from_pretrained of transformers' class."""
+def to_repository(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """Returns the tensors and the JSON files of a repository for the from_pretrained of transformers' class."""
     size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
     content = {name: config[FIELDS[name]] for name in SHARED}
     content |= dict(
@@ -242,15 +237,15 @@ def written(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
         image_size=size[0] if size[0] == size[1] else size,
         dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
     )
-    made, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
-    return made, {"config.json": content | more, "preprocessor_config.json": _processor(config)}
+    state, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
+    return state, {"config.json": content | more, "preprocessor_config.json": _processor(config)}
 
 
 def _processor(config: dict) -> dict:
-    """The content of preprocessor_config.json.
+    """Returns the content of preprocessor_config.json.
 
-    transformers cannot fill a border, nor keep the aspect ratio for a model whose images are not square: these images
-    are squashed.
+    transformers cannot pad images, nor keep their aspect ratio for a model whose images are not square, so in these
+    cases it squashes them.
     """
     size, crop_pct = pair(config["img_size"]), config["crop_pct"] or 1.0
     height, width = (int(side / crop_pct) for side in size)
@@ -273,7 +268,7 @@ def _processor(config: dict) -> dict:
 
 
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """ViTForImageClassification, or without a head ViTModel, whose names have no prefix."""
+    """Converts to ViTForImageClassification or, without a head, to ViTModel, whose names have no prefix."""
     classes = config["num_classes"]
     name = "ViTForImageClassification" if classes else "ViTModel"
     content = dict(architectures=[name], model_type="vit", qkv_bias=config["qkv_bias"])
@@ -286,7 +281,7 @@ def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tup
 
 
 def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """DINOv3ViTModel; the keys keep their bias."""
+    """Converts to DINOv3ViTModel; keys keep their bias, which transformers' default leaves out."""
     width, bias = config["embed_dim"], config["qkv_bias"]
     content = dict(
         architectures=["DINOv3ViTModel"],
@@ -301,36 +296,35 @@ def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
     )
     content |= {f"{name}_bias": bias for name in ("query", "key", "value")}
     gated = split(state, ".mlp.fc1.", names.GATE) if config["swiglu_mlp"] else state
-    made = rename(gated, to_theirs((*names.HUGGING_FACE_DINOV3, names.UNGATED)))
+    renamed = rename(gated, to_theirs((*names.HUGGING_FACE_DINOV3, names.UNGATED)))
     token = state["cls_token"]
     empty = {} if config["reg_tokens"] else {"embeddings.register_tokens": token.new_empty(1, 0, width)}
-    return made | {"embeddings.mask_token": torch.zeros_like(token)} | empty, content
+    return renamed | {"embeddings.mask_token": torch.zeros_like(token)} | empty, content
 
 
 def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """CLIPVisionModelWithProjection, or without a head CLIPVisionModel."""
+    """Converts to CLIPVisionModelWithProjection or, without a head, to CLIPVisionModel."""
     classes = config["num_classes"]
     if classes and state.pop("head.bias").any():
         raise InputError("CLIP's projection has no bias, this head has one; --num-classes 0 leaves it out")
     name = "CLIPVisionModelWithProjection" if classes else "CLIPVisionModel"
-    content = dict(architectures=[name], model_type="clip_vision_model")
-    content |= dict(projection_dim=classes) if classes else {}
-    return _tower(state), content
+    projection = dict(projection_dim=classes) if classes else {}
+    return _tower(state), dict(architectures=[name], model_type="clip_vision_model", **projection)
 
 
 def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """SiglipVisionModel; one tensor holds the MAP head's projections of query, keys and values."""
-    made = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
-    return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
+    """Converts to SiglipVisionModel; one tensor holds its MAP head's projections of query, keys and values."""
+    state = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
+    return state, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
 
 
 def _tower(state: State) -> State:
-    """A tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
-    made = rename(state, to_theirs(names.HUGGING_FACE_TOWER))
+    """Renames a tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
+    tower = rename(state, to_theirs(names.HUGGING_FACE_TOWER))
     for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
-        if key in made:
-            made[key] = made[key].flatten(0, -2) if "position" in key else made[key].flatten()
-    return {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in made.items()}
+        if key in tower:
+            tower[key] = tower[key].flatten(0, -2) if "position" in key else tower[key].flatten()
+    return {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in tower.items()}
 
 
 _FAMILIES = {"vit": _vit, "dinov3": _dinov3, "clip": _clip, "siglip": _siglip}

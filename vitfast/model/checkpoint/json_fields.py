@@ -1,4 +1,4 @@
-"""Fields of other libraries' JSON: read by name and type, or refused by name."""
+"""Reads the fields of other libraries' JSON into constructor arguments, and refuses fields it does not know."""
 
 from collections.abc import Iterable
 
@@ -19,14 +19,14 @@ OF_TEXT = """
 """.split()
 
 
-def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
-    """Raises InputError for unknown fields, since they may say something about what the model computes."""
-    if odd := sorted(set(found) - set(known)):
+def refuse_unknown(fields: Iterable[str], expected: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
+    """Raises InputError for a field that is not expected, since it may change what the model computes."""
+    if odd := sorted(set(fields) - set(expected)):
         raise InputError(f"{where} has {shown(odd[0])}, which vitfast {__version__} does not know; {remedy}")
 
 
 def section(config: dict, name: str, where: str = CONFIG) -> dict:
-    """The object in a field, {} if it is absent or null. Raises InputError for anything else."""
+    """Returns the object in a field, {} if it is absent or null. Raises InputError for anything else."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
         raise InputError(f"{where}: {name} must be an object, got {shown(value)}")
@@ -34,45 +34,46 @@ def section(config: dict, name: str, where: str = CONFIG) -> dict:
 
 
 def read(config: dict, field: str, check: Check, where: str = CONFIG):
-    """The value of a field, which must pass the check; None where it is absent or null."""
+    """Returns the value of a field, which must pass the check; None where it is absent or null."""
     value = config.get(field)
     return None if value is None else enforce(check, value, f"{where}: {field}")
 
 
 def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
-    """The constructor arguments in a JSON object, and notes; fields that are null say nothing.
+    """Returns the constructor arguments that a JSON object states, and notes for the log.
 
     table: the meaning of each field that may be there: the name of a constructor argument; {activation there: ours}; a
     tuple of the values at which the ViT computes the same; RATE for a dropout that the ViT lacks, which would act in
-    training alone; None for a field that does not change the model. Raises InputError for other fields and values.
+    training alone; None for a field that does not change the model. Fields that are null are ignored. Raises InputError
+    for other fields and values.
     """
     refuse_unknown(config, table, where)
-    found, notes = {}, []
+    args, notes = {}, []
     for field, meaning in table.items():
         value = config.get(field)
         if value is None or meaning is None:
             continue
         if isinstance(meaning, str):
-            found[meaning] = read(config, field, ARGUMENTS[meaning], where)
+            args[meaning] = read(config, field, ARGUMENTS[meaning], where)
         elif isinstance(meaning, dict):
             if not isinstance(value, str) or value not in meaning:
-                known = ", ".join(meaning)
-                raise InputError(f"{where}: activation {shown(value)} is not supported; known are {known}")
-            found["act_layer"] = meaning[value]
+                names = ", ".join(meaning)
+                raise InputError(f"{where}: activation {shown(value)} is not supported; known are {names}")
+            args["act_layer"] = meaning[value]
         elif isinstance(meaning, tuple):
             if not any(value == one and type(value) is type(one) for one in meaning):
                 wanted = " or ".join(map(repr, meaning))
                 raise InputError(f"{where}: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
         elif rate := read(config, field, meaning, where):
             notes.append(f"{field}={rate} is not taken over, the ViT has no dropout there")
-    return found, notes
+    return args, notes
 
 
 def class_names(config: dict, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in the JSON of timm or Hugging Face; a note where they do not fit.
+    """Returns the names of `count` classes in the JSON of timm or Hugging Face, and notes for the log.
 
-    The JSON has a list, or an object with class numbers as keys. The names are None if there are none, if they do not
-    fit, and if Hugging Face made them up in id2label (LABEL_0, LABEL_1, ...).
+    The JSON has a list, or an object with class numbers as keys. The names are None if there are none, if the
+    JSON does not have one for each class (which a note says), and if transformers filled in LABEL_0, LABEL_1 and so on.
     """
     parts = [part for part in (config, config.get("pretrained_cfg")) if part]
     fields = [(name, part[name]) for part in parts for name in ("label_names", "labels", "id2label") if part.get(name)]

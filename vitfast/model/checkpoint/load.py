@@ -34,62 +34,62 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     content = read_tensors(files.weights)
     with _named(path):  # SigLIP 2's patches are rows of a matrix, which config.json describes
         siglip2 = str(files.config.get("model_type")).startswith("siglip2")
-        made = to_timm_names(content, read_json(files.config)[0] if siglip2 else {})
-    for note in made.notes:
+        checkpoint = to_timm_names(content, read_json(files.config)[0] if siglip2 else {})
+    for note in checkpoint.notes:
         logger.warning("%s: %s", path, note)
-    return made.state
+    return checkpoint.state
 
 
-def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
-    """The state dict of `load_checkpoint`, and the constructor arguments of its model.
+def read(source: str | Path, **caller_args) -> tuple[dict[str, Tensor], dict]:
+    """Returns the state dict of `load_checkpoint`, and the constructor arguments of its model.
 
-    known: the caller's constructor arguments, which fill in what the checkpoint leaves open (`num_heads`, or `img_size`
-    for a position table that is not square) and settle doubts. What `save` wrote comes back exactly. Raises InputError
-    as `load_checkpoint` does, and if something remains open.
+    caller_args: the caller's constructor arguments, which supply what the checkpoint leaves open (`num_heads`, or
+    `img_size` for a position table that is not square) and settle doubts. What `save` wrote comes back exactly. Raises
+    InputError as `load_checkpoint` does, and if an argument remains open.
     """
-    found = _open(source, known)
-    return found.state, found.config
+    checkpoint = _open(source, caller_args)
+    return checkpoint.state, checkpoint.config
 
 
 def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
-    """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
+    """Returns a `cls` (a ViT) with the weights and the configuration of `source`, changed by `overrides`.
 
-    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another
-    `num_classes` puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's
-    default dtype or, with `keep_dtype`, in the dtype of the tensors if they share one. Raises InputError if an override
-    or a tensor does not fit.
+    `overrides` are constructor arguments; they must agree with the tensors, but for two: another `img_size` resamples
+    the positions, another `num_classes` replaces the whole head by a zero linear layer (or none, for 0). The model is
+    in torch's default dtype or, with `keep_dtype`, in the dtype of the tensors if they share one. Raises InputError if
+    an override or a tensor does not fit.
     """
-    made = [inspect.signature(one.__init__).parameters.values() for one in cls.__mro__]
-    names = [p.name for ps in made for p in ps if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    params = [p for base in cls.__mro__ for p in inspect.signature(base.__init__).parameters.values()]
+    names = [p.name for p in params if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in overrides:
         if name not in names:
             raise unknown("argument of from_pretrained", name, names)
         if name in arguments.ARGUMENTS:
             arguments.read(name, overrides[name], f"from_pretrained: {name}")
-    found = _open(source, overrides)
+    checkpoint = _open(source, overrides)
     with _named(source):
-        model = _made(cls, found, overrides)
-    for note in found.notes:
+        model = _build(cls, checkpoint, overrides)
+    for note in checkpoint.notes:
         logger.warning("%s: %s", source, note)
-    dtypes = {v.dtype for v in found.state.values()}
+    dtypes = {v.dtype for v in checkpoint.state.values()}
     return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
 
 
-def _made(cls, found: Checkpoint, overrides: dict):
-    """The model of `load_model` from a checkpoint that has been read."""
-    if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
-        asked = f"act_layer={overrides['act_layer']!r}"
-        raise InputError(f"its MLPs are gated, and the ViT's gates have only 'silu', not {asked}")
-    classes = overrides.get("num_classes", found.config["num_classes"])
+def _build(cls, checkpoint: Checkpoint, overrides: dict):
+    """Returns the model of `load_model` from a checkpoint that has been read."""
+    if checkpoint.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
+        says = "its MLPs are gated, and the ViT's gates have only 'silu'"
+        raise InputError(f"{says}, not act_layer={overrides['act_layer']!r}")
+    classes = overrides.get("num_classes", checkpoint.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
-    if classes != found.config["num_classes"]:
-        found.state = {k: v for k, v in found.state.items() if not k.startswith(_HEAD)}
-        found.config |= dict(num_classes=0, representation_size=None, class_names=None)
+    if classes != checkpoint.config["num_classes"]:
+        checkpoint.state = {k: v for k, v in checkpoint.state.items() if not k.startswith(_HEAD)}
+        checkpoint.config |= dict(num_classes=0, representation_size=None, class_names=None)
     else:
-        _check_head(found)
-    model = _sketched(cls, found, changes)
+        _check_head(checkpoint)
+    model = _on_meta(cls, checkpoint, changes)
     model.to_empty(device=torch.get_default_device())
-    model.load_state_dict(found.state)
+    model.load_state_dict(checkpoint.state)
     if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
         model.set_input_size(overrides["img_size"])
     if classes != model.num_classes:
@@ -99,19 +99,19 @@ def _made(cls, found: Checkpoint, overrides: dict):
     return model
 
 
-def _sketched(cls, found: Checkpoint, changes: dict):
-    """The model on the meta device. Raises InputError if its tensors are not those of the checkpoint."""
-    config = found.config
+def _on_meta(cls, checkpoint: Checkpoint, changes: dict):
+    """Returns the model on the meta device. Raises InputError if the checkpoint's tensors do not fit it."""
+    config = checkpoint.config
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
         reads = f"its patch projection reads in_chans={config['in_chans']} channels, not {changes['in_chans']}"
         advice = arguments.channels_hint(changes["in_chans"], config["in_chans"])
-        raise InputError(f"{found}; {reads}; leave in_chans out, and of such images {advice}")
+        raise InputError(f"{checkpoint}; {reads}; leave in_chans out, and of such images {advice}")
     wrong = disagreeing(changes, config)
     one_head = {"num_heads": 1} if wrong else {}  # any head count has these tensors, and one always divides the width
     try:
         with torch.device("meta"):
             model = cls(**{**config, **changes, **one_head})
-        why = differences(model.state_dict(), found.state)
+        why = differences(model.state_dict(), checkpoint.state)
     except TypeError as error:
         raise InputError(f"{cls.__name__} must take the arguments of ViT ({error})") from error
     except InputError as error:
@@ -121,7 +121,7 @@ def _sketched(cls, found: Checkpoint, changes: dict):
     if wrong or why:
         expected = ", ".join(f"{k}={changes[k]}, not {config.get(k)}" for k in wrong)
         expected = expected or "the tensors of a ViT like it"
-        raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")
+        raise InputError(f"{checkpoint}; expected {expected}; {why or 'leave out what differs'}")
     return model
 
 
@@ -134,28 +134,29 @@ def _named(source: str | Path):
         raise InputError(f"{source}: {error}") from error
 
 
-def _open(source: str | Path, known: dict) -> Checkpoint:
+def _open(source: str | Path, caller_args: dict) -> Checkpoint:
+    """Reads the tensors of a source, and infers the constructor arguments of its model."""
     files = locate(source)
     with _named(source):  # a config.json of another model is refused before its tensors are read
-        told = known | read_json(files.config)[0]
+        args = caller_args | read_json(files.config)[0]
     content = read_tensors(files.weights)
     with _named(source):
-        found = to_timm_names(content, told)
-        found.config, notes = infer(found, files, known)
-        found.notes = notes + found.notes
-        if found.facts.get("pos_embed") == "sincos2d":
-            size, patch = pair(found.config.setdefault("img_size", 224)), pair(found.config["patch_size"])
+        checkpoint = to_timm_names(content, args)
+        checkpoint.config, notes = infer(checkpoint, files, caller_args)
+        checkpoint.notes = notes + checkpoint.notes
+        if checkpoint.facts.get("pos_embed") == "sincos2d":
+            size, patch = pair(checkpoint.config.setdefault("img_size", 224)), pair(checkpoint.config["patch_size"])
             grid = size[0] // patch[0], size[1] // patch[1]
-            found.state["pos_embed"] = positions.sincos_2d(grid, found.config["embed_dim"])
-    return found
+            checkpoint.state["pos_embed"] = positions.sincos_2d(grid, checkpoint.config["embed_dim"])
+    return checkpoint
 
 
-def _check_head(found: Checkpoint) -> None:
+def _check_head(checkpoint: Checkpoint) -> None:
     """Raises InputError for a head that is not one linear layer on one pooled token."""
     way_out = "pass num_classes= for a new head, 0 for none"
-    if "head_dist.weight" in found.state:
-        raise InputError(f"{found}; a distilled DeiT has two heads, the ViT has one; {way_out}")
-    width = found.config.get("representation_size") or found.config["embed_dim"]
-    if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
+    if "head_dist.weight" in checkpoint.state:
+        raise InputError(f"{checkpoint}; a distilled DeiT has two heads, the ViT has one; {way_out}")
+    width = checkpoint.config.get("representation_size") or checkpoint.config["embed_dim"]
+    if "head.weight" in checkpoint.state and checkpoint.state["head.weight"].shape[1] == 2 * width:
         reads = "its head reads the class token beside the mean of the patches, the ViT's reads one of them"
-        raise InputError(f"{found}; {reads}; {way_out}")
+        raise InputError(f"{checkpoint}; {reads}; {way_out}")

@@ -1,7 +1,8 @@
-"""The names of other formats and ours, as pairs that serve reading and writing.
+"""Tables of other formats' names and ours, which serve both reading and writing, and functions to apply them.
 
-A pair is two pieces of names, theirs and ours. A piece must match a whole name, except that anything may precede one
-that begins with "." or "/" and follow one that ends with ".", "/" or "_". All pairs are applied in order.
+A pair holds a piece of a name in the other format, and the piece that replaces it in ours. A piece matches only a whole
+name, except that any text may precede a piece that begins with "." or "/", and follow one that ends with ".", "/" or
+"_". All pairs of a table are applied, in order.
 """
 
 import re
@@ -14,10 +15,10 @@ from ...errors import InputError
 
 State = dict[str, Tensor]
 Pairs = tuple[tuple[str, str], ...]
-Renames = tuple[tuple[str, str], ...]  # patterns and replacements, all applied, in this order
+Renames = tuple[tuple[str, str], ...]  # regular expressions and their replacements, all applied, in this order
 
 # transformers 4's names, which `save_pretrained` still writes, without the prefix of the model (`vit.`). q, k and v are
-# apart.
+# separate tensors.
 HUGGING_FACE: Pairs = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.position_embeddings", "pos_embed"),
@@ -51,9 +52,10 @@ TORCHVISION: Pairs = (
     ("heads.head.", "head."),
 )
 
-# The image tower of CLIP and SigLIP in transformers, without prefix; q, k and v apart, the MAP head's in one on disk.
+# The image tower of CLIP and SigLIP in transformers, without its prefix. q, k and v are separate tensors, except that
+# those of the MAP head are one tensor on disk, which towers.prepare_tower splits.
 HUGGING_FACE_TOWER: Pairs = (
-    ("visual_projection.", "head."),  # before the MAP head, which they call `head` too
+    ("visual_projection.", "head."),  # before the MAP head, whose names in transformers begin with `head.` too
     ("embeddings.class_embedding", "cls_token"),
     ("embeddings.position_embedding.weight", "pos_embed"),
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -74,7 +76,7 @@ HUGGING_FACE_TOWER: Pairs = (
     ("head.mlp.", "attn_pool.mlp."),
 )
 
-# transformers' DINOv3 on disk; its other models have many of these names in memory. Gate and up are separate.
+# transformers' DINOv3 on disk; its other models have many of these names in memory. Gate and up are separate tensors.
 HUGGING_FACE_DINOV3: Pairs = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.register_tokens", "reg_token"),
@@ -91,7 +93,7 @@ HUGGING_FACE_DINOV3: Pairs = (
     (".mlp.down_proj.", ".mlp.fc2."),
 )
 
-UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # of a DINOv3 without gate
+UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # in a DINOv3 whose MLPs have no gate
 
 # CLIP in OpenAI's own code and open_clip.
 OPENAI: Pairs = (
@@ -110,7 +112,7 @@ OPENAI: Pairs = (
     ("visual.proj.", "head."),
 )
 
-# The paper's own code, against our names with "/" for "."; q, k and v apart.
+# The paper's own code; our names have "/" for "." here. q, k and v are separate tensors.
 GOOGLE: Pairs = (
     ("embedding/", "patch_embed/proj/"),
     ("cls", "cls_token"),
@@ -127,8 +129,8 @@ GOOGLE: Pairs = (
     ("Transformer/encoder_norm/", "norm/"),
     ("pre_logits/", "pre_logits/fc/"),
 )
-# big_vision's names and the paper's: it numbers a block's modules from 0 for each class, and keeps positions, which are
-# for patches alone, at the top level.
+# big_vision's names, and the paper's in the place of ours. big_vision numbers the modules of a block from 0 for each
+# class, and keeps positions, which are for patches alone, at the top level.
 BIG_VISION: Pairs = (
     ("pos_embedding", "Transformer/posembed_input/pos_embedding"),
     ("/MultiHeadDotProductAttention_0/", "/MultiHeadDotProductAttention_1/"),
@@ -150,7 +152,7 @@ def _pattern(piece: str) -> str:
 
 
 def rename(state: State, renames: Renames) -> State:
-    """The state dict with every name changed by all of `renames`. Raises InputError where two become one."""
+    """Changes every name by all of `renames`. Raises InputError where two names become the same."""
     renamed, sources = {}, {}
     for source, value in state.items():
         key = source
@@ -163,40 +165,40 @@ def rename(state: State, renames: Renames) -> State:
 
 
 def same_tensor(first: str, second: str) -> InputError:
-    """An InputError for two names of one and the same tensor of the ViT."""
+    """Returns an InputError for two names in a file that mean the same tensor of the ViT."""
     return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")
 
 
-QKV = (".attn.q.", ".attn.k.", ".attn.v.")  # rows of .attn.qkv., in this order
-GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: gate and what it gates
+QKV = (".attn.q.", ".attn.k.", ".attn.v.")  # the rows of .attn.qkv. are theirs, in this order
+GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # the rows of a gated .mlp.fc1.: first the gate, then what it gates
 
 
 def join(state: State, whole: str, parts: Sequence[str]) -> State:
-    """Joins tensors whose names differ only in `parts` into one that has all their rows.
+    """Concatenates the rows of tensors whose names differ only in `parts`, wherever all parts exist.
 
-    That happens where all parts exist. The new name has `whole` in place of the part. Raises InputError if it exists.
+    The name of the new tensor has `whole` in place of the part. Raises InputError if a tensor of that name exists.
     """
     joined = dict(state)
     for key in state:
         names = [key.replace(parts[0], part) for part in parts]
         if parts[0] in key and all(name in state for name in names):
-            if (made := key.replace(parts[0], whole)) in state:
-                raise same_tensor(key, made)
-            joined[made] = torch.cat([joined.pop(name) for name in names])
+            if (name := key.replace(parts[0], whole)) in state:
+                raise same_tensor(key, name)
+            joined[name] = torch.cat([joined.pop(part) for part in names])
     return joined
 
 
 def split(state: State, whole: str, parts: dict[str, int] | Sequence[str]) -> State:
-    """Splits the rows of each tensor with `whole` in its name into one tensor for each of the parts.
+    """Splits the rows of each tensor with `whole` in its name into one tensor for each of `parts`; undoes `join`.
 
-    parts: as `join` takes them, with equally many rows; or {part: how many shares of the rows it gets}.
+    parts: the pieces of names for parts that get equally many rows, or {piece: how many shares of the rows it gets}.
     """
-    shares, apart = parts if isinstance(parts, dict) else dict.fromkeys(parts, 1), {}
+    shares, separate = parts if isinstance(parts, dict) else dict.fromkeys(parts, 1), {}
     for key, value in state.items():
         if whole not in key:
-            apart[key] = value
+            separate[key] = value
             continue
         rows = value.shape[0] // sum(shares.values())
         pieces = value.split([rows * share for share in shares.values()])
-        apart |= {key.replace(whole, part): piece.contiguous() for part, piece in zip(shares, pieces)}
-    return apart
+        separate |= {key.replace(whole, part): piece.contiguous() for part, piece in zip(shares, pieces)}
+    return separate

@@ -1,8 +1,8 @@
-"""timm's config.json: which of its models compute what our ViT does, and with which arguments.
+"""Reads timm's config.json: which of timm's models compute what our ViT does, and with which arguments.
 
-A name of timm stands for arguments that config.json need not repeat, and some of them leave no trace in the tensors:
-rotary positions, the activation, where the norms are. So only names of the families listed here are accepted; any other
-is refused. The tests compare the logits of every name of timm's, listed or not.
+The name of a model in timm stands for arguments that config.json need not repeat. Some of them leave no trace in the
+tensors: rotary positions, the activation, where the norms are. So only names of the families listed here are accepted;
+any other is refused. The tests compare the logits of every model in timm, listed or not.
 """
 
 import math
@@ -14,14 +14,15 @@ from ..checks import enforce, shown
 from ..config import ACTIVATIONS, ARGUMENTS, POOLS, RATE
 from .json_fields import CONFIG, OF_TEXT, read_fields, section
 
-_AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # SiLU is the gate's
+_AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # gates have SiLU
 _TANH, _CLIP = dict(act_layer="gelu_tanh"), dict(norm_eps=1e-5)
 _DINOV3 = dict(rope="dinov3", pos_embed="none", norm_eps=1e-5, dynamic_img_size=True)
 _CAT = dict(rope="cat", ref_feat_shape=(16, 16))
 GATED_NAME = "vit_giant_patch14_dinov2"
 PACKED = "vit_giant_patch14_(dinov2|reg4_dinov2|reg1_tipsv2)"  # names whose mlp_ratio counts gate and up
-# Patterns of whole names of models that are our ViT, and the arguments they stand for beside PLAIN and HEADS. Numbers
-# are sizes of patches and images, which tensors and config.json tell; SigLIP's GELU is exact or tanh depending on them.
+# Patterns of whole names of models that our ViT computes, and the arguments they stand for beside PLAIN and HEADS. The
+# numbers are sizes of patches and images, which tensors and config.json tell too; only whether SigLIP's GELU is exact
+# or the tanh one depends on them.
 PLAIN = dict(norm_eps=1e-6, act_layer="gelu", global_pool="token")
 FAMILIES = {
     r"vit_(fast_)?(tiny|small|base|large|huge|giant|gigantic)_patch\d+_\d+": {},
@@ -47,7 +48,7 @@ FAMILIES = {
     r"eva_giant_patch14_clip_\d+": dict(rope=None),
     r"eva02_(tiny|small|base|large)_patch14_\d+": _CAT | _AVERAGE | _SILU | dict(pos_embed="learn"),
 }
-# How many heads they have, by the first piece that is found in a name.
+# The number of heads, by the first of these patterns that matches in a name.
 HEADS = {
     "^test_vit2?$": 2,
     "_tiny_|^test_vit4$": 3,
@@ -66,7 +67,7 @@ HEADS = {
     "": 16,
 }
 
-# Why the models of some names are not our ViT although their tensors do not show it.
+# Reasons why our ViT cannot compute models with these patterns in their names, although their tensors look the same.
 REASONS = {
     "_rope_mixed_": "has learned rotary positions",
     "_rope_|_pe_": "has rotary positions that go by columns, then rows",
@@ -82,62 +83,62 @@ FIXED = {
     "dynamic_img_pad": (False,),
     "use_naflex": (False,),
     "attn_layer": ("", "attn"),
-    "fix_init": (False, True),  # it matters at the start of training alone
+    "fix_init": (False, True),  # it changes only how weights are initialised
 }
-# The tables for read_fields: of model_args,
+# The tables for read_fields. FIELDS are the fields of model_args.
 FIELDS = {name: name for name in ARGUMENTS} | FIXED | dict.fromkeys(("attn_drop_rate", "patch_drop_rate"), RATE)
 FIELDS |= {"act_layer": {name: name for name in ACTIVATIONS} | {"swish": "silu"}}
-# of a pretrained_cfg, and of the fields beside it; an older config.json has all of them at its top level. transformers
-# adds fields of its own if it wraps a model of timm's.
-_WITHOUT_SAY = """
+# PRETRAINED are the fields of a pretrained_cfg and BESIDE those beside it; an older config.json has all of them at its
+# top level. transformers adds fields of its own if it wraps a model of timm's. The fields in `_IGNORED` change nothing.
+_IGNORED = """
     url file hf_hub_id hf_hub_filename source architecture tag custom_load input_size test_input_size min_input_size
     fixed_input_size test_crop_pct label_offset label_names label_descriptions pool_size test_pool_size
     first_conv classifier license description origin_url paper_name paper_ids notes labels
 """.split()
-PRETRAINED = dict.fromkeys(_WITHOUT_SAY)
+PRETRAINED = dict.fromkeys(_IGNORED)
 PRETRAINED |= {name: name for name in ("num_classes", "mean", "std", "crop_pct", "crop_mode", "interpolation")}
-_WITHOUT_SAY = """
+_IGNORED = """
     architecture num_features global_pool label_names label_descriptions labels model_args pretrained_cfg architectures
     do_pooling initializer_range transformers_version torch_dtype dtype problem_type id2label label2id num_labels
     _name_or_path return_dict output_hidden_states output_attentions
 """.split()
-BESIDE = dict.fromkeys([*_WITHOUT_SAY, *OF_TEXT]) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
-ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
+BESIDE = dict.fromkeys([*_IGNORED, *OF_TEXT]) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
+ARGS = "the checkpoint's field args"  # errors name this in the place of config.json, see of_training
 
 
-def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
-    """The constructor arguments in the config.json of a timm repository, and notes.
+def constructor_args(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
+    """Returns the constructor arguments that the config.json of a timm repository states, and notes for the log.
 
-    where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else.
+    where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else than the ViT.
     """
     pooling, named = ("global_pool", "model_args") if where == CONFIG else ("gp", "model_kwargs")
     pretrained = section(config, "pretrained_cfg")
     beside, _ = read_fields(config, BESIDE if pretrained else PRETRAINED | BESIDE, where)
-    found = read_fields(pretrained, PRETRAINED, f"{where}: pretrained_cfg")[0] | beside
-    args = {key: value for key, value in section(config, "model_args", where).items() if value is not None}
-    pool = args.pop("global_pool", config.get("global_pool"))
+    cfg_args = read_fields(pretrained, PRETRAINED, f"{where}: pretrained_cfg")[0] | beside
+    fields = {key: value for key, value in section(config, "model_args", where).items() if value is not None}
+    pool = fields.pop("global_pool", config.get("global_pool"))
     if pool is not None and pool not in POOLS:
         raise InputError(f"{where}: {pooling}={shown(pool)} is not supported; known are 'token', 'avg', 'map' and ''")
-    given, notes = read_fields(args, FIELDS, f"{where}: {named}")
+    model_args, notes = read_fields(fields, FIELDS, f"{where}: {named}")
     name, size = ((pretrained or config).get(field) for field in ("architecture", "input_size"))
     name = config.get("architecture") or name
     if size is not None and not (isinstance(size, list) and len(size) == 3):
         raise InputError(f"{where}: input_size must be [channels, height, width], got {shown(size)}")
     if size:
-        found["input_size"] = enforce(ARGUMENTS["img_size"], size[1:], f"{where}: input_size")
-    found = by_name(name, named) | found | given | ({} if pool is None else dict(global_pool=pool))
-    if "mlp_ratio" in given and re.match(PACKED, name):  # which is that of gate and up together
-        found["mlp_ratio"] /= 2
-    if "norm_layer" in args and "norm_eps" not in args:  # the eps of the name does not hold for another norm
-        found["norm_eps"] = 1e-6
-    return {k: v for k, v in found.items() if v is not None}, notes
+        cfg_args["input_size"] = enforce(ARGUMENTS["img_size"], size[1:], f"{where}: input_size")
+    args = by_name(name, named) | cfg_args | model_args | ({} if pool is None else dict(global_pool=pool))
+    if "mlp_ratio" in model_args and re.match(PACKED, name):  # timm's mlp_ratio is that of gate and up together
+        args["mlp_ratio"] /= 2
+    if "norm_layer" in fields and "norm_eps" not in fields:  # the eps of the name does not hold for another norm
+        args["norm_eps"] = 1e-6
+    return {k: v for k, v in args.items() if v is not None}, notes
 
 
 def by_name(name, named: str = "model_args") -> dict:
-    """The arguments that a name of timm's stands for, as far as tensors do not show them.
+    """Returns the arguments that a model's name in timm stands for and that its tensors do not show.
 
-    named: the field of the arguments beside the name, for error messages. Raises InputError for a name that is not
-    known to compute what our ViT does, with the reason if there is a known one.
+    named: the field of the JSON that holds the arguments beside the name, for error messages. Raises InputError for a
+    model that is not known to compute what our ViT does, with the reason if it is known.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"config.json: architecture must be a name of timm's, got {shown(name)}")
@@ -154,18 +155,18 @@ def by_name(name, named: str = "model_args") -> dict:
 
 
 def ratio_of(hidden: int, dim: int) -> float:
-    """The mlp_ratio with int(dim * ratio) == hidden, whatever the rounding."""
+    """Returns an mlp_ratio with int(dim * ratio) == hidden, in spite of rounding."""
     ratio = hidden / dim
     return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def of_training(content: dict) -> dict:
-    """The model that a checkpoint of timm's training script names, as a config.json would; else {}."""
+    """Returns the config.json for a checkpoint of timm's training script, which holds its arguments; else {}."""
     name, args = content.get("arch"), content.get("args")
     if not isinstance(name, str) or name == "visiontransformer":  # the class's name, if the script gave no arguments
         return {}
-    given = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
-    args = {"global_pool": given.get("gp")} | section(given, "model_kwargs", ARGS)
-    side, pixels = given.get("img_size"), {name: given.get(name) for name in ("mean", "std", "input_size")}
+    options = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
+    model_args = {"global_pool": options.get("gp")} | section(options, "model_kwargs", ARGS)
+    side, pixels = options.get("img_size"), {name: options.get(name) for name in ("mean", "std", "input_size")}
     size = {} if pixels["input_size"] or not side else dict(input_size=[3, side, side])
-    return dict(architecture=name, model_args=args) | pixels | size
+    return dict(architecture=name, model_args=model_args) | pixels | size

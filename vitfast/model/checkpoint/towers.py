@@ -1,4 +1,4 @@
-"""DINOv3, SigLIP and CLIP of Hugging Face, Meta and OpenAI: tensors made ready for our names."""
+"""Prepares the tensors of DINOv3, SigLIP and CLIP, of Hugging Face, Meta and OpenAI, for renaming to ours."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from .names import HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, OPENAI, UNGATED, Ren
 TOWER_RENAMES: Renames = (*to_ours(HUGGING_FACE_TOWER), (r"^classifier\.", "head."))
 OPENAI_RENAMES: Renames = (*to_ours(OPENAI), (r"\.ls_([12])\.gamma$", r".ls\1.gamma"))
 DINOV3_RENAMES: Renames = (*to_ours(HUGGING_FACE_DINOV3), (r"^embeddings\.", ""))
-# Tensors beside an image tower: those of a text tower, and those that compare images and texts.
+# Names of tensors beside an image tower: of a text tower, and of the comparison of images and texts.
 BESIDE = r"^text_model\.|^text_projection\.|^logit_(scale|bias)$|^vision_model\.|^embeddings\.position_ids$"
 BESIDE_OPENAI = r"^(?!visual\.|cls_token|pos_embed|patch_embed|norm|blocks|head)"
 
@@ -21,52 +21,51 @@ ROUNDED = 2**-8  # the relative error of a number that was rounded to bfloat16
 
 
 def zero_key_bias(source: State) -> State:
-    """Gives keys a bias of zeros in a model whose queries and values alone have one."""
+    """Adds biases of zeros for keys if queries have biases and keys have none."""
     queries = {key: value for key, value in source.items() if re.search(r"\.q(_proj\.|_)bias$", key)}
     zeros = {re.sub(r"\.q(_(proj\.)?bias)$", r".k\1", key): torch.zeros_like(value) for key, value in queries.items()}
     return source if zeros.keys() & source.keys() else source | zeros
 
 
-def prepare_tower(source: State, told: Mapping) -> tuple[State, dict]:
-    """The image tower of Hugging Face's CLIP or SigLIP, by itself or in the whole model."""
+def prepare_tower(source: State, args: Mapping) -> tuple[State, dict]:
+    """Extracts the image tower of Hugging Face's CLIP or SigLIP, from its own file or that of the whole model."""
     state, facts = {key.removeprefix("vision_model."): value for key, value in source.items()}, {}
     state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
     patch = state.get("embeddings.patch_embedding.weight")
-    if patch is not None and patch.dim() == 2:  # SigLIP 2 for any aspect ratio: channels are last in a patch
-        count, chans = patch.shape[1], told.get("in_chans", 3)
-        p, q = pair(told.get("patch_size") or math.isqrt(count // chans))
+    if patch is not None and patch.dim() == 2:  # SigLIP 2 NaFlex flattens a patch with its channels last
+        count, chans = patch.shape[1], args.get("in_chans", 3)
+        p, q = pair(args.get("patch_size") or math.isqrt(count // chans))
         if p * q * chans != count:
-            raise InputError(
-                f"a patch of {count} numbers is no {p} x {q} of {chans} channels; pass in_chans=, patch_size="
-            )
+            wrong = f"a patch of {count} numbers is no {p} x {q} of {chans} channels"
+            raise InputError(f"{wrong}; pass in_chans=, patch_size=")
         state["embeddings.patch_embedding.weight"] = patch.unflatten(1, (p, q, chans)).permute(0, 3, 1, 2)
         facts["pos_resample"] = "bilinear_antialias"
-        if "in_chans" not in told:
+        if "in_chans" not in args:
             facts["note"] = f"the weights do not say in_chans={chans}, patch_size={p}: assumed; pass those that differ"
     state = split(state, "head.attention.in_proj_", {"head.attention.q.": 1, "head.attention.kv.": 2})
     if "classifier.weight" in state:
         if "embeddings.class_embedding" in state:
             raise InputError("a classifier on CLIP's patches before their last norm is not supported yet")
-        facts |= dict(global_pool="avg", fc_norm=False)  # it leaves the MAP head aside
+        facts |= dict(global_pool="avg", fc_norm=False)  # it reads the mean of the patches, not the MAP head
         state = {f"vision_model.{key}" if key.startswith("head.") else key: value for key, value in state.items()}
     return _with_bias(state, "visual_projection.weight"), facts
 
 
 def _as_batches(state: State, positions: str, token: str) -> State:
-    """A table (N, D) and a class token (D,) of these names -> (1, N, D) and (1, 1, D)."""
-    found = {key: axes for key, axes in ((positions, (None,)), (token, (None, None))) if key in state}
-    return state | {key: state[key][axes] for key, axes in found.items()}
+    """Adds the axes that ours have to a table (N, D) -> (1, N, D) and a class token (D,) -> (1, 1, D)."""
+    new_axes = ((positions, (None,)), (token, (None, None)))
+    return state | {key: state[key][axes] for key, axes in new_axes if key in state}
 
 
 def _with_bias(state: State, key: str) -> State:
-    """Gives a linear layer without bias a bias of zeros, because our head has a bias."""
+    """Adds a bias of zeros to the linear layer whose weight is `key`, because our head has a bias."""
     if key not in state:
         return state
     return state | {key.replace("weight", "bias"): state[key].new_zeros(len(state[key]))}
 
 
-def prepare_openai(source: State, told: Mapping) -> tuple[State, dict]:
-    """The image tower of CLIP in OpenAI's or open_clip's names, by itself or in the whole model."""
+def prepare_openai(source: State, args: Mapping) -> tuple[State, dict]:
+    """Extracts the image tower of OpenAI's or open_clip's CLIP, from its own file or that of the whole model."""
     if not any(key.startswith("visual.") for key in source):
         source = {f"visual.{key}": value for key, value in source.items()}
     if any(key.startswith("visual.attn_pool.") for key in source):
@@ -77,16 +76,16 @@ def prepare_openai(source: State, told: Mapping) -> tuple[State, dict]:
     return _with_bias(state, "visual.proj.weight"), {}
 
 
-def prepare_dinov3(source: State, told: Mapping) -> tuple[State, dict]:
-    """Hugging Face's DINOv3."""
+def prepare_dinov3(source: State, args: Mapping) -> tuple[State, dict]:
+    """Removes the prefix of Hugging Face's DINOv3, adds biases of keys, and renames MLPs without a gate."""
     state = {key.removeprefix("model."): value for key, value in zero_key_bias(source).items()}
     if not any(".mlp.gate_proj." in key for key in state):
         state = rename(state, to_ours([UNGATED]))
     return state, {}
 
 
-def prepare_meta(source: State, told: Mapping) -> tuple[State, dict]:
-    """Meta's own files of DINOv3: biases masked, rotary positions as periods."""
+def prepare_meta(source: State, args: Mapping) -> tuple[State, dict]:
+    """Applies the masks of biases in Meta's files of DINOv3, and reads the periods of rotary positions."""
     state, facts = dict(source), {}
     for key in [key for key in source if key.endswith(".bias_mask")]:
         bias, mask = key.removesuffix("_mask"), state.pop(key)
@@ -104,7 +103,7 @@ def prepare_meta(source: State, told: Mapping) -> tuple[State, dict]:
 
 
 def _rope(periods: torch.Tensor, width: int) -> dict:
-    """Arguments of rotary positions with periods base^(4i / Dh), and a note where they are rounded."""
+    """Returns the arguments of rotary positions with periods base^(4i / Dh), and a note if these are rounded."""
     count = len(periods)
     exponent = torch.arange(count, dtype=torch.float64) / count
     base = 100.0

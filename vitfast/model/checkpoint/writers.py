@@ -1,4 +1,4 @@
-"""The formats that are written: what each has no place for, its names, layouts and files."""
+"""Writes a ViT in each of `WRITERS`; `lacks` says what a format has no place for."""
 
 import json
 import logging
@@ -34,8 +34,8 @@ TIMM_NAMES = {
     (32, 1024, 24): "vit_large_patch32_224",
     (14, 1280, 32): "vit_huge_patch14_224",
 }
-# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can
-# carry any shape.
+# The arguments of ViT that timm's VisionTransformer has too. `model_args` lists them all, so that a model of any shape
+# can have any of timm's names.
 TIMM_ARGS = (
     "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
     "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
@@ -47,7 +47,7 @@ PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
 
 
 def tensors(model) -> State:
-    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
+    """Returns the state dict on the CPU: contiguous tensors, no two in the same memory, as safetensors needs."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -58,12 +58,12 @@ def tensors(model) -> State:
 
 
 def file_suffix(path: Path) -> str:
-    """The suffix of a weights file, "" for any other name, which is that of a folder ("vit-b16.v2")."""
+    """Returns the suffix of a weights file, "" for the name of a folder (such as "vit-b16.v2")."""
     return path.suffix if path.suffix in READERS else ""
 
 
 def _write_tensors(state: State, path: Path) -> None:
-    """Writes a state dict as safetensors, .pth or .npz, in which bfloat16, which NumPy lacks, is float32."""
+    """Writes a state dict as safetensors, .pth or .npz; bfloat16, which NumPy lacks, is float32 in an .npz."""
     if path.suffix == ".npz":
         state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
         return np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
@@ -88,7 +88,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _check_readable(model, state: State, config: dict) -> None:
-    """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
+    """Raises InputError if `from_pretrained` could not load the tensors; warns of modules it would not restore."""
     try:
         with torch.device("meta"):
             twin = type(model)(**config)
@@ -97,14 +97,14 @@ def _check_readable(model, state: State, config: dict) -> None:
     if wrong := differences(twin.state_dict(), state):
         advice = "undo that, or save model.state_dict() with torch.save"
         raise InputError(f"save_pretrained: its layers are not those that its arguments make ({wrong}); {advice}")
-    made = {name: _function(module) for name, module in twin.named_modules()}
-    other = [name for name, module in model.named_modules() if name and made.get(name) != _function(module)]
+    functions = {name: _function(module) for name, module in twin.named_modules()}
+    other = [name for name, module in model.named_modules() if name and functions.get(name) != _function(module)]
     if other:
         logger.warning("save_pretrained: from_pretrained will not make %s as it is now", ", ".join(other[:3]))
 
 
 def _function(module: nn.Module) -> tuple:
-    """The class of a module, and its settings that the tensors do not show."""
+    """Returns the class of a module, and its settings that the tensors do not show."""
     return type(module), *(getattr(module, name, None) for name in ("eps", "activation", "num_heads"))
 
 
@@ -112,21 +112,21 @@ def save(model, folder: str | Path) -> None:
     """Writes model.safetensors and config.json; each is replaced atomically, once both are whole.
 
     The folder is made if needed. The state dict is written as it is (dtypes too), from any device; config.json holds
-    `model.config` (with the class names if they are known), the library and its version. Raises InputError for a model
-    that could not be read back, such as one without its last norm or with a head of the user's own.
+    `model.config` (with the class names if the model has them), the library and its version. Raises InputError
+    for a model that could not be read back, such as one without its last norm or with a head of the user's own.
     """
     folder = target(folder)
     state, config = tensors(model), arguments.checked(model.config)
     _check_readable(model, state, config)
-    made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
+    header = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
     make_folder(folder, folder)
     with staged(folder) as scratch:
         _write_tensors(state, scratch / "model.safetensors")
-        _write_json({**made_by, **config}, scratch / "config.json")
+        _write_json({**header, **config}, scratch / "config.json")
 
 
 def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """A repository as timm's are, for timm.create_model("local-dir:...")."""
+    """Returns the tensors and the JSON of a repository for timm.create_model("local-dir:...")."""
     size = pair(config["img_size"])
     model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
     pretrained = dict(
@@ -145,11 +145,11 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
     if config["norm_layer"] != "layernorm":  # only where needed: it would replace the eps that timm's name implies
         model_args["norm_layer"] = config["norm_layer"]
     name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
-    if config["swiglu_mlp"]:  # a name says it, JSON cannot; its mlp_ratio counts gate and up
+    if config["swiglu_mlp"]:  # only a name can say it in JSON; its mlp_ratio counts gate and up
         name, model_args["act_layer"] = GATED_NAME, "silu"
         model_args["mlp_ratio"] = ratio_of(state["blocks.0.mlp.fc1.weight"].shape[0], config["embed_dim"])
     elif config["norm_eps"] == 1e-5 and config["norm_layer"] == "layernorm":
-        name = "vit_base_patch16_clip_224"  # model_args says all that this name implies, but for the eps
+        name = "vit_base_patch16_clip_224"  # this name implies the eps, and model_args says the rest
     content = dict(
         architecture=name,
         num_classes=config["num_classes"],
@@ -165,14 +165,14 @@ def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
     "vitfast": (("",), None),  # see save
     "timm": (("", ".safetensors", ".pth"), _timm),
-    "huggingface": (("",), hugging_face.written),
-    "npz": ((".npz",), lambda state, config, names: (google.written(state, config), {})),
+    "huggingface": (("",), hugging_face.to_repository),
+    "npz": ((".npz",), lambda state, config, names: (google.to_arrays(state, config), {})),
     "torchvision": ((".safetensors", ".pth"), lambda state, config, names: (rename(state, to_theirs(TORCHVISION)), {})),
 }
 
 
 def write_as(model: nn.Module, form: str, path: Path) -> None:
-    """Writes a model's file or folder in one of WRITERS."""
+    """Writes a model as a file or folder in the format `form`, one of WRITERS."""
     if form == "vitfast":
         return save(model, path)
     state, content = WRITERS[form][1](tensors(model), arguments.checked(model.config), model.class_names)
@@ -185,12 +185,15 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
-    """All that a format has no place for, and whether a model with this configuration has it."""
-    c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # blocks as in the paper, but for norms
+    """Returns the features that a format has no place for, and whether a model with this `config` has them."""
+    c, classic = (
+        SimpleNamespace(**config),
+        "vit clip siglip npz torchvision",
+    )  # `classic`: the paper's blocks, but for norms
     (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
     table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
     other_tables = c.pos_embed in ("learn2d", "factorized", "relative") or c.pos_embed_at != "stem"
-    # The feature's name in the error, whether the model has it, the formats (or families of transformers) without it.
+    # The feature's name in errors, whether the model has it, the formats (or transformers' families) without it.
     features = (
         ("register tokens", c.reg_tokens > 0, classic),
         ("LayerScale", c.init_values, classic),
