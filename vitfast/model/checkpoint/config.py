@@ -26,13 +26,13 @@ FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", ""
 
 
 def disagreeing(args: Mapping, config: Mapping) -> list[str]:
-    """Returns the names in `args` whose values disagree with the tensors of a model with this `config`."""
+    """Returns the names in `args` whose values do not fit the tensors of a model with this `config`."""
     canonical = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio)}
     names = [name for name in args if name in canonical and not (name == "fc_norm" and args[name] is None)]
     return [name for name in names if canonical[name](args[name]) != canonical[name](config.get(name))]
 
 
-# The shapes of the tensors show whether a model has a LayerScale, for example, but not its initial value.
+# The shapes show only a part of these: whether a model has a LayerScale, for example, but not its initial value.
 _IN_PART = ("global_pool", "init_values", "pos_embed")
 
 
@@ -109,14 +109,13 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
 
 def _check_table(checkpoint: Checkpoint, json_args: dict, caller_args: Mapping) -> None:
     """Raises InputError if a position table is missing, and nothing says that the model has none."""
-    if checkpoint.facts.get("pos_embed") or any(name in checkpoint.state for name in _TABLES):
-        return
+    form, absent = checkpoint.form, "there is no position table"
+    has_table = checkpoint.facts.get("pos_embed") or any(name in checkpoint.state for name in _TABLES)
     rotary = json_args.get("rope") and json_args.get("pos_embed") == "none"
-    if rotary or checkpoint.form.defaults.get("rope") or caller_args.get("rope"):
+    if has_table or rotary or form.defaults.get("rope") or caller_args.get("rope"):
         return
-    absent = "there is no position table"
-    if checkpoint.form.name not in UNSURE:
-        raise InputError(f"{absent}, and a {checkpoint.form.name} always has one; export it again")
+    if form.name not in UNSURE:
+        raise InputError(f"{absent}, and a {form.name} always has one; export it again")
     if json_args.get("pos_embed") in ("none", "") or caller_args.get("pos_embed") in ("none", ""):
         return
     if json_args:

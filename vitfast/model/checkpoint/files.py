@@ -136,10 +136,9 @@ def read_tensors(path: Path) -> dict:
         if "TorchScript" in str(error):
             make = f'torch.save(torch.jit.load("{path.name}", "cpu").state_dict(), "weights.pth")'
             hint = f"a TorchScript archive, which holds code, as OpenAI's CLIP; where you trust it, convert it: {make}"
-        elif line := re.search(".*(Unsupported|allow_pickle).*", str(error)):
-            hint = (
-                f"holds Python objects, which are never run ({both_ends(line[0], 160)}); save model.state_dict() alone"
-            )
+        elif match := re.search(".*(Unsupported|allow_pickle).*", str(error)):
+            line = both_ends(match[0], 160)
+            hint = f"holds Python objects, which are never run ({line}); save model.state_dict() alone"
         else:
             hint = f"not a whole {path.suffix} file ({_line(error)}); copy or download it again"
         raise InputError(f"{path}: {hint}") from error
@@ -209,7 +208,7 @@ def _no_place(path: Path, error: Exception) -> Exception:
 
 @contextmanager
 def staged(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yields a path in a scratch folder beside `path`; what the block writes there moves to `path` at its end.
+    """Yields a path in a scratch folder beside `path`; what the block writes there moves to `path` afterwards.
 
     The block writes a file (with companions such as `path.data`) or a folder. Each file replaces the one of the same
     name atomically. If the block raises, nothing changes. Raises InputError as `check_free` does.
