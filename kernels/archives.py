@@ -3,7 +3,8 @@
 `vitfast kernels pack` writes an archive (vitfast/tools/machine_code/packing.py): a .tar.xz of a manifest, then of
 Triton's cache. Triton finds a kernel by a hash over its source, its options, ptxas, and Triton itself, shared libraries
 included. So an archive is good for the kernels, the Triton, the Python and the GPU that it was made for, and is refused
-elsewhere. It holds machine code; the C by which Triton launches it is compiled by the machine's own compiler.
+elsewhere. It holds machine code; the C by which Triton launches it is compiled by the machine's own compiler, if there
+is one (`missing_for_launchers`).
 """
 
 import ctypes
@@ -12,18 +13,23 @@ import json
 import os
 import platform
 import re
+import shutil
+import sys
+import sysconfig
 import tarfile
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Set
 from pathlib import Path
+from types import CodeType
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 
-from .launch import capability
+from .tiles import capability
 
 MANIFEST = "vitfast.json"
 FIELDS = set("gpu triton ptxas python key kernels models count".split())  # of the manifest
@@ -183,3 +189,62 @@ def install_named(named: Path, device: int) -> None:
         what = what or f"there is no .tar.xz in {named}"
         text = f"VITFAST_KERNELS_CACHE: {what}. Triton compiles the kernels that are not in its cache"
         warnings.warn(text, stacklevel=2)
+
+
+_lock = threading.Lock()
+_looked_at: set[tuple[int, str]] = set()  # GPUs, and the folder of Triton's cache then
+
+
+def add_named(device: int) -> None:
+    """Adds the archives that VITFAST_KERNELS_CACHE names to Triton's cache, before the first launch on a GPU.
+
+    It does so again where the cache has moved: Inductor moves it in mid-process, unless TRITON_CACHE_DIR is set.
+    """
+    if not (archives := os.environ.get("VITFAST_KERNELS_CACHE")):
+        return
+    now = device, triton.knobs.cache.dir
+    with _lock:
+        if now not in _looked_at:
+            _looked_at.add(now)
+            install_named(Path(archives), device)
+
+
+def _called(code: CodeType, names: dict) -> Iterator[object]:
+    """The kernels and helpers that a function's code names, comprehensions included."""
+    for name in code.co_names:
+        if hasattr(type(names.get(name)), "cache_key"):  # asking the object itself would compute the key
+            yield names[name]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _called(constant, names)
+
+
+def settle(kernel) -> None:
+    """Has Triton hash the functions that a kernel calls, recursively, before it hashes the kernel itself.
+
+    Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed
+    before. Without this, a kernel's name in Triton's cache would depend on what else the process has run, and a kernel
+    compiled ahead would not be found.
+    """
+    if kernel.hash is None:
+        for function in _called(kernel.fn.__code__, kernel.fn.__globals__):
+            if function is not kernel:
+                settle(function)
+        kernel.cache_key  # noqa: B018
+
+
+def missing_for_launchers() -> str | None:
+    """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
+    if triton.knobs.build.impl is not None:  # the user builds launchers in another way
+        return None
+    named = os.environ.get("CC")
+    if named is not None and not shutil.which(named):
+        return f"CC is {named!r}, which is not a program"
+    if named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    folder = sysconfig.get_paths(scheme=scheme)["include"]
+    if Path(folder, "Python.h").is_file():
+        return None
+    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    return f"there is no Python.h in {folder}; install Python's headers (on Debian: apt install {package})"

@@ -10,7 +10,6 @@ Whoever watches launches (Triton's hooks and profilers, `recording`) meets the o
 operation that reads what is in a tensor. Inside each `tiles.using`, plans are made anew.
 """
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import launch, tiles
-from .launch import INTERPRETED, Launch, batch_invariant, fp32_precision
+from . import launch
+from .launch import INTERPRETED, Launch
 
 MOST = 256  # plans of an operation, and addresses of a descriptor: packed samples have other sizes at every step
 aten = torch.ops.aten
@@ -228,47 +227,3 @@ def _tensors(values: Iterable) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
-
-
-def _key(values: Sequence) -> tuple[tuple, torch.device | None]:
-    """All that the code of an operation goes by, and the device of its tensors."""
-    found, device = [batch_invariant(), fp32_precision(), tiles.state], None
-    for x in values:
-        if isinstance(x, Tensor):
-            device = x.device
-            found += x.dtype, x.shape, x.stride(), x.data_ptr() % 16, device
-        else:
-            found.append(tuple(x) if isinstance(x, list) else x)
-    if torch._C._is_any_autocast_enabled():
-        found += torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return tuple(found), device
-
-
-def planned(run: Callable) -> Callable:
-    """Decorates a function of tensors and numbers that returns new tensors; plans run its calls."""
-    plans: dict[tuple, Plan | str | None] = {}  # None: met once; a text: why there can be none
-
-    @functools.wraps(run)
-    def call(*values):
-        if launch.watched():
-            return run(*values)
-        key, device = _key(values)
-        plan = plans.get(key, "new")
-        if plan == "new":
-            if len(plans) >= MOST:
-                plans.clear()
-            plans[key] = None
-            return run(*values)
-        if plan is None:
-            with Recorder(values) as recorder, launch.taped(recorder):
-                found = run(*values)
-            plans[key] = recorder.plan(found)
-            return found
-        if isinstance(plan, str) or any(kernel.pre_run_hooks for kernel in plan.kernels):
-            return run(*values)
-        launch.count(plan.launches)
-        with launch.on(device):
-            return plan.run(*values, launch.stream(device))
-
-    call.plans = plans
-    return call

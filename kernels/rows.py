@@ -1,4 +1,4 @@
-"""Rows of matrices: loads and stores, column sums, and g = drop_path[b] * layer_scale * dout.
+"""Rows of matrices: how kernels load and store them, and column sums.
 
 A block of rows of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and is
 not padded to 1024.
@@ -68,44 +68,6 @@ def row_factor(dp_ptr, rows, M, rows_per_sample):
     return tl.load(dp_ptr + rows // rows_per_sample, mask=rows < M, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["M", "rows_per_sample"])
-def scale_rows_kernel(
-    dout_ptr,  # (M, D)
-    ls_ptr,  # (D,) or None
-    dp_ptr,  # (M / rows_per_sample,) or None
-    g_ptr,  # (M, D) or None
-    sum_ptr,  # (programs, D) or None
-    M,
-    rows_per_sample,
-    stride_dout,
-    D: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    mask_d = offs_d < D
-    if ls_ptr is not None:
-        ls = tl.load(ls_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_M)[:, None]
-        mask = (rows < M) & mask_d
-        ptrs = dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d
-        g = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        if dp_ptr is not None:
-            g *= row_factor(dp_ptr, rows, M, rows_per_sample)
-        if ls_ptr is not None:
-            g *= ls
-        if g_ptr is not None:
-            tl.store(g_ptr + rows.to(tl.int64) * D + offs_d, g.to(g_ptr.dtype.element_ty), mask=mask)
-        total += g
-    if sum_ptr is not None:
-        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        tl.store(sum_ptr + tl.program_id(0) * D + offs_d, tl.sum(total, 0), mask=offs_d < D)
-
-
 @triton.jit
 def _add_programs(ws_ptr, out_ptr, block, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -146,12 +108,6 @@ def chunk_width(width: int) -> int:
     """BLOCK_D >= 16: 3 to 5 cover a row, a quarter to spare at most (768 = 3 x 256, 1280 = 5 x 256)."""
     power = 1 << (width - 1).bit_length()
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
-
-
-@functools.cache
-def layer_norm_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
-    """The shape class "3x256", chunks x BLOCK_D, with "a" for a residual and "s" for a layer scale's sum."""
-    return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
 
 @functools.cache
@@ -198,35 +154,4 @@ def column_sums(
     return outs
 
 
-def scale_rows(
-    dout: Tensor,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    rows_per_sample: int,
-    want_scaled: bool = True,
-    want_sum: bool = True,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), its column sum (D,) in fp32."""
-    M, D = dout.shape
-    flags = dict(tiles.lookup("scale_rows", dout, f"d{D}").meta)
-    strips = cdiv(D, flags["BLOCK_D"])
-    programs = row_programs(dout.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]), strips)
-    g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
-    ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
-    launch(
-        scale_rows_kernel,
-        (programs, strips),
-        dout_ptr=dout,
-        ls_ptr=contiguous_or_none(layer_scale),
-        dp_ptr=contiguous_or_none(drop_path),
-        g_ptr=g,
-        sum_ptr=ws,
-        M=M,
-        rows_per_sample=rows_per_sample,
-        stride_dout=row_stride(dout),
-        D=D,
-        ALIGN=row_alignment(dout),
-        **flags,
-    )
-    return g, *column_sums(dout, [ws])
+tiles.configures("column_sums")(lambda *_: [tiles.config(8, 1, BLOCK_P=256, BLOCK_D=16)])

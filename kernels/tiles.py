@@ -1,30 +1,115 @@
-"""Looks up the launch configuration of an operation.
+"""Looks up the launch configuration of an operation, and what it depends on: GPU generation and batch invariance.
 
-Beside the kernels of each family lies a file configs.py with a function for each operation: (shape class, "16" or "32"
-bits, GPU generation) -> configurations. The best is the first, as measured or, where nothing has been timed yet, as
-compiled offline (no spills, shared memory within the limit). The others are for calls that the first cannot do, and for
-whoever looks for a faster one: `vitfast tune`, whose table of a user's own ($VITFAST_TILES, or
-~/.cache/vitfast/tiles.json) comes before all.
+Beside the kernels of each family stands a function for each operation: (shape class, "16" or "32" bits, GPU generation)
+-> configurations. The best is the first, as measured or, where nothing has been timed yet, as compiled offline (no
+spills, shared memory within the limit). The others are for calls that the first cannot do, and for whoever looks for a
+faster one: `vitfast tune`, whose table of a user's own (user_table.py) comes before all.
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import itertools
-import json
-import os
-import warnings
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from . import launch
-from .launch import batch_invariant
+from . import user_table
 
-# Kernels of ours in which a row, or a query, sums in one order wherever it lies, whatever the sizes beside it.
+# Providers whose kernels add up a row (or a query) in an order that depends neither on the row's place in the batch nor
+# on the other sizes.
 INVARIANT = ("triton", "tiled")
+
+
+# ---- GPU generations: those with configurations of their own, and what another GPU takes
+
+GENERATIONS = (80, 89, 90, 100, 120)
+# Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
+# sm_86 has no more shared memory than sm_89, and less than sm_80.
+TABLE_OF = {86: 89, 87: 80, 103: 100, 121: 120}
+_assumed_generation: int | None = None  # the generation that `using(sm=...)` assumes whatever the device
+
+
+def capability(device: torch.device | int) -> int:
+    """The compute capability that Triton compiles for, as 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def table_of(exact: int) -> int:
+    """The generation whose tiles a GPU of this compute capability takes; 0 if it is older than all."""
+    return TABLE_OF.get(exact) or max((sm for sm in GENERATIONS if sm <= exact), default=0)
+
+
+@functools.cache
+def _generation(index: int) -> int:
+    return table_of(capability(index))
+
+
+def generation(device: torch.device) -> int:
+    """The one of GENERATIONS whose tiles the device takes, 0 if it is older; without a GPU it is 90."""
+    if _assumed_generation is not None:
+        return _assumed_generation
+    if device.type != "cuda":
+        return 90
+    return _generation(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# ---- modes of a thread
+
+
+class _Value:
+    value = None  # that of the environment
+
+
+class ThreadMode:
+    """A mode that belongs to one thread; other threads begin with `start`, the value of the environment.
+
+    key: a name under which PyTorch hands the value on to the threads of autograd.
+    """
+
+    def __init__(self, key: str, start):
+        self.key, self.start, self._thread = key, start, threading.local()
+
+    def set(self, value) -> None:
+        """Sets this thread's value; None takes that of the environment."""
+        if not hasattr(self._thread, "held"):
+            self._thread.held = _Value()
+        held = self._thread.held
+        held.value = value
+        if not torch.compiler.is_compiling() and not torch._C._is_key_in_tls(self.key):
+            references = sys.getrefcount(held)
+            torch._C._stash_obj_in_tls(self.key, held)
+            # When the thread ends, torch 2.11 releases a reference that it never took; this adds the missing one.
+            if sys.getrefcount(held) == references:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+    def set_here(self):
+        """The value that this thread has set; None if it has set none."""
+        return self._thread.held.value if hasattr(self._thread, "held") else None
+
+    def current(self):
+        """The value in force in this thread; in a thread of autograd, that of the backward() call."""
+        value = self.set_here()
+        if value is None and not torch.compiler.is_compiling() and torch._C._is_key_in_tls(self.key):
+            value = torch._C._get_obj_in_tls(self.key).value
+        return self.start if value is None else value
+
+
+# Set by ops.batch_invariance, which documents it and reads the environment; launchers and models read it.
+BATCH_INVARIANT = ThreadMode("vitfast.batch_invariant", False)
+
+
+def batch_invariant() -> bool:
+    """Whether bits of a sample must not depend on its batch; compiled code never runs in that mode."""
+    return not torch.compiler.is_compiling() and BATCH_INVARIANT.current()
+
+
+# ---- configurations
 
 
 @dataclass(frozen=True)
@@ -64,12 +149,28 @@ def first(*branches: tuple) -> object:
     return next(value for holds, value in branches if holds)
 
 
-@functools.cache
-def operations() -> dict[str, Callable[[str, str, int], list[KernelConfig]]]:
-    """Operation -> its function."""
-    families = ("attention", "layer_norm", "matmul", "patch_embed")
-    files = (importlib.import_module(f".{family}.configs", __package__) for family in families)
-    return {name: function for file in files for name, function in file.OPERATIONS.items()}
+# The files with configurations.
+_FAMILIES = "attention.configs", "layer_norm", "matmul.gated", "matmul.linear", "matmul.mlp", "matmul.scaled"
+_FAMILIES += ("patch_embed.configs",)
+Candidates = Callable[[str, str, int], list[KernelConfig]]  # (shape class, bits, generation) -> configurations
+_operations: dict[str, Candidates] = {}  # those of the families that are imported
+
+
+def configures(operation: str) -> Callable[[Candidates], Candidates]:
+    """Decorates the function that lists an operation's configurations."""
+
+    def register(candidates: Candidates) -> Candidates:
+        _operations[operation] = candidates
+        return candidates
+
+    return register
+
+
+def operations() -> dict[str, Candidates]:
+    """Operation -> the function that lists its configurations, of all families."""
+    for file in _FAMILIES:
+        importlib.import_module(f".{file}", __package__)
+    return _operations
 
 
 # What `using` has set: configurations by operation, and shape class or None; and what the open ones yield.
@@ -89,32 +190,46 @@ def using(
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
     lookups are for this compute capability whatever the device, as in offline compilation.
     """
-    global _overrides, state
+    global _overrides, _assumed_generation, state
     if op and op not in operations():
         raise ValueError(f"tiles.using: no operation {op!r}")
-    outer, taken = (_overrides, launch.assumed_generation, state[1]), {}
+    outer, taken = (_overrides, _assumed_generation, state[1]), {}
     _overrides = _overrides | ({(op, shape): config} if op else {})
-    launch.assumed_generation = launch.assumed_generation if sm is None else launch.table_of(sm)
+    _assumed_generation = _assumed_generation if sm is None else table_of(sm)
     state = state[0], next(_numbers)
     _watching.append(taken)
     try:
         yield taken
     finally:
         _watching.pop()
-        _overrides, launch.assumed_generation, number = outer
+        _overrides, _assumed_generation, number = outer
         state = state[0], number
 
 
-def _case(x: torch.Tensor, shape: str) -> tuple[str, str, int]:
-    """The arguments of an operation's function for x."""
-    return shape, "32" if x.dtype == torch.float32 else "16", launch.generation(x.device)
+def _case(op: str, x: torch.Tensor, shape: str) -> tuple[str, str, str, int]:
+    """The arguments of `_configs` for x."""
+    return op, shape, "32" if x.dtype == torch.float32 else "16", generation(x.device)
 
 
 @functools.cache  # since a launcher asks at every call
-def _configs(op: str, shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    if sm not in launch.GENERATIONS:
-        raise KeyError(f"no configuration of {op} for a GPU older than sm_{launch.GENERATIONS[0]}")
-    return list(dict.fromkeys(operations()[op](shape, bits, sm)))
+def _configs(op: str, shape: str, bits: str, sm: int) -> tuple[KernelConfig, ...]:
+    if sm not in GENERATIONS:
+        raise KeyError(f"no configuration of {op} for a GPU older than sm_{GENERATIONS[0]}")
+    return tuple(dict.fromkeys(_operations[op](shape, bits, sm)))
+
+
+def _of_user(x: torch.Tensor, *case) -> KernelConfig | None:
+    """The configuration in the user's own table, if a launcher of this version takes it."""
+    rows = user_table.read(x.device.index, from_record) if x.is_cuda and _assumed_generation is None else {}
+    row = rows.get(case[:3])
+    return row if row and user_table.fits(row, case, _configs(*case)) else None
+
+
+def forget_user_table() -> None:
+    """Has the user's own table read again."""
+    global state
+    user_table.read.cache_clear()
+    state = next(_numbers), state[1]
 
 
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
@@ -125,80 +240,28 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
     layer scale. They are skipped even where one is the override, because one override may cover calls that need the
     missing feature and calls that do not; what `using` yields tells which ran.
     """
-    case = _case(x, shape)
+    case = _case(op, x, shape)
     if op.endswith("_fwd") and batch_invariant():
-        found = shipped(op, x, shape, INVARIANT)
+        chosen = shipped(op, x, shape, INVARIANT)
     else:
-        found = _overrides.get((op, shape)) or _overrides.get((op, None)) or _of_user(op, x, *case)
-        if found is None or found.provider in without:
-            found = next(config for config in _configs(op, *case) if config.provider not in without)
+        chosen = _overrides.get((op, shape)) or _overrides.get((op, None)) or _of_user(x, *case)
+        if chosen is None or chosen.provider in without:
+            chosen = next(config for config in _configs(*case) if config.provider not in without)
     for taken in _watching:
-        taken[op, case[1], shape] = found
-    return found
+        taken[op, case[2], shape] = chosen
+    return chosen
 
 
 def shipped(op: str, x: torch.Tensor, shape: str, providers: tuple[str, ...] = ()) -> KernelConfig:
     """The best configuration, by one of `providers` if any are given, whatever the user's table says."""
-    known = _configs(op, *_case(x, shape))
-    return next(config for config in known if not providers or config.provider in providers)
+    configs = _configs(*_case(op, x, shape))
+    return next(config for config in configs if not providers or config.provider in providers)
 
 
 def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
     """The configurations that could do the operation in place of what `lookup` returns."""
     now = lookup(op, x, shape)
-    return [config for config in _configs(op, *_case(x, shape)) if config != now]
-
-
-def user_table_path() -> Path:
-    """The path of the user's own table."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return Path(os.environ.get("VITFAST_TILES") or cache / "vitfast" / "tiles.json")
-
-
-@functools.cache
-def user_table(gpu: int) -> dict[tuple[str, str, str], KernelConfig]:
-    """(op, shape class, bits) -> the tuner's KernelConfig for this GPU, given by its index."""
-    path = user_table_path()
-    if not path.is_file():
-        return {}
-    try:
-        name, records = torch.cuda.get_device_name(gpu), json.loads(path.read_text())["tiles"]
-        return {(r["op"], r["shape"], r["bits"]): from_record(r) for r in records if r["gpu"] == name}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
-
-
-def forget_user_table() -> None:
-    """Has the user's own table read again."""
-    global state
-    user_table.cache_clear()
-    state = next(_numbers), state[1]
-
-
-def _of_user(op: str, x: torch.Tensor, shape: str, bits: str, sm: int) -> KernelConfig | None:
-    """The configuration in the user's own table, if a launcher of this version takes it."""
-    row = user_table(x.device.index).get((op, shape, bits)) if x.is_cuda and launch.assumed_generation is None else None
-    return row if row and _fits(row, op, shape, bits, sm) else None
-
-
-def _wrong_number(row: KernelConfig) -> str:
-    """The first number of a configuration that no kernel runs with, as "BLOCK_M = 0", or ""."""
-    for name, number in {"maxnreg": row.maxnreg, **row.meta}.items():
-        whole = type(number) is int and number >= (0 if name in ("maxnreg", "AHEAD") else 1)
-        power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
-        if not whole or (power_of_two and number & (number - 1)):
-            return f"{name} = {number!r}"
-    return ""
-
-
-@functools.cache
-def _fits(row: KernelConfig, *case) -> bool:
-    """Whether a launcher takes a row of the user's table in a case of `_configs`; warns once if not."""
-    form, *known = ((each.provider, *dict(each.blocks)) for each in (row, *_configs(*case)))
-    if wrong := " ".join(form) if form not in known else _wrong_number(row):
-        text = f"{'{} at {}, {} bits,'.format(*case)} takes no {wrong}; run vitfast tune again, or remove the row"
-        warnings.warn(f"the tile table {user_table_path()}: {text}", stacklevel=2)
-    return not wrong
+    return [config for config in _configs(*_case(op, x, shape)) if config != now]
 
 
 def from_record(record: dict) -> KernelConfig:

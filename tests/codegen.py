@@ -41,7 +41,8 @@ from hazards import hazards  # noqa: E402
 from vitfast.kernels import archives, tiles  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
-from vitfast.kernels.launch import GENERATIONS, Launch, cdiv, record  # noqa: E402
+from vitfast.kernels.launch import Launch, cdiv, record  # noqa: E402
+from vitfast.kernels.tiles import GENERATIONS  # noqa: E402
 from vitfast.tools.machine_code import compiler  # noqa: E402
 from vitfast.tools.machine_code.model_launches import META, resize  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402

@@ -15,7 +15,7 @@ from vitfast.data.resize import resize
 from vitfast.model import config
 from vitfast.ops import blocks, dispatch
 from vitfast.ops.attention import RopeLayout
-from vitfast.ops.mlp import Approximate
+from vitfast.ops.checks import Approximate
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..tiles import KernelConfig, config, first
+from ..tiles import KernelConfig, config, configures, first
 
 Tile = tuple[int, int, int, int]
 
@@ -38,7 +38,8 @@ def _config(tile: Callable[[Case], Tile], case: Case, provider: str = "triton") 
     return config(warps, stages, provider, BLOCK_M=rows, BLOCK_N=keys)
 
 
-def attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+@configures("attention_fwd")
+def _attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once."""
     c = Case(shape, bits, sm)
     tiled = _config(_forward, c, "tiled")
@@ -70,7 +71,8 @@ def _forward(c: Case) -> Tile:
     )
 
 
-def attention_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+@configures("attention_bwd")
+def _attention_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """One program a head where all of it fits (up to 208 tokens): 5 products in place of 7.
 
     197 tokens: 393 us, with 2 stages 452, with 4 402, two kernels 510; with 16 heads and batch 128 271 and 373. Other
@@ -136,16 +138,7 @@ def _bias(c: Case) -> Tile:
     return first((small, (8, 1, 32, 32)), (wide, (8, 1, 64, 64)), (True, (8, 1, 64, 32)))
 
 
-def _of(tile: Callable[[Case], Tile]) -> Callable[[str, str, int], list[KernelConfig]]:
-    return lambda *case: [_config(tile, Case(*case))]
-
-
-OPERATIONS = {
-    "attention_fwd": attention_fwd,
-    "attention_bwd": attention_bwd,
-    "attention_bwd_dq": _of(_dq),
-    "attention_bwd_dkdv": _of(_dkdv),
-    "attention_bwd_bias": _of(_bias),
-    # GROUPS: of samples, whose shares are added up afterwards.
-    "rope_bwd": lambda shape, bits, sm: [config(8 if sm == 100 else 4, 1, BLOCK_M=16, GROUPS=8)],
-}
+for _name, _tile in dict(dq=_dq, dkdv=_dkdv, bias=_bias).items():
+    configures(f"attention_bwd_{_name}")(lambda *case, tile=_tile: [_config(tile, Case(*case))])
+# GROUPS: of samples, whose shares are added up afterwards.
+configures("rope_bwd")(lambda shape, bits, sm: [config(8 if sm == 100 else 4, 1, BLOCK_M=16, GROUPS=8)])

@@ -25,7 +25,9 @@ import triton
 from torch import Tensor
 
 from .. import tiles
-from ..launch import INTERPRETED, batch_invariant, cdiv, fp32_precision, launch
+from ..launch import INTERPRETED, cdiv, fp32_precision, launch
+from ..tiles import batch_invariant
+from . import configs  # noqa: F401 (it registers them)
 from .backward_resident import launch_resident, serves
 from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .common import Head, describable, head_box, tiles_of

@@ -1,4 +1,4 @@
-"""The activations of the MLPs and their slopes, in kernels and by PyTorch.
+"""The activations of the MLPs and their slopes, in kernels.
 
 "gelu" is p Phi(p) = max(p, 0) - |p| Q(|p|), where Phi is the normal distribution function and Q = 1 - Phi its upper
 tail, computed as two to the power of a polynomial of |p|. Its degree is 8 for fp32, and for bf16 and fp16 5, the least
@@ -14,11 +14,8 @@ with its slope; gelu_tanh 8.5 and 12 (13.5 from Triton 3.8 on); quick_gelu and s
 With PLAIN, no instruction takes two bf16 numbers at a time; the bits of all results are the same.
 """
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..launch import INTERPRETED
 
@@ -193,10 +190,11 @@ def times_slope(dact, slope, PLAIN: tl.constexpr = INTERPRETED):
         return tl.inline_asm_elementwise(asm, "=r,r,r", [dact, slope], tl.bfloat16, is_pure=True, pack=2)
 
 
-def activated(p: Tensor, activation: str) -> Tensor:
-    """The activation, by PyTorch."""
-    if activation == "silu":
-        return F.silu(p)
-    if activation == "quick_gelu":
-        return (p * torch.sigmoid(1.702 * p.float())).to(p.dtype)
-    return F.gelu(p, approximate="tanh" if activation == "gelu_tanh" else "none")
+@triton.jit
+def dgelu(dact, pre, ACT: tl.constexpr, WITH_ACT: tl.constexpr):
+    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope."""
+    if ACT == "slope":
+        return pre, times_slope(dact, pre)
+    else:
+        act, slope = activate_and_slope(pre, ACT, ALONE=not WITH_ACT)
+        return act, (dact * slope).to(pre.dtype)

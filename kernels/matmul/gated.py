@@ -12,6 +12,8 @@ weight reads up and gate. It writes dup, dgate, h again (for the last layer's we
 keep it) and, into a workspace, the column sums for the gradients of the two biases.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -21,14 +23,19 @@ from torch.nn import functional as F
 from .. import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
-from .activations import activated, wide_activate, wide_activate_and_slope
+from ..tiles import KernelConfig, configures
+from .activations import wide_activate, wide_activate_and_slope
 from .product import (
+    CUBLAS,
     DESCRIBED,
     block_offsets,
     described,
+    divides_k,
     load_columns,
     output_block,
+    pointer_config,
     product_class,
+    product_config,
     row_product,
     split_columns,
     unfit,
@@ -219,6 +226,39 @@ def gated_bwd_kernel(
     store_dgated(dh, in_ptrs, out_ptrs, sum_ptrs, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT)
 
 
+def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list[KernelConfig]:
+    """Descriptors need no masks, so they take the widest blocks for every shape."""
+    return [best, CUBLAS, *([replace(widest, provider="tma")] if bits == "16" and sm in (90, 100) else [])]
+
+
+@configures("gated_linear_fwd")
+def _gated_linear_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """Two products at once have blocks like one product's, with half the columns for each."""
+    widest = product_config(8, 3, 128, 64, 64, 2)
+    half = widest if sm in (90, 100) and divides_k(shape) else product_config(4, 3, 64, 64, 32, 2)
+    # In fp32 each of the two would spill on the other's GPUs, with Triton 3.6 or with 3.9.
+    return _gated(half if bits == "16" else product_config(4, 3, 64, 32, 32, 1 if sm == 120 else 2), widest, bits, sm)
+
+
+@configures("dgated_matmul")
+def _dgated_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """It reads and writes two of everything, so its blocks are narrower or cut into smaller pieces."""
+    half = product_config(8, 3, 128, 128, 64, 8) if sm in (90, 100) else product_config(4, 3, 128, 64, 32, 4)
+    return _gated(half if bits == "16" else pointer_config(bits, sm), half, bits, sm)
+
+
+configures("gated_bwd")(lambda *_: [tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32)])
+
+
+def _activated(p: Tensor, activation: str) -> Tensor:
+    """The activation, by PyTorch."""
+    if activation == "silu":
+        return F.silu(p)
+    if activation == "quick_gelu":
+        return (p * torch.sigmoid(1.702 * p.float())).to(p.dtype)
+    return F.gelu(p, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 def gated_linear(
     x: Tensor,
     up_weight: Tensor,
@@ -233,7 +273,7 @@ def gated_linear(
     config = tiles.lookup("gated_linear_fwd", x, product_class(k, n), unfit(x, up_weight, gate_weight))
     if config.provider == "cublas":
         up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
-        h = activated(gate, activation).mul_(up)
+        h = _activated(gate, activation).mul_(up)
         return (h, up, gate) if save else (h, empty, empty)
     grid, shared = row_product(x, up_weight, config, "nt")
     up_ptr = shared.pop("b_ptr")

@@ -15,33 +15,23 @@ from .. import tiles
 from ..launch import launch
 from ..libraries import cublaslt
 from ..rows import contiguous_or_none, row_stride
-from .persistent import launch_persistent, readable_early
-from .product import count_blocks, load_columns, load_piece, output_block, product_class, row_product, unfit
-
-
-@triton.jit
-def scaled(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
-    """Some rows and columns of the output times the layer scale and the drop path's factors."""
-    if ls_ptr is not None:
-        out *= load_columns(ls_ptr, cols, N)
-    if dp_ptr is not None:
-        out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
-    return out
-
-
-@triton.jit
-def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel: factors, and the residual, which may have been read already."""
-    res_ptr, ls_ptr, dp_ptr, rows_per_sample, stride_rm = others
-    _, first_m, first_n, M, N = at
-    offs_m = first_m + tl.arange(0, acc.shape[0]).to(tl.int64)
-    cols = first_n + tl.arange(0, acc.shape[1])
-    acc = scaled(acc, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
-    if residual is not None:
-        acc += residual.to(tl.float32)
-    elif res_ptr is not None:
-        acc += load_piece(res_ptr, offs_m, cols, M, N, stride_rm).to(tl.float32)
-    out.store([first_m, first_n], acc.to(out.dtype))
+from ..tiles import KernelConfig, configures
+from .persistent import launch_persistent, linear_epilogue
+from .product import (
+    CUBLAS,
+    count_blocks,
+    linear_configs,
+    load_columns,
+    load_piece,
+    output_block,
+    persistent_config,
+    pointer_config,
+    product_class,
+    readable_early,
+    row_product,
+    times_factors,
+    unfit,
+)
 
 
 @triton.jit
@@ -75,7 +65,7 @@ def linear_block(
         out = pieces[i]
         if bias_ptr is not None:
             out += load_columns(bias_ptr, cols, N)
-        out = scaled(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
+        out = times_factors(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
         if res_ptr is not None:
             out += load_piece(res_ptr, offs_m, cols, M, N, stride_rm).to(tl.float32)
         tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -116,11 +106,35 @@ def linear_kernel(
         linear_block(tl.program_id(0), *given, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
 
 
+configures("linear_fwd")(linear_configs)
+configures("input_grad")(linear_configs)
+
+
+@configures("linear_residual_fwd")
+def _residual_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """fc2 and its residual: flattened 329 us, where it was measured as above; cuBLASLt 320.
+
+    Descriptors and a program for each block took 415. proj and its residual took 132 (139, 116). Blocks of 128 x 128
+    run two programs on a multiprocessor, one's epilogue under the other's product. Flattened, they were faster only
+    where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105 (113). What
+    is read ahead would leave room for one program.
+    """
+    narrow = shape.endswith("x384")
+    best = (
+        CUBLAS
+        if shape.endswith("f")
+        else persistent_config(4, columns=128, ahead=0)
+        if narrow
+        else persistent_config(4)
+    )
+    return linear_configs(shape, bits, sm, best if sm == 90 and bits == "16" else pointer_config(bits, sm), pieces=4)
+
+
 def _launch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    config: tiles.KernelConfig,
+    config: KernelConfig,
     kind: str,
     residual: Tensor | None = None,
     layer_scale: Tensor | None = None,

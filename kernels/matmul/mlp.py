@@ -2,8 +2,6 @@
 
     linear_gelu    pre = x W^T + b, act = gelu(pre)            x (M, K), W (N, K), b (N,); pre is kept for backward only
     dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
-    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise, as is
-    gelu           act = gelu(pre)
 
 gelu stands for any activation of activations.py, given by its name there. It acts on `pre` as it is rounded for
 storing, so that training, evaluation and backward agree.
@@ -11,8 +9,11 @@ In place of `pre`, forward may keep gelu'(pre), rounded, for backward: its "acti
 multiplies by what was kept. Neither the activation nor `pre` can be computed from that again.
 dgelu_matmul writes again the activation that the second layer's weight gradient needs, so forward need not keep it.
 Bias gradients are column sums. Every block of rows writes its own to an fp32 workspace, which the launchers return: a
-second, small kernel adds up several of them in a fixed order, without atomics (rows.column_sums).
+second, small kernel adds up several of them in a fixed order, without atomics (rows.column_sums). Where cuBLAS makes
+the product, the element-wise kernels of gelu.py do the rest.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -22,60 +23,35 @@ from torch.nn import functional as F
 
 from .. import tiles
 from ..launch import cdiv, launch
-from ..rows import contiguous_or_none, row_stride
-from .activations import activate, activate_and_kept_slope, activate_and_slope, times_slope
-from .persistent import launch_persistent, readable_early, together
+from ..rows import contiguous_or_none
+from ..tiles import KernelConfig, configures
+from .activations import activate, activate_and_kept_slope, dgelu
+from .gelu import gelu, gelu_bwd
+from .persistent import dgelu_epilogue, gelu_epilogue, gelu_slope_epilogue, launch_persistent
 from .product import (
+    CUBLAS,
     DESCRIBED,
+    WIDE,
     block_offsets,
     count_blocks,
     described,
+    divides_k,
+    linear_configs,
     load_columns,
     load_piece,
     output_block,
+    persistent_config,
+    pointer_config,
     product,
     product_class,
+    product_config,
+    readable_early,
     row_product,
     split_columns,
+    store_column_sums,
+    store_piece,
     unfit,
 )
-
-
-@triton.jit
-def store_gelu(pre, bias_ptr, kept_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr, SLOPE: tl.constexpr):
-    """Epilogue of linear_gelu: adds the bias; writes gelu(pre) and, in training, pre or the SLOPE."""
-    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-    at = offs_m[:, None] * stride_om + cols[None, :]
-    if bias_ptr is not None:
-        pre += load_columns(bias_ptr, cols, N)
-    pre = pre.to(act_ptr.dtype.element_ty)
-    if SLOPE:
-        act, slope = activate_and_kept_slope(pre, ACT)
-        tl.store(kept_ptr + at, slope, mask=mask)
-    else:
-        act = activate(pre, ACT)
-        if kept_ptr is not None:
-            tl.store(kept_ptr + at, pre, mask=mask)
-    tl.store(act_ptr + at, act, mask=mask)
-
-
-@triton.jit
-def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel for linear_gelu: writes gelu(pre) and, where it is kept, pre."""
-    _, first_m, first_n, _, _ = at
-    pre = acc.to(out.dtype)
-    if kept is not None:
-        kept.store([first_m, first_n], pre)
-    out.store([first_m, first_n], activate(pre, ACT))
-
-
-@triton.jit
-def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
-    """The same, which keeps the activation's slope."""
-    _, first_m, first_n, _, _ = at
-    act, slope = activate_and_kept_slope(acc.to(out.dtype), ACT)
-    kept.store([first_m, first_n], slope)
-    out.store([first_m, first_n], act)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -108,82 +84,20 @@ def linear_gelu_kernel(
         )
         for i in tl.static_range(SUBTILES):
             cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-            store_gelu(pieces[i], bias_ptr, kept_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT, SLOPE)
-
-
-@triton.jit
-def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.constexpr):
-    """Writes x to some rows and columns of a matrix (M, N), through its descriptor where it has a BOX."""
-    if BOX:
-        out.store([first_m, first_n], x.to(out.dtype))
-    else:
-        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-        tl.store(out + (offs_m[:, None] * stride + cols[None, :]), x.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dgelu(dact, pre, ACT: tl.constexpr, WITH_ACT: tl.constexpr):
-    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope."""
-    if ACT == "slope":
-        return pre, times_slope(dact, pre)
-    else:
-        act, slope = activate_and_slope(pre, ACT, ALONE=not WITH_ACT)
-        return act, (dact * slope).to(pre.dtype)
-
-
-@triton.jit
-def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
-    """Writes the column sums of x, as it was rounded, to row `index_m` of the workspace.
-
-    Where x has left by a descriptor (BOX), they are a product with ones, whose 16 rows are equal. This takes a quarter
-    of an instruction an element in place of six of shuffles and additions (counted on sm_90); elsewhere it spills.
-    """
-    cols = first_n + tl.arange(0, x.shape[1])
-    row_ptr = sums_ptr + index_m.to(tl.int64) * N
-    if BOX:
-        total, row = tl.dot(tl.full((16, x.shape[0]), 1.0, x.dtype), x), tl.arange(0, 16)[:, None]
-        tl.store(row_ptr + (cols[None, :] + 0 * row), total, mask=(row == 0) & (cols[None, :] < N))
-    else:
-        tl.store(row_ptr + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
-
-
-@triton.jit
-def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
-    """Epilogue of dgelu_matmul's persistent loop: writes dpre, its column sums and, if wanted, act."""
-    index_m, first_m, first_n, _, N = at
-    act, dpre = dgelu(dact, pre, ACT, act_out is not None)
-    if act_out is not None:
-        act, dpre = together(act, dpre)
-        act_out.store([first_m, first_n], act)
-    dpre_out.store([first_m, first_n], dpre)
-    store_column_sums(dpre, others[0], index_m, first_n, N, True)
-
-
-@triton.jit
-def store_dgelu(
-    dact,
-    pre,  # the same rows and columns of pre
-    dpre_ptr,
-    act_ptr,
-    sums_ptr,
-    index_m,
-    first_m,
-    first_n,
-    offs_m,
-    M,
-    N,
-    stride_om,
-    ACT: tl.constexpr,
-    BOX: tl.constexpr,
-):
-    """Epilogue of dgelu_matmul: writes dpre and, where wanted, gelu(pre) and column sums."""
-    cols = first_n + tl.arange(0, dact.shape[1])
-    act, dpre = dgelu(dact, pre, ACT, act_ptr is not None)
-    if act_ptr is not None:
-        store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
-    store_piece(dpre_ptr, dpre, offs_m, cols, M, N, stride_om, first_m, first_n, BOX)
-    if sums_ptr is not None:
-        store_column_sums(dpre, sums_ptr, index_m, first_n, N, BOX)
+            mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+            at = offs_m[:, None] * stride_om + cols[None, :]
+            pre = pieces[i]
+            if bias_ptr is not None:
+                pre += load_columns(bias_ptr, cols, N)
+            pre = pre.to(act_ptr.dtype.element_ty)
+            if SLOPE:
+                act, slope = activate_and_kept_slope(pre, ACT)
+                tl.store(kept_ptr + at, slope, mask=mask)
+            else:
+                act = activate(pre, ACT)
+                if kept_ptr is not None:
+                    tl.store(kept_ptr + at, pre, mask=mask)
+            tl.store(act_ptr + at, act, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -227,38 +141,59 @@ def dgelu_matmul_kernel(
             pre = pres[i]
         else:
             pre = load_piece(pre_ptr, offs_m, first + tl.arange(0, COLS), M, N, stride_pm)
-        outputs = dpre_ptr, act_ptr, sums_ptr
-        store_dgelu(pieces[i], pre, *outputs, index_m, first_m, first, offs_m, M, N, stride_om, ACT, BOX)
+        cols = first + tl.arange(0, COLS)
+        act, dpre = dgelu(pieces[i], pre, ACT, act_ptr is not None)
+        if act_ptr is not None:
+            store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, first_m, first, BOX)
+        store_piece(dpre_ptr, dpre, offs_m, cols, M, N, stride_om, first_m, first, BOX)
+        if sums_ptr is not None:
+            store_column_sums(dpre, sums_ptr, index_m, first, N, BOX)
 
 
-@triton.jit(do_not_specialize=["M"])
-def gelu_bwd_kernel(
-    dy_ptr,  # (M, N), None for act, and gelu'(pre), alone
-    pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N), of gelu'(pre) where dy_ptr is None; None for act alone
-    act_ptr,  # (M, N) or None
-    sums_ptr,  # (row blocks, N) or None
-    M,
-    N,
-    stride_ym,
-    stride_pm,
-    stride_om,
-    ACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    index_m, first_n = tl.program_id(0), tl.program_id(1) * BLOCK_N
-    offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
-    pre = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm)
-    if dy_ptr is None:
-        act, slope = activate_and_kept_slope(pre, ACT)
-        store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
-        if dpre_ptr is not None:
-            store_piece(dpre_ptr, slope, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
-    else:
-        dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
-        outputs = dpre_ptr, act_ptr, sums_ptr
-        store_dgelu(dy, pre, *outputs, index_m, index_m * BLOCK_M, first_n, offs_m, M, N, stride_om, ACT, False)
+@configures("linear_gelu_fwd")
+def _linear_gelu_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """fc1 + GELU: 482 us in two loops that Triton flattens, on an H100 at ViT-B/16, batch 256.
+
+    The pointers took 563, descriptors 517, cuBLAS and a GELU 560. One loop ("persistent") issues a third to a half
+    fewer instructions outside the product (counted, not timed; persistent.py).
+
+    One image through B/16 on an H200, as a CUDA graph: 605 us with fc2 by cuBLAS, which splits the sum, 544 with proj
+    as well, 497 with fc1 too and PyTorch's GELU (850 with all three by pointers; bench/results/h200/few_rows.json).
+    """
+    best = CUBLAS if shape.endswith("f") else persistent_config(2, stages=4)
+    return linear_configs(shape, bits, sm, best if sm == 90 and bits == "16" else pointer_config(bits, sm), pieces=2)
+
+
+@configures("dgelu_matmul")
+def _dgelu_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """dGELU: by descriptors, a program for each block, 569 us in one piece, as above, act not written.
+
+    In two pieces it was 573 and in four 611; the pointers 726, cuBLAS and a second kernel 704, the flattened loop,
+    which read pre in its epilogue, at least 645. One loop that reads pre ahead issues 19 instructions an element
+    outside the product, where those of 569 us issued 33 (counted, not timed), and from the slope ("s") 5. Where act is
+    written ("a"), fewer pieces than eight spill, and so do descriptors without a loop; flattened blocks of 128 x 128
+    took 754.
+    """
+    pointers, act = pointer_config(bits, sm), shape.endswith("a")
+    if bits == "32" or sm not in (90, 100):
+        # A wider tile takes all 255 registers on sm_89 and sm_120, and spills with one of Triton 3.6 and 3.9.
+        return [product_config(4, 3, 128, 64, 32, 2) if bits == "16" and sm != 80 else pointers, CUBLAS]
+    if sm == 100:
+        return [pointers, CUBLAS, WIDE]
+    # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
+    pointers = replace(pointers, maxnreg=128) if divides_k(shape) else pointers
+    described = [] if act else [product_config(8, 3, 128, 128, 64, 2, "tma", maxnreg=128)]
+    return [persistent_config(8 if act else 4), pointers, CUBLAS, WIDE, *described]
+
+
+@configures("mlp_kept")
+def _kept_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """Not a launch: what forward keeps of a plain MLP where it keeps all.
+
+    With the slope, fc1 + GELU takes 20 instructions an element in place of 14, and dGELU 5 in place of 19 (counted, not
+    timed).
+    """
+    return [tiles.config(provider=kept) for kept in (("pre", "slope") if bits == "16" else ("pre",))]
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: str) -> tuple[Tensor, Tensor]:
@@ -300,7 +235,9 @@ def dgelu_matmul(
     if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
     persistent = config.provider == "persistent"
-    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad or persistent)
+    dpre, act = pre.new_empty(m, n), pre.new_empty(m, n) if want_act else None
+    want_sums = want_bias_grad or persistent
+    sums = pre.new_empty(cdiv(m, config["BLOCK_M"]), n, dtype=torch.float32) if want_sums else None
     if persistent:  # without sums, which cost little, the loop spills (Triton 3.6 and 3.9)
         launch_persistent(g, weight2, config, "nn", dgelu_epilogue, dpre, act, None, pre, (sums,), activation)
         return dpre, act, sums if want_bias_grad else None
@@ -312,42 +249,3 @@ def dgelu_matmul(
     shared |= dict(pre_ptr=pre, **outputs, sums_ptr=sums, stride_pm=pre.stride(0), stride_om=n)
     launch(dgelu_matmul_kernel, grid, **shared, ACT=activation)
     return dpre, act, sums
-
-
-def _dgelu_outputs(
-    pre: Tensor, row_blocks: int, want_act: bool, want_bias_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dpre, act, column sums of each block of rows), uninitialised; None for what is not wanted."""
-    m, n = pre.shape
-    dpre, act = pre.new_empty(m, n), pre.new_empty(m, n) if want_act else None
-    return dpre, act, pre.new_empty(row_blocks, n, dtype=torch.float32) if want_bias_grad else None
-
-
-def gelu_bwd(
-    dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The results of dgelu_matmul from the product dy = g W2 (M, F)."""
-    m, n = pre.shape
-    config = tiles.lookup("gelu_bwd", pre, f"d{n}")
-    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
-    _launch_gelu(config, activation, pre, dy_ptr=dy, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
-    return dpre, act, sums
-
-
-def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
-    """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits.
-
-    slope (M, F): where it is given, gelu'(pre) is written into it.
-    """
-    config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
-    act = pre.new_empty(pre.shape)
-    _launch_gelu(config, activation, pre, dy_ptr=None, dpre_ptr=slope, act_ptr=act, sums_ptr=None)
-    return act
-
-
-def _launch_gelu(config: tiles.KernelConfig, activation: str, pre: Tensor, **pointers: Tensor | None) -> None:
-    """Launches the element-wise kernel, which writes dpre, act and sums where they are given."""
-    m, n = pre.shape
-    grid = cdiv(m, config["BLOCK_M"]), cdiv(n, config["BLOCK_N"])
-    strides = dict(stride_ym=row_stride(pointers["dy_ptr"]), stride_pm=pre.stride(0), stride_om=n)
-    launch(gelu_bwd_kernel, grid, pre_ptr=pre, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)

@@ -25,7 +25,18 @@ from torch import Tensor
 from .. import tiles
 from ..launch import INTERPRETED, launch
 from ..rows import contiguous_or_none
-from .product import block_offsets, count_blocks, describable, described, load_columns, row_product, split_columns
+from .activations import activate, activate_and_kept_slope, dgelu
+from .product import (
+    block_offsets,
+    count_blocks,
+    described,
+    load_columns,
+    load_piece,
+    row_product,
+    split_columns,
+    store_column_sums,
+    times_factors,
+)
 
 PLAIN = tl.constexpr(INTERPRETED)  # the interpreter knows no assembly
 
@@ -136,9 +147,50 @@ def persistent_kernel(
             acc = first_sums(bias_ptr, pid + programs, zero, M, N, BLOCK_M, BLOCK_N, GROUP_M, BIASED)
 
 
-def readable_early(x: Tensor | None) -> bool:
-    """Whether a descriptor can read a matrix in pairs of 16-bit numbers."""
-    return x is not None and x.element_size() == 2 and describable(x)
+@triton.jit
+def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
+    """Epilogue of the persistent kernel: factors, and the residual, which may have been read already."""
+    res_ptr, ls_ptr, dp_ptr, rows_per_sample, stride_rm = others
+    _, first_m, first_n, M, N = at
+    offs_m = first_m + tl.arange(0, acc.shape[0]).to(tl.int64)
+    cols = first_n + tl.arange(0, acc.shape[1])
+    acc = times_factors(acc, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N)
+    if residual is not None:
+        acc += residual.to(tl.float32)
+    elif res_ptr is not None:
+        acc += load_piece(res_ptr, offs_m, cols, M, N, stride_rm).to(tl.float32)
+    out.store([first_m, first_n], acc.to(out.dtype))
+
+
+@triton.jit
+def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
+    """Epilogue of the persistent kernel for linear_gelu: writes gelu(pre) and, where it is kept, pre."""
+    _, first_m, first_n, _, _ = at
+    pre = acc.to(out.dtype)
+    if kept is not None:
+        kept.store([first_m, first_n], pre)
+    out.store([first_m, first_n], activate(pre, ACT))
+
+
+@triton.jit
+def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
+    """The same, which keeps the activation's slope."""
+    _, first_m, first_n, _, _ = at
+    act, slope = activate_and_kept_slope(acc.to(out.dtype), ACT)
+    kept.store([first_m, first_n], slope)
+    out.store([first_m, first_n], act)
+
+
+@triton.jit
+def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
+    """Epilogue of dgelu_matmul's persistent loop: writes dpre, its column sums and, if wanted, act."""
+    index_m, first_m, first_n, _, N = at
+    act, dpre = dgelu(dact, pre, ACT, act_out is not None)
+    if act_out is not None:
+        act, dpre = together(act, dpre)
+        act_out.store([first_m, first_n], act)
+    dpre_out.store([first_m, first_n], dpre)
+    store_column_sums(dpre, others[0], index_m, first_n, N, True)
 
 
 def launch_persistent(

@@ -10,17 +10,20 @@ block to block and asks for the next one's operands before the epilogue of this 
 cuBLAS for fc1 of ViT-B/16.
 
 Every kernel repeats the list of a configuration's constexprs, since Triton takes them by name. The shape class of a
-product is "KxN": the length it sums over and the columns it writes.
+product is "KxN": the length it sums over and the columns it writes. cuBLAS makes those products in which no epilogue
+saves a pass over memory.
 """
+
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import tiles
-from ..launch import batch_invariant, cdiv, fp32_precision
+from ..launch import cdiv, fp32_precision
 from ..rows import row_programs
+from ..tiles import KernelConfig, batch_invariant, config
 
 
 @triton.jit
@@ -143,6 +146,42 @@ def load_piece(ptr, offs_m, cols, M, N, stride):
     return tl.load(ptr + (offs_m[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
 
 
+@triton.jit
+def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.constexpr):
+    """Writes x to some rows and columns of a matrix (M, N), through its descriptor where it has a BOX."""
+    if BOX:
+        out.store([first_m, first_n], x.to(out.dtype))
+    else:
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        tl.store(out + (offs_m[:, None] * stride + cols[None, :]), x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
+    """Writes the column sums of x, as it was rounded, to row `index_m` of the workspace.
+
+    Where x has left by a descriptor (BOX), they are a product with ones, whose 16 rows are equal. This takes a quarter
+    of an instruction an element in place of six of shuffles and additions (counted on sm_90); elsewhere it spills.
+    """
+    cols = first_n + tl.arange(0, x.shape[1])
+    row_ptr = sums_ptr + index_m.to(tl.int64) * N
+    if BOX:
+        total, row = tl.dot(tl.full((16, x.shape[0]), 1.0, x.dtype), x), tl.arange(0, 16)[:, None]
+        tl.store(row_ptr + (cols[None, :] + 0 * row), total, mask=(row == 0) & (cols[None, :] < N))
+    else:
+        tl.store(row_ptr + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
+
+
+@triton.jit
+def times_factors(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
+    """Some rows and columns of the output times the layer scale and the drop path's factors."""
+    if ls_ptr is not None:
+        out *= load_columns(ls_ptr, cols, N)
+    if dp_ptr is not None:
+        out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+    return out
+
+
 # Fewer rows than this have fewer of the large blocks of "persistent" than there are multiprocessors.
 FEW_ROWS = 4096
 
@@ -162,6 +201,11 @@ def describable(x: Tensor) -> bool:
     return fits and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
+def readable_early(x: Tensor | None) -> bool:
+    """Whether a descriptor can read a matrix in pairs of 16-bit numbers."""
+    return x is not None and x.element_size() == 2 and describable(x)
+
+
 DESCRIBED = ("tma", "flattened", "persistent")  # providers that read matrices through descriptors
 
 
@@ -178,7 +222,7 @@ def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
+def row_product(a: Tensor, b: Tensor, config: KernelConfig, kind: str) -> tuple[tuple[int], dict]:
     """Grid and common arguments of a kernel for a (M, K) times b: "nn" (K, N) or "nt" (N, K).
 
     a and b become descriptors for the providers DESCRIBED. LOADS: for descriptors, the kind; for pointers, "even" where
@@ -195,3 +239,49 @@ def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> 
         a, b, loads = described(a, rows, depth), described(b, *block), kind
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
     return (programs,), dict(a_ptr=a, b_ptr=b, **sizes, **config.meta)
+
+
+# ---- configurations of products, of which each kernel's file takes some
+
+CUBLAS = config(provider="cublas")
+
+
+def product_config(
+    warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", **more: int
+) -> KernelConfig:
+    """A product in blocks of m rows and n columns, k numbers of the sums at a time."""
+    return config(warps, stages, provider, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=8, SUBTILES=subtiles, **more)
+
+
+# Blocks of 256 columns read three quarters as much from L2, but only one program fits a multiprocessor.
+WIDE = product_config(8, 4, 128, 256, 64, 4)
+
+
+def persistent_config(pieces: int, stages: int = 3, columns: int = 256, ahead: int = 2) -> KernelConfig:
+    """A program for each multiprocessor, whose loads for the next block hide the epilogue of this one.
+
+    ahead: how many steps before its use it reads what its epilogue needs, or 0. What is read ahead takes the shared
+    memory of a fourth stage, and leaves room for a quarter of the result.
+    """
+    return product_config(8, stages, 128, columns, 64, pieces, "persistent", AHEAD=ahead)
+
+
+def pointer_config(bits: str, sm: int) -> KernelConfig:
+    large = product_config(8, 3, 128, 128, 64, 4) if sm in (90, 100) else product_config(4, 4, 128, 128, 32, 4)
+    return large if bits == "16" else product_config(4, 3, 64, 64, 32, 2)
+
+
+def divides_k(shape: str) -> bool:
+    """Whether a BLOCK_K of 64 divides K. Elsewhere masks would spill."""
+    return int(shape.partition("x")[0]) % 64 == 0
+
+
+def linear_configs(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces: int = 0) -> list[KernelConfig]:
+    """A product by `best` and by all others; pieces: of the result in the flattened loop, if it has one."""
+    pointers = pointer_config(bits, sm)
+    if bits == "32" or sm not in (90, 100):
+        return [best, pointers, CUBLAS]
+    configs = [best, pointers, CUBLAS, WIDE, *(replace(each, provider="tma") for each in (pointers, WIDE))]
+    loops = [] if best.provider == "persistent" else [persistent_config(4)]
+    flattened = [product_config(8, 4, 128, 256, 64, pieces, "flattened")] if pieces else []
+    return [*configs, *loops, *flattened] if sm == 90 else configs

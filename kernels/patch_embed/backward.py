@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tiles
 from ..launch import cdiv, launch
-from ..rows import scale_rows
+from ..matmul.scaled import scale_rows
 from .patches import (
     Packed,
     channel_values,

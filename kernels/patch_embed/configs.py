@@ -1,6 +1,6 @@
 """Launch configurations of patch embedding. Shape classes: "u8-even-large", see patches.patch_class."""
 
-from ..tiles import KernelConfig, config, first
+from ..tiles import KernelConfig, config, configures, first
 
 CUBLAS = config(provider="cublas")
 
@@ -9,7 +9,8 @@ def _config(warps: int, stages: int, m: int, d: int, k: int, **more: int) -> Ker
     return config(warps, stages, BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, **more)
 
 
-def patch_embed_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+@configures("patch_embed_fwd")
+def _fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     large, raw = shape.endswith("large"), shape.startswith("u8")
     best = first(
         (bits == "32" and shape.startswith("f32-even"), _config(4, 3, 64, 64, 16)),
@@ -26,7 +27,8 @@ def patch_embed_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     return [best, CUBLAS, *(even + [_config(4, 3, 64, 256, 64)] if sm == 90 and raw and large else [])]
 
 
-def patch_embed_dweight(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+@configures("patch_embed_dweight")
+def _dweight(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """PROGRAMS: the number that splitting the rows aims at."""
     few_rows = bits == "32" or sm in (80, 89, 120)
     best = first(
@@ -38,13 +40,11 @@ def patch_embed_dweight(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     return [best, CUBLAS]
 
 
-def patch_embed_dimages(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+@configures("patch_embed_dimages")
+def _dimages(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     best = first(
         (bits == "32", _config(4, 3, 64, 32, 64)),
         (not shape.endswith("large"), _config(4, 3, 64, 64, 32 if sm in (80, 89, 120) else 64)),
         (True, _config(8, 3, 128, 32 if sm == 89 else 64, 64 if sm == 120 else 128)),
     )
     return [best, CUBLAS]
-
-
-OPERATIONS = {op.__name__: op for op in (patch_embed_fwd, patch_embed_dweight, patch_embed_dimages)}

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import tiles
-from ..launch import batch_invariant, cdiv, launch
+from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
+from ..tiles import batch_invariant
 from .patches import (
     Packed,
     channel_values,

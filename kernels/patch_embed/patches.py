@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import INTERPRETED as _INTERPRETED
-from ..launch import batch_invariant, fp32_precision
+from ..launch import fp32_precision
+from ..tiles import batch_invariant
+from . import configs  # noqa: F401 (it registers them)
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 

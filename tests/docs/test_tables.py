@@ -12,9 +12,9 @@ from commands import run_cli
 from doc_blocks import ROOT
 
 from vitfast import ViT, ops
-from vitfast.kernels import launch
+from vitfast.kernels import tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES
-from vitfast.kernels.layer_norm.forward import MAX_WIDTH
+from vitfast.kernels.layer_norm import MAX_WIDTH
 from vitfast.ops import dispatch
 from vitfast.ops.attention import head_unsupported
 
@@ -64,14 +64,14 @@ GPUS = [row for row in rows(REQUIREMENTS) if re.fullmatch(r"\d+\.\d", row[1])]
 def test_a_gpu_runs_what_the_requirements_say(name, capability, what):
     """By a capability that is made up: what kernels are looked up for, or that there are none."""
     with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: tuple(map(int, capability.split(".")))):
-        found = launch._generation.__wrapped__(0)
+        found = tiles._generation.__wrapped__(0)
     own = f"{found // 10}.{found % 10}"
     expected = f"kernels, compiled for {own}" if own == capability else f"kernels, with the configurations of {own}"
     assert what == (expected if found else "PyTorch")
 
 
 def test_every_generation_has_its_row():
-    assert {int(row[1].replace(".", "")) for row in GPUS} >= {*launch.GENERATIONS}
+    assert {int(row[1].replace(".", "")) for row in GPUS} >= {*tiles.GENERATIONS}
 
 
 def test_the_limits_of_kernels_are_the_codes():

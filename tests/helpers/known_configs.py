@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from vitfast.kernels import launch, tiles
+from vitfast.kernels import tiles
 
 HEADS = [f"d{size}{padded}" for size, padded in product((16, 32, 48, 64, 80, 96, 128), "nm")]
 OPTIONS = [rope + mask for rope, mask in product(("", "r", "f"), ("", "b", "k", "bk"))]
@@ -23,7 +23,7 @@ def shapes_of(op: str) -> list[str]:
 def known_configs() -> Iterator[tuple[str, int, str, str, list[tiles.KernelConfig]]]:
     """Yields (operation, generation, bits, shape class, its configurations, the best first)."""
     for op, function in tiles.operations().items():
-        for sm, bits, shape in product(launch.GENERATIONS, ("16", "32"), shapes_of(op)):
+        for sm, bits, shape in product(tiles.GENERATIONS, ("16", "32"), shapes_of(op)):
             yield op, sm, bits, shape, function(shape, bits, sm)
 
 

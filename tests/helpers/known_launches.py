@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from vitfast.kernels import launch, plans
+from vitfast.ops import operation
 
 calls = []  # (compiled kernel's metadata, arguments of its launcher)
 
@@ -88,7 +89,7 @@ def check(arguments: dict) -> None:
         launch.launch(kernel, (3, 2), **{name: with_tensors(value, left) for name, value in arguments.items()})
         return torch.empty(1)
 
-    planned, given = plans.planned(run), [x.as_strided(x.shape, x.stride()) for x in tensors(arguments.values())]
+    planned, given = operation.planned(run), [x.as_strided(x.shape, x.stride()) for x in tensors(arguments.values())]
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(*given)

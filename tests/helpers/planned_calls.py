@@ -7,6 +7,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch, plans
+from vitfast.ops import operation
 
 
 def launches_of_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
@@ -45,7 +46,7 @@ def function(kernel=None):
         launch.launch(kernel, (n,), x_ptr=x[1:], box=TensorDescriptor(x, list(x.shape), [16, 1], [2, 16]))
         return torch.mm(x[1:], y)
 
-    return plans.planned(run)
+    return operation.planned(run)
 
 
 class Kernel:

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from vitfast.kernels import launch, tiles
+from vitfast.kernels import tiles
 from vitfast.tools.machine_code.model_launches import launching_on_meta
 
 
@@ -19,7 +19,7 @@ def stub_gpu(sm: int):
     """Yields a Counter of the kernels launched: found in Triton's cache, as compiling one raises AssertionError."""
     launched = Counter()
     utils = SimpleNamespace(
-        get_device_properties=lambda device: dict(max_shared_mem=cubin.SHARED_LIMIT[launch.table_of(sm)]),
+        get_device_properties=lambda device: dict(max_shared_mem=cubin.SHARED_LIMIT[tiles.table_of(sm)]),
         load_binary=lambda name, *_: (launched.update([name]), name, 32, 0, 1024),
     )
     driver = SimpleNamespace(

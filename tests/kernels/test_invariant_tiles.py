@@ -46,7 +46,7 @@ def differing(name: str, sm: int, dtype: torch.dtype, sizes=SIZES) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", launch.GENERATIONS)
+@pytest.mark.parametrize("sm", tiles.GENERATIONS)
 def test_the_number_of_rows_chooses_nothing(sm):
     dtypes = (torch.bfloat16, torch.float32) if sm == 80 else (torch.bfloat16,)  # fp32 has few rules
     found = {(name, dtype): differing(name, sm, dtype) for name in FORWARD for dtype in dtypes}

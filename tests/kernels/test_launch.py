@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime import build
 
-from vitfast.kernels import launch
+from vitfast.kernels import archives, launch
 
 HERE = sysconfig.get_paths()["include"]
 
@@ -40,7 +40,7 @@ def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(
         builds = True
     except (RuntimeError, OSError, subprocess.CalledProcessError):
         builds = False
-    said = launch.missing_for_launchers()
+    said = archives.missing_for_launchers()
     assert builds == (message is None) == (said is None) and (said or "").startswith(message or "")
 
 
@@ -61,7 +61,7 @@ def test_a_launch_says_what_is_missing(failure, says, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "settle", lambda kernel: None)
+    monkeypatch.setattr(archives, "settle", lambda kernel: None)
     with pytest.raises(type(failure), match=says):
         launch.launch(Kernel(), (1,), x=torch.empty(1))
 
@@ -78,6 +78,6 @@ def test_a_kernel_and_functions_that_it_is_given_are_settled_before_triton_hashe
             return lambda **arguments: calls.append("launched")
 
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "settle", lambda function: calls.append(type(function).__name__))
+    monkeypatch.setattr(archives, "settle", lambda function: calls.append(type(function).__name__))
     launch.launch(Kernel(), (7,), x=torch.zeros(1), y=Function())
     assert calls == ["Kernel", "Function", "launched"]

@@ -9,8 +9,7 @@ from attention_cases import interpreted
 from vitfast import ViT, ops
 from vitfast.kernels import rows, tiles
 from vitfast.kernels.launch import record
-from vitfast.kernels.layer_norm.backward import layer_norm_bwd
-from vitfast.kernels.layer_norm.forward import add_layer_norm_fwd, layer_norm_fwd
+from vitfast.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
 from vitfast.kernels.matmul import gated, linear, mlp
 from vitfast.ops import reference as ref
 
@@ -78,8 +77,8 @@ def test_a_residual_has_a_shape_class_of_its_own():
         tiles.using("layer_norm_bwd", backward, "3x128as"),
         tiles.using() as used,
     ):
-        _, mean, rstd = layer_norm_fwd(x, weight, None, 1e-5)
-        add_layer_norm_fwd(x, z, weight, None, 1e-5, None, None, 1)
+        _, _, mean, rstd = layer_norm_fwd(x, weight, None, 1e-5)
+        layer_norm_fwd(x, weight, None, 1e-5, residual=z)
         for dz in (None, dy):
             for scale in (weight, None):
                 wanted = dict(branch=x, layer_scale=weight, rows_per_sample=3, want_layer_scale=scale is not None)

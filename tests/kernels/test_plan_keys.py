@@ -12,6 +12,7 @@ from triton import knobs
 
 import vitfast
 from vitfast.kernels import launch, plans, tiles
+from vitfast.ops import operation
 
 pytestmark = interpreted
 ONES = torch.ones(3)
@@ -26,7 +27,7 @@ ONES = torch.ones(3)
     ],
 )
 def test_what_depends_on_numbers_has_no_plan(run, reason):
-    planned = plans.planned(run)
+    planned = operation.planned(run)
     with torch._C._AutoDispatchBelowAutograd():
         for i in range(5):
             x = torch.tensor([0.0, i, 2.0])
@@ -36,7 +37,7 @@ def test_what_depends_on_numbers_has_no_plan(run, reason):
 
 
 def test_two_arguments_that_are_one_tensor_are_told_apart_in_the_next_call():
-    planned = plans.planned(lambda x, y: x - y)
+    planned = operation.planned(lambda x, y: x - y)
     x = torch.ones(3)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
@@ -54,7 +55,7 @@ OTHERS = dict(
 
 @pytest.mark.parametrize("what", [*OTHERS, "number"])
 def test_another_call_has_another_plan(what):
-    planned, x = plans.planned(lambda x, n: x * n), torch.zeros(4, 16)
+    planned, x = operation.planned(lambda x, n: x * n), torch.zeros(4, 16)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(x, 2)
@@ -63,7 +64,7 @@ def test_another_call_has_another_plan(what):
 
 
 def test_modes_have_plans_of_their_own(monkeypatch):
-    planned, x = plans.planned(lambda x: torch.mm(x, x.t())), torch.randn(4, 16)
+    planned, x = operation.planned(lambda x: torch.mm(x, x.t())), torch.randn(4, 16)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(x)
@@ -72,7 +73,7 @@ def test_modes_have_plans_of_their_own(monkeypatch):
                 planned(x)
         with vitfast.batch_invariant(True):
             planned(x)
-        monkeypatch.setattr(plans, "fp32_precision", lambda: "tf32")
+        monkeypatch.setattr(launch, "fp32_precision", lambda: "tf32")
         planned(x)
         tiles.forget_user_table()
         planned(x)
@@ -80,7 +81,7 @@ def test_modes_have_plans_of_their_own(monkeypatch):
 
 
 def test_deterministic_mode_fills_what_a_plan_allocates():
-    planned, x = plans.planned(torch.empty_like), torch.zeros(1000)
+    planned, x = operation.planned(torch.empty_like), torch.zeros(1000)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(x)
@@ -96,7 +97,7 @@ def test_deterministic_mode_fills_what_a_plan_allocates():
 def counted():
     """A planned function that has a plan, and how often its own code ran."""
     ran = []
-    planned, x = plans.planned(lambda x: ran.append(1) or x + 1), torch.zeros(3)
+    planned, x = operation.planned(lambda x: ran.append(1) or x + 1), torch.zeros(3)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(3):
             planned(x)
@@ -187,15 +188,15 @@ def test_a_stream_is_read_at_each_call(monkeypatch):
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "MOST", 3)
-    planned = plans.planned(lambda x, n: x * n)
+    monkeypatch.setattr(operation, "MOST", 3)
+    planned = operation.planned(lambda x, n: x * n)
     with torch._C._AutoDispatchBelowAutograd():
         for n in range(20):
             assert planned(torch.ones(1), n // 2).item() == n // 2 and len(planned.plans) <= 3
 
 
 def test_threads_share_plans():
-    planned, wrong = plans.planned(lambda x, n: (x * n + 1).t()), []
+    planned, wrong = operation.planned(lambda x, n: (x * n + 1).t()), []
 
     def work(i):
         with torch._C._AutoDispatchBelowAutograd():

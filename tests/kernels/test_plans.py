@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast import ops
 from vitfast.kernels import launch, plans
+from vitfast.ops import operation
 from vitfast.ops.operation import Registered
 from vitfast.tools.verify import cases
 from vitfast.tools.verify.draw import Draw, Sizes
@@ -74,7 +75,7 @@ def check(sizes: Sizes, dtype: torch.dtype) -> None:
     """The third call of every operation has the bits and the launches of its own code."""
     seen, launches = set(), launch.launches_made()
     for name, values in calls(sizes, dtype):
-        planned = plans.planned(run := Registered.all[name].run)
+        planned = operation.planned(run := Registered.all[name].run)
         with torch._C._AutoDispatchBelowAutograd():
             for seed in range(3):
                 given, before = again(values, seed), launch.launches_made()
@@ -162,7 +163,7 @@ def test_a_plan_launches_on_the_memory_that_the_operations_own_code_gives(sizes,
     launched = launches_of_plans(monkeypatch)
     descriptors = 0
     for name, values in every:
-        planned, seen = plans.planned(Registered.all[name].run), []
+        planned, seen = operation.planned(Registered.all[name].run), []
         for seed in range(4):
             given = again(values, seed)
             launched.clear()
@@ -217,7 +218,7 @@ def test_a_plan_frees_each_tensor_after_its_last_use():
             x = x + 1
         return x
 
-    planned = plans.planned(run)
+    planned = operation.planned(run)
     with torch._C._AutoDispatchBelowAutograd():
         for _ in range(2):
             planned(torch.zeros(3))

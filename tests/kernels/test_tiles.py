@@ -10,7 +10,8 @@ import torch
 from cubin import SHARED_LIMIT
 from known_configs import known_configs
 
-from vitfast.kernels import launch, tiles
+from vitfast.kernels import tiles
+from vitfast.kernels import user_table as kernel_table
 from vitfast.kernels.tiles import config
 from vitfast.tools.tune import user_table
 
@@ -48,18 +49,18 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(exact, monkeypatch):
         for row in csv.DictReader(file):
             needed[int(row["sm"])] = max(needed.get(int(row["sm"]), 0), int(row["shared"]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(exact, 10))
-    launch._generation.cache_clear()
-    table = launch.generation(torch.device("cuda", 0))
-    launch._generation.cache_clear()
+    tiles._generation.cache_clear()
+    table = tiles.generation(torch.device("cuda", 0))
+    tiles._generation.cache_clear()
     with tiles.using(sm=exact):
-        assert launch.generation(torch.device("meta")) == table
+        assert tiles.generation(torch.device("meta")) == table
     assert needed[table] <= SHARED_LIMIT[table] == 1024 * SHARED_KIB[exact]
     assert table // 10 == exact // 10 and (table == exact or exact in (86, 87, 103, 121))
     assert needed[90] > 1024 * SHARED_KIB[89] and needed[100] > 1024 * SHARED_KIB[121]  # so that this can fail
 
 
 def test_a_gpu_that_nobody_knows_takes_the_newest_tiles_before_it():
-    assert [launch.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
+    assert [tiles.table_of(exact) for exact in (75, 88, 101, 130)] == [0, 80, 100, 120]
 
 
 def test_lookup_takes_the_first_that_can_and_what_is_forced(monkeypatch):
@@ -86,7 +87,7 @@ def table(tmp_path, monkeypatch):
     """The path of a user's table on a pretended GPU."""
     monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(launch, "generation", lambda device: 90)
+    monkeypatch.setattr(tiles, "generation", lambda device: 90)
     tiles.forget_user_table()
     yield tmp_path / "tiles.json"
     tiles.forget_user_table()
@@ -158,4 +159,4 @@ def test_a_limit_of_registers_reaches_the_launch_and_the_users_table(table):
     assert limited.meta == free.meta | dict(maxnreg=168) == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
     assert "maxnreg" not in free.meta
     user_table.keep(limited, op="x", gpu="Some GPU", bits="16", shape="d64")
-    assert tiles.user_table(0) == {("x", "d64", "16"): limited}
+    assert kernel_table.read(0, tiles.from_record) == {("x", "d64", "16"): limited}

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import vitfast
 from vitfast.kernels.launch import INTERPRETED, launches_made
-from vitfast.kernels.launch import batch_invariant as current
+from vitfast.kernels.tiles import batch_invariant as current
 from vitfast.ops import _fixed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,7 +59,7 @@ def test_other_threads_run_pytorchs_own_kernels(monkeypatch):
 
 CODE = """
 import threading, torch, vitfast
-from vitfast.kernels.launch import batch_invariant
+from vitfast.kernels.tiles import batch_invariant
 found = []
 thread = threading.Thread(target=lambda: found.append(batch_invariant()))
 thread.start(), thread.join()

@@ -232,7 +232,7 @@ def test_checkpointing_keeps_an_operation_by_its_name(accelerated, monkeypatch):
         runs[function.__name__] += 1
         return function(*args)
 
-    for file, kernel in (("attention_block", "attention_fwd"), ("mlp", "linear_gelu_fwd")):
+    for file, kernel in (("attention_block", "attention_fwd"), ("mlp_block", "linear_gelu")):
         module = sys.modules[f"vitfast.ops.{file}"]  # `ops` has a function of that name
         monkeypatch.setattr(module, kernel, functools.partial(count, getattr(module, kernel)))
 

@@ -9,6 +9,7 @@ forward and 60 backward, before LayerNorm's backward took the column sums of dou
 """
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from vitfast.kernels.launch import recording
 from vitfast.ops.operation import _build, _fields
 
 # The functions have the modules' names.
-attention_block, mlp_block = map(importlib.import_module, ("vitfast.ops.attention_block", "vitfast.ops.mlp_block"))
+MODULES = "vitfast.ops.attention_block", "vitfast.ops.mlp_block", "vitfast.ops.gated_mlp"
+attention_block, mlp_block, gated_mlp = map(importlib.import_module, MODULES)
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
@@ -72,10 +74,10 @@ def layer(
     """(forward, backward, the rest) of both blocks at ViT-B/16, batch 256, on meta tensors."""
     factors = meta(D) if layer_scale else None, meta(B, dtype=torch.float32) if drop_path else None
     rows = meta(B, N, D), meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
-    options, hidden = (1e-6, "layer", keep), mlp_block.Hidden(meta(F, D), meta(F))
+    options, fc = (1e-6, "layer"), (meta(F, D), meta(F), meta(D, F), meta(D))
     qkv = meta(3 * D, D), meta(3 * D), meta(D, D), meta(D)
-    attention = attention_block._Arguments(*rows, *qkv, *factors, PLAIN, H, *options)
-    mlp = mlp_block._Arguments(*rows, hidden, meta(D, F), meta(D), *factors, *options)
+    attention = attention_block._Arguments(*rows, *qkv, *factors, PLAIN, H, *options, keep)
+    mlp = mlp_block._Arguments(*rows, *fc, *factors, *options, "gelu", keep)
     found = block(attention_block, attention, needs), block(mlp_block, mlp, needs)
     return tuple(map(sum, zip(*found)))
 
@@ -110,9 +112,10 @@ def gated(keep: str, needs: frozenset, inner: bool = False) -> tuple[float, floa
     """(forward, backward) of the gated MLP block, its hidden width 4 D as that of the others."""
     rows = meta(B, N, D), meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
     inner_norm = (meta(F), meta(F)) if inner else (None, None)
-    hidden = mlp_block.Hidden(meta(F, D), meta(F), meta(F, D), meta(F), *inner_norm, "silu", 1e-6)
-    arguments = mlp_block._Arguments(*rows, hidden, meta(D, F), meta(D), None, None, 1e-6, "layer", keep)
-    return block(mlp_block, arguments, needs)[:2]
+    hidden = gated_mlp._Hidden(meta(F, D), meta(F), meta(F, D), meta(F), *inner_norm, "silu", 1e-6)
+    arguments = gated_mlp._Block(*rows, hidden, meta(D, F), meta(D), None, None, 1e-6, "layer", keep)
+    functions = SimpleNamespace(_forward=gated_mlp._block_forward, _backward=gated_mlp._block_backward)
+    return block(functions, arguments, needs)[:2]
 
 
 def test_a_gated_block_moves_what_its_plan_says():

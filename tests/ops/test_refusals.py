@@ -261,7 +261,7 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
         return SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
 
     wanted = dispatch.kernels_wanted
-    monkeypatch.setattr(dispatch.launch, "generation", lambda device: 90)
+    monkeypatch.setattr(dispatch.tiles, "generation", lambda device: 90)
     monkeypatch.setattr(dispatch, "_warned", set())
     assert wanted("attention", on_gpu(torch.bfloat16))
     says = "vitfast attention: head size 20 is odd; plain PyTorch runs in its place"
@@ -276,6 +276,6 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
         wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     with ops.use_kernels("off"):
         assert not wanted("attention", on_gpu(torch.bfloat16))
-    monkeypatch.setattr(dispatch.launch, "generation", lambda device: 0)
+    monkeypatch.setattr(dispatch.tiles, "generation", lambda device: 0)
     with pytest.warns(UserWarning, match="older than compute capability 8.0"):
         assert not wanted("layer_norm", on_gpu(torch.bfloat16))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..ops.dispatch import reason_for_plain
+from ..ops.dispatch import current_mode, unsupported_reason
 from ..ops.fusable import own_forward
 from .structure import parts_of, require_module
 
@@ -111,5 +111,15 @@ def acceleration_report(model: nn.Module) -> Report:
             entries.append(Entry(name, type(module).__name__, "packing", call.why))
     report = Report(entries or [Entry("", "", "", "nothing in it that vitfast replaces")])
     report.model = type(model).__name__
-    report.plain = next((reason_for_plain(p) for p in model.parameters()), None)
+    report.plain = next((_reason_for_plain(p) for p in model.parameters()), None)
     return report
+
+
+def _reason_for_plain(weight: nn.Parameter) -> str | None:
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
+    mode = current_mode()
+    if mode == "off":
+        return "use_kernels('off')"
+    if mode == "auto" and weight.device.type != "cuda":
+        return f"the weights are on {weight.device.type}"
+    return unsupported_reason(weight, None)

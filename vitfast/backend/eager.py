@@ -21,7 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..kernels.launch import batch_invariant
+from ..kernels.tiles import batch_invariant
 from ..ops.fusable import own_forward
 from . import replace_blocks
 from .packed import Lengths, lengths_as_symbols

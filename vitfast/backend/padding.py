@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from ..kernels.launch import batch_invariant
+from ..kernels.tiles import batch_invariant
 from ..ops.fusable import own_forward
 from .eager import CompiledCall, Group, replica_of
 from .packed import packed_of, use_offsets

@@ -53,7 +53,7 @@ def install(args: argparse.Namespace) -> None:
     import torch
 
     from ..kernels import archives
-    from ..kernels.launch import missing_for_launchers
+    from ..kernels.archives import missing_for_launchers
 
     if not args.file.is_file():
         raise InputError(f"there is no file {args.file}")

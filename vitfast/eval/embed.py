@@ -33,7 +33,7 @@ from torch import nn
 from ..data.classes import first_of
 from ..data.records import Record
 from ..errors import InputError, both_ends
-from ..kernels.launch import batch_invariant
+from ..kernels.tiles import batch_invariant
 from ..run.files import SCRATCH, staged
 from ..run.lock import locked
 from ..version import __version__

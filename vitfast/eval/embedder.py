@@ -21,7 +21,7 @@ from ..data.images import Reading, Unreadable
 from ..data.jpeg import Encoded
 from ..data.jpeg import decode as decode_jpegs
 from ..errors import InputError
-from ..kernels.launch import batch_invariant
+from ..kernels.tiles import batch_invariant
 from ..model.baselines import load_any
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels.launch import batch_invariant
+from ..kernels.tiles import batch_invariant
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
 from .config import channels_hint

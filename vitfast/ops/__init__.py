@@ -5,10 +5,11 @@ from .attention_block import attention_block
 from .batch_invariance import batch_invariant
 from .dispatch import use_kernels
 from .flops import register_formulas
+from .gated_mlp import gated_mlp, gated_mlp_block
 from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
-from .mlp import gated_mlp, linear_gelu, mlp
-from .mlp_block import gated_mlp_block, mlp_block
+from .mlp import linear_gelu, mlp
+from .mlp_block import mlp_block
 from .patch_embed import patch_embed
 
 __all__ = [

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from ..kernels.launch import batch_invariant, cdiv
+from ..kernels.launch import cdiv
+from ..kernels.tiles import batch_invariant
 from .dispatch import NO_TRITON, unsupported_reason
 
 if NO_TRITON is None:

@@ -10,6 +10,7 @@ from . import checks as check
 from . import reference as ref
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .operation import custom_op
+from .packed import check_counts, check_offsets
 
 if NO_TRITON is None:
     from ..kernels.attention import launchers as kernels
@@ -46,7 +47,7 @@ def checked(
             want = f"({H}, {N}, {N}) or ({B} or 1, {H}, {N}, {N})"
             raise ValueError(f"{op}: bias must be {want}, got {tuple(bias.shape)}")
     if key_lengths is not None:
-        check.counts(op, "key_lengths", key_lengths, q.device)
+        check_counts(op, "key_lengths", key_lengths, q.device)
         check.shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
     return AttentionOptions(*tables, bias, key_lengths, offsets, rope_layout == "interleaved", prefix, most)
@@ -58,7 +59,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
     if longest is not None and (given is None or given < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
-    most = check.offsets(op, offsets, tokens, device)
+    most = check_offsets(op, offsets, tokens, device)
     if longest is None:
         return tokens if most is None else most
     if most is not None and most > longest:

@@ -16,14 +16,14 @@ from . import checks as check
 from . import reference as ref
 from .attention import RopeLayout, checked, head_unsupported, needs_rope, option_gradients
 from .blocks import Keep, Norm
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
-from .layer_norm import fake_statistics, width_unsupported
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, norm_unsupported, routed
+from .layer_norm import fake_statistics
 from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
     from ..kernels.matmul.linear import input_grad, linear
-    from ..kernels.rows import scale_rows
+    from ..kernels.matmul.scaled import scale_rows
 
 
 def _samples(x: Tensor) -> tuple[int, int]:
@@ -79,27 +79,30 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
-    dout, want_rope = as_matrix(dout), needs_rope(needs)
-    below = block.needs_norm(needs) or needs.in_weight or needs.in_bias
-    g, total = block.branch_gradient(dout, t, needs, norm_follows=block.needs_norm(needs))
+    dout, below, want_rope = as_matrix(dout), block.needs_norm(needs), needs_rope(needs)
+    g, g_sum = block.branch_gradient(dout, t, needs, norm_follows=below)
     dout_weight, dscale = block.weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
-    grads, din, dbias = {}, None, None
-    if below or want_rope or needs.options.bias:
-        do = input_grad(*block.scale_one(g, t)).view(saved.o.shape)
+    # Through proj and attention.
+    want_layer = below or needs.in_weight or needs.in_bias
+    grads, din, din_bias, norm = {}, None, None, block.NormBackward({}, g_sum, None, ())
+    if want_layer or want_rope or needs.options.bias:
+        do = input_grad(*block.through_layer_scale(g, t)).view(saved.o.shape)
         tensors = *saved.qkv.unbind(2), saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
-        dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
+        dqkv, din_bias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
         din = as_matrix(dqkv.flatten(2))
         if needs.in_bias and want_rope:
-            dbias = scale_rows(din, None, None, 1, want_scaled=False)[1]
+            din_bias = scale_rows(din, None, None, 1, want_scaled=False)[1]
         tensors = do = dqkv = None  # freed before more is allocated
-    if below:
-        dh = input_grad(din, as_matrix(t.in_weight)) if block.needs_norm(needs) else None
-        found, total, h = block.norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
+    # Through qkv, the norm and the residual.
+    if want_layer:
+        dh = input_grad(din, as_matrix(t.in_weight)) if below else None
+        norm = block.norm_backward(t, needs, saved, dh, dout, g_sum, needs.in_weight)
         dh = None
-        dweight = torch.mm(din.t(), h) if needs.in_weight else None
-        grads |= dict(found, in_weight=dweight, in_bias=dbias.to(t.in_weight.dtype) if needs.in_bias else None)
-    return grads | block.output_layer_gradients(t, needs, total, dout_weight, dscale)
+        grads |= norm.grads
+        grads["in_weight"] = torch.mm(din.t(), norm.h) if needs.in_weight else None
+        grads["in_bias"] = din_bias.to(t.in_weight.dtype) if needs.in_bias else None
+    return grads | block.output_layer_gradients(t, needs, norm.g_sum, dout_weight, dscale)
 
 
 _attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
@@ -165,7 +168,7 @@ def attention_block(
     t = _Arguments(x, *weights, layer_scale, drop_path, options, num_heads, eps, norm, keep)
     layers = dict(qkv_=(qkv_weight, qkv_bias, (rows, width)), proj_=(proj_weight, proj_bias, (width, inner)))
     t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32))
-    unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
+    unsupported = head_unsupported(inner // num_heads, 1.0) or norm_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))
     given = dict(num_heads=num_heads, longest=longest, **block.keywords(t), **options.keywords)

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from ..errors import InputError
-from ..kernels.launch import BATCH_INVARIANT
+from ..kernels.tiles import BATCH_INVARIANT
 from . import _fixed
 
 VARIABLE = "VITFAST_BATCH_INVARIANT"
@@ -59,7 +59,7 @@ class batch_invariant:
             raise TypeError(f"batch_invariant: it takes True or False, got {enabled!r}")
         if torch.compiler.is_compiling():
             raise RuntimeError("batch_invariant: compiled code cannot switch it; call it outside")
-        self.enabled, self._before = enabled, BATCH_INVARIANT.own()
+        self.enabled, self._before = enabled, BATCH_INVARIANT.set_here()
         _switch(enabled)
 
     def __enter__(self):

@@ -1,9 +1,9 @@
-"""The functions of the fused blocks of an encoder layer; linear_residual shares some of them.
+"""The steps that the fused blocks of an encoder layer share; linear_residual takes those of its layer.
 
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
 
-Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
+Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (scaled.py).
 
 The fused blocks of a pre-norm encoder layer begin with a norm and end in this layer. With keep="least", a block keeps
 for backward its input, the norm's statistics and the tensors that its own file names. With keep="all" the norm's output
@@ -24,20 +24,23 @@ from .dispatch import NO_TRITON
 from .operation import as_matrix, flat, needs_grad, resized, sample_rows
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm.backward import layer_norm_bwd
-    from ..kernels.layer_norm.forward import layer_norm_fwd
+    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
-    from ..kernels.matmul.weight_grad import scaled_weight_grad
-    from ..kernels.rows import column_sums, scale_rows
+    from ..kernels.matmul.scaled import scale_rows, scaled_weight_grad
+    from ..kernels.rows import column_sums
 
 Keep = Literal["least", "all"]
 Norm = Literal["layer", "rms"]
 
 
-def bias_gradients(sums: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The gradients of biases by name, of workspaces (row blocks, F) in fp32, added up in one launch."""
-    found = list(sums.values())
-    return dict(zip(sums, column_sums(found[0], found, [dtype] * len(found)))) if found else {}
+# ---- forward
+
+
+def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The norm's output (M, D) in the layers' dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
+    options = dict(out_dtype=t.out_weight.dtype, rms=t.norm == "rms")
+    h, _, mean, rstd = layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, **options)
+    return h, mean, rstd
 
 
 def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
@@ -45,68 +48,6 @@ def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
     matrices = x, as_matrix(t.out_weight), t.out_bias, as_matrix(residual)
     out = linear_residual_fwd(*matrices, t.layer_scale, t.drop_path, sample_rows(residual))
     return resized(out, *residual.shape)
-
-
-def branch_gradient(
-    dout: Tensor, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(g, its column sum or None): g = drop_path[b] * dout in the layer's dtype, dout itself where equal.
-
-    norm_follows: whether the backward of a block's norm runs, which sums dout, where that is g, in its pass over it.
-    """
-    dtype = t.out_weight.dtype
-    changed = t.drop_path is not None or dout.dtype != dtype
-    want_sum = needs_column_sum(t, needs) and (changed or not norm_follows)
-    if not (changed or want_sum):
-        return dout, None
-    g, total = scale_rows(dout, None, t.drop_path, sample_rows(t.x), changed, want_sum, out_dtype=dtype)
-    return (g if changed else dout), total
-
-
-def scale_one(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
-    """(g, diag(layer_scale) W), whose product is dx.
-
-    Scaling the weight (D, K) moves less memory than scaling g (M, D). In fp16, though, g is scaled, because a layer
-    scale near its initial value, such as 1e-5, would push the weight below fp16's smallest numbers.
-    """
-    weight = as_matrix(t.out_weight)
-    if t.layer_scale is None:
-        return g, weight
-    if g.dtype == torch.float16:
-        return scale_rows(g, t.layer_scale, None, 1, want_sum=False)[0], weight
-    return g, (weight * t.layer_scale.float()[:, None]).to(weight.dtype)
-
-
-def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
-    """Whether g's column sum is needed, for the bias's gradient or for the bias's part in layer_scale's."""
-    return needs.out_bias or (needs.layer_scale and t.out_bias is not None)
-
-
-def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
-    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
-    if needs.layer_scale:
-        return scaled_weight_grad(g, x, t.layer_scale, as_matrix(t.out_weight))
-    if needs.out_weight and t.layer_scale is not None:
-        return scaled_weight_grad(g, x, t.layer_scale)
-    return torch.mm(g.t(), x) if needs.out_weight else None, None
-
-
-def output_layer_gradients(
-    t: NamedTuple, needs: NamedTuple, total: Tensor | None, dweight: Tensor | None, dscale: Tensor | None
-) -> dict[str, Tensor | None]:
-    """Gradients of the output layer by name, from g's column sum `total` and weight_gradients' results."""
-    dbias = None
-    if needs.out_bias:
-        dbias = (total if t.layer_scale is None else total * t.layer_scale.float()).to(t.out_bias.dtype)
-    if needs.layer_scale and t.out_bias is not None:
-        dscale = torch.addcmul(dscale, total, t.out_bias.float())
-    dscale = dscale.to(t.layer_scale.dtype) if needs.layer_scale else None
-    return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
-
-
-def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The norm's output (M, D) in the layers' dtype, mean (None for RMSNorm) and rstd (M,) in fp32."""
-    return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.out_weight.dtype, t.norm == "rms")
 
 
 def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
@@ -121,39 +62,114 @@ def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
     return saved._replace(**dict.fromkeys(dropped)) if t.keep == "least" else saved
 
 
+# ---- backward, in the order in which a block takes the steps
+
+
 def needs_norm(needs: NamedTuple) -> bool:
     """Whether the backward of the block's norm runs."""
     return needs.x or needs.norm_weight or needs.norm_bias
 
 
-def norm_gradients(
+def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
+    """Whether g's column sum is needed, for the bias's gradient or for the bias's part in layer_scale's."""
+    return needs.out_bias or (needs.layer_scale and t.out_bias is not None)
+
+
+def branch_gradient(
+    dout: Tensor, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(g, its column sum or None): g = drop_path[b] * dout in the layer's dtype, dout itself where equal.
+
+    norm_follows: whether `norm_backward` runs later, which sums dout in its pass; then no sum is made here of a g that
+    is dout.
+    """
+    dtype = t.out_weight.dtype
+    changed = t.drop_path is not None or dout.dtype != dtype
+    want_sum = needs_column_sum(t, needs) and (changed or not norm_follows)
+    if not (changed or want_sum):
+        return dout, None
+    g, g_sum = scale_rows(dout, None, t.drop_path, sample_rows(t.x), changed, want_sum, out_dtype=dtype)
+    return (g if changed else dout), g_sum
+
+
+def through_layer_scale(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
+    """(g, diag(layer_scale) W), whose product is dx.
+
+    Scaling the weight (D, K) moves less memory than scaling g (M, D). In fp16, though, g is scaled, because a layer
+    scale near its initial value, such as 1e-5, would push the weight below fp16's smallest numbers.
+    """
+    weight = as_matrix(t.out_weight)
+    if t.layer_scale is None:
+        return g, weight
+    if g.dtype == torch.float16:
+        return scale_rows(g, t.layer_scale, None, 1, want_sum=False)[0], weight
+    return g, (weight * t.layer_scale.float()[:, None]).to(weight.dtype)
+
+
+def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
+    """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
+    if needs.layer_scale:
+        return scaled_weight_grad(g, x, t.layer_scale, as_matrix(t.out_weight))
+    if needs.out_weight and t.layer_scale is not None:
+        return scaled_weight_grad(g, x, t.layer_scale)
+    return torch.mm(g.t(), x) if needs.out_weight else None, None
+
+
+class NormBackward(NamedTuple):
+    """The results of `norm_backward`."""
+
+    grads: dict[str, Tensor | None]  # of x, norm_weight and norm_bias, by name
+    g_sum: Tensor | None  # (D,), the column sum of g
+    h: Tensor | None  # (M, D), the norm's output
+    sums: tuple[Tensor | None, ...]  # (F,), the column sums of the workspaces
+
+
+def norm_backward(
     t: NamedTuple,
     needs: NamedTuple,
     saved: NamedTuple,
-    dout: Tensor,
-    total: Tensor | None,
     dh: Tensor | None,
+    dout: Tensor,
+    g_sum: Tensor | None,
     want_h: bool,
-    sums: dict[str, Tensor | None] | None = None,
-) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor | None]:
-    """(gradients of x, the norm's parameters and `sums`, column sum of g, the norm's output h if wanted).
+    workspaces: tuple[Tensor | None, ...] = (),
+) -> NormBackward:
+    """The norm's backward, which in one pass also adds the residual's gradient, and does the sums that are left.
 
-    dh: the gradient of h, None where none of these gradients is needed. In one pass, the norm's backward adds the
-    residual's gradient dout, sums dout unless g's sum is given as `total`, and writes h again unless it was kept.
-    sums: workspaces of biases' gradients by name, which the launch that adds up the norm's adds up too.
+    dh (M, D): the gradient of the norm's output; None where neither x nor the norm's parameters need one. dout (M, D):
+    the block's, which is added to dx; its column sum is g_sum unless that is given. want_h: the norm's output is
+    written again unless it was kept. workspaces (row blocks, F): sums of other kernels, which the launch that adds up
+    the norm's adds up too.
     """
-    sums, dtype = sums or {}, t.out_weight.dtype
-    want_h = want_h and saved.h is None
+    dtype, want_h = t.out_weight.dtype, want_h and saved.h is None
     if dh is None:
-        return bias_gradients(sums, dtype), total, apply_norm(t)[0] if want_h else saved.h
-    want_sum = total is None and needs_column_sum(t, needs)
+        sums = column_sums(workspaces[0], workspaces, [dtype] * len(workspaces)) if workspaces else ()
+        return NormBackward({}, g_sum, apply_norm(t)[0] if want_h else saved.h, tuple(sums))
+    want_sum = g_sum is None and needs_column_sum(t, needs)
     inputs = as_matrix(t.x), t.norm_weight, t.norm_bias, saved.mean, saved.rstd
     wants = dict(want_dx=needs.x, want_dparams=needs.norm_weight or needs.norm_bias, want_dz_sum=want_sum)
-    more = dict(want_y=want_h, more_sums=tuple(sums.values()), more_dtype=dtype)
-    grads = layer_norm_bwd(dh, *inputs, dz=dout, **wants, **more)
-    dx = grads.dres.view(t.x.shape) if needs.x else None
-    found = dict(zip(sums, grads.more_sums), x=dx, norm_weight=grads.dweight, norm_bias=grads.dbias)
-    return found, grads.dz_sum if want_sum else total, grads.y if saved.h is None else saved.h
+    more = dict(want_y=want_h, more_sums=workspaces, more_dtype=dtype)
+    norm = layer_norm_bwd(dh, *inputs, dz=dout, **wants, **more)
+    dx = norm.dres.view(t.x.shape) if needs.x else None
+    grads = dict(x=dx, norm_weight=norm.dweight, norm_bias=norm.dbias)
+    g_sum, h = norm.dz_sum if want_sum else g_sum, norm.y if want_h else saved.h
+    return NormBackward(grads, g_sum, h, norm.more_sums)
+
+
+def output_layer_gradients(
+    t: NamedTuple, needs: NamedTuple, g_sum: Tensor | None, dweight: Tensor | None, dscale: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Gradients of the output layer by name, from g's column sum and the results of weight_gradients."""
+    dbias = None
+    if needs.out_bias:
+        dbias = (g_sum if t.layer_scale is None else g_sum * t.layer_scale.float()).to(t.out_bias.dtype)
+    if needs.layer_scale and t.out_bias is not None:
+        dscale = torch.addcmul(dscale, g_sum, t.out_bias.float())
+    dscale = dscale.to(t.layer_scale.dtype) if needs.layer_scale else None
+    return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
+
+
+# ---- arguments
 
 
 def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp32: bool) -> float:

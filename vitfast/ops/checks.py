@@ -1,16 +1,32 @@
 """Checks of arguments: each raises ValueError or TypeError, which names the operation."""
 
 from numbers import Integral, Real
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..errors import both_ends
-from . import reference as ref
+from ..values import Activation
+
+Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 
 # The dtypes that eager PyTorch computes in; its products have no smaller ones.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT32 = torch.finfo(torch.float32).max
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
+    if forward_ad._current_level >= 0:
+        return True
+    # Dynamo would always answer yes to the second question; the transforms that it traces raise where they must.
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def at_hand(offsets: Tensor) -> bool:
+    """Whether the host may read the values: a true tensor on the CPU, in code that is not being compiled."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
 
 
 def tensors(op: str, **tensors: Tensor) -> None:
@@ -32,8 +48,8 @@ def floating(op: str, **tensors: Tensor | None) -> None:
     """Checks that every tensor, unless None, has a dtype that the operations compute in."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
-            known = "float16, bfloat16, float32 or float64"
-            raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
+            dtypes = "float16, bfloat16, float32 or float64"
+            raise TypeError(f"{op}: {name} must be floating point ({dtypes}), got {tensor.dtype}")
 
 
 def shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
@@ -123,30 +139,20 @@ def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number f
 
 def activation(op: str, activation: str) -> None:
     """Checks that `activation` names one; raises ValueError otherwise."""
-    if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
-        known = ", ".join(map(repr, ref.ACTIVATIONS))
-        raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
+    if not isinstance(activation, str) or activation not in get_args(Activation):
+        names = ", ".join(map(repr, get_args(Activation)))
+        raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
 
 
-def counts(op: str, name: str, tensor: Tensor, where: torch.device) -> None:
-    """Checks that a tensor is int32 or int64 and on the device of the operation's input."""
-    tensors(op, **{name: tensor})
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
-    device(op, "its input", where, **{name: tensor})
-
-
-def offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
-    """Checks offsets (S + 1,) and returns the tokens of the longest sample.
-
-    Their values are checked only where the host has them (ref.at_hand); otherwise None is returned.
-    """
-    counts(op, "offsets", offsets, device)
-    if offsets.dim() != 1 or not len(offsets):
-        raise ValueError(f"{op}: offsets must be (S + 1,), got {tuple(offsets.shape)}")
-    if not ref.at_hand(offsets):
-        return None
-    if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets.diff() < 0).any()):
-        text = f"must rise from 0 to the {tokens} tokens, got {both_ends(str(offsets.tolist()), 80)}"
-        raise ValueError(f"{op}: offsets {text}")
-    return int(offsets.diff().max()) if len(offsets) > 1 else 0
+def one_activation(op: str, name: str | None, approximate: str | None) -> str:
+    """The activation's name, "gelu" unless given; approximate: torch's word for the kind of GELU."""
+    if approximate not in (None, "none", "tanh"):
+        raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
+    by_kind = "gelu_tanh" if approximate == "tanh" else "gelu"
+    if name is None:
+        return by_kind
+    activation(op, name)
+    if approximate is not None and name != by_kind:
+        clash = f"approximate={approximate!r} means activation={by_kind!r}, and activation={name!r} is given too"
+        raise ValueError(f"{op}: {clash}; give one of the two")
+    return name

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels import launch, tiles
-from ..kernels.launch import INTERPRETED, ThreadMode
+from ..kernels.launch import INTERPRETED
 from ..kernels.plans import MOST
-from . import reference as ref
+from ..kernels.tiles import ThreadMode
+from .checks import at_hand, transformed
 from .operation import Call
 
 try:
@@ -25,6 +26,8 @@ try:
 except ImportError as error:  # on macOS and Windows, for example, where the operations run plain PyTorch
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
+    from ..kernels.layer_norm import MAX_WIDTH
+
     NO_TRITON = None
 
 Function = TypeVar("Function", bound=Callable)
@@ -57,7 +60,7 @@ class use_kernels:
     def __init__(self, mode: Mode):
         if mode not in MODES:
             raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        self.mode, self._before = mode, _MODE.own()
+        self.mode, self._before = mode, _MODE.set_here()
         _MODE.set(mode)
 
     def __enter__(self):
@@ -88,7 +91,7 @@ def constant_when_compiled(function: Function) -> Function:
 @constant_when_compiled  # Dynamo would trace into the cache that is used: 2.14 warns, 2.11 cannot
 def _too_old(device: torch.device) -> bool:
     """Whether a GPU is older than every generation that has kernels."""
-    return launch.generation(device) == 0
+    return tiles.generation(device) == 0
 
 
 def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
@@ -104,9 +107,18 @@ def unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
         return "Triton's interpreter computes bfloat16 wrongly (vitfast.tools.interpreter.mend_bfloat16() mends it)"
     if x.dtype not in KERNEL_DTYPES:
         return f"no kernel computes in {x.dtype}"
-    if ref.transformed():
+    if transformed():
         return "no kernel runs under torch.func's transforms or forward-mode differentiation"
     return unsupported
+
+
+def norm_unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
+    """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
+    if NO_TRITON is None and width > MAX_WIDTH:
+        return f"width above {MAX_WIDTH}"
+    if width == 0:
+        return "width 0"
+    return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
 
 
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None, stacklevel: int = 5) -> bool:
@@ -129,16 +141,6 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None, stackleve
         _warned.add((op, reason))
         warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=stacklevel)
     return False
-
-
-def reason_for_plain(weight: Tensor) -> str | None:
-    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
-    mode = current_mode()
-    if mode == "off":
-        return "use_kernels('off')"
-    if mode == "auto" and weight.device.type != "cuda":
-        return f"the weights are on {weight.device.type}"
-    return unsupported_reason(weight, None)
 
 
 # Other names that arguments may be given by: flash-attention's for packed samples, and save_policy for `keep`. They are
@@ -189,14 +191,14 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 def _key(leaves: list) -> tuple | None:
     """All that the checks of these arguments go by; None where it may be more."""
-    if torch.compiler._is_exporting_flag or ref.transformed():
+    if torch.compiler._is_exporting_flag or transformed():
         return None
     found = [current_mode(), torch.is_grad_enabled(), tiles.state]
     for x in leaves:
         kind = type(x)
         if kind in _NUMBERS:
             found += kind, x
-        elif kind in _TENSORS and x.layout is torch.strided and (x.is_floating_point() or not ref.at_hand(x)):
+        elif kind in _TENSORS and x.layout is torch.strided and (x.is_floating_point() or not at_hand(x)):
             found += x.dtype, x.shape, x.device, x.requires_grad
         else:  # the checks read what is in offsets that the host has
             return None

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from . import checks as check
 from . import reference as ref
-from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
+from .dispatch import NO_TRITON, autocasts, kernels_wanted, norm_unsupported, routed
 from .operation import Constant, as_matrix, custom_op, resized, sample_rows
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm import forward as kernels
-    from ..kernels.layer_norm.backward import layer_norm_bwd
+    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
 
 
 class _Arguments(NamedTuple):
@@ -43,7 +42,7 @@ def fake_statistics(x: Tensor, rms: bool = False) -> tuple[Tensor | None, Tensor
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Statistics]:
-    y, *statistics = kernels.layer_norm_fwd(as_matrix(t.x), t.weight, t.bias, t.eps, rms=t.rms)
+    y, _, *statistics = layer_norm_fwd(as_matrix(t.x), t.weight, t.bias, t.eps, rms=t.rms)
     return resized(y, *t.x.shape), _Statistics(*statistics)
 
 
@@ -85,8 +84,9 @@ class _AddSaved(NamedTuple):
 
 
 def _add_forward(t: _AddArguments) -> tuple[Tensor, Tensor, _AddSaved]:
-    factors = t.eps, t.layer_scale, t.drop_path, sample_rows(t.x)
-    y, z, *statistics = kernels.add_layer_norm_fwd(as_matrix(t.x), as_matrix(t.residual), t.weight, t.bias, *factors)
+    factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=sample_rows(t.x))
+    inputs = as_matrix(t.x), t.weight, t.bias, t.eps
+    y, z, *statistics = layer_norm_fwd(*inputs, residual=as_matrix(t.residual), **factors)
     y, z = resized(y, *t.x.shape), resized(z, *t.x.shape)
     return y, z, _AddSaved(z, *statistics)
 
@@ -122,15 +122,6 @@ _add_layer_norm = custom_op(
 )
 
 
-def width_unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
-    """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
-    if NO_TRITON is None and width > kernels.MAX_WIDTH:
-        return f"width above {kernels.MAX_WIDTH}"
-    if width == 0:
-        return "width 0"
-    return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
-
-
 @autocasts("weight", "bias")
 @routed
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
@@ -143,7 +134,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check.same("layer_norm", "x", x)
     check.norm("layer_norm", x, width, weight=weight, bias=bias)
     eps = check.number("layer_norm", "eps", eps)
-    if kernels_wanted("layer_norm", x, width_unsupported(width)):
+    if kernels_wanted("layer_norm", x, norm_unsupported(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))
     return ref.layer_norm(x, weight, bias, eps)
 
@@ -171,7 +162,7 @@ def add_layer_norm(
     check.norm("add_layer_norm", x, width, weight=weight, bias=bias)
     eps = check.number("add_layer_norm", "eps", eps)
     check.factors("add_layer_norm", x, layer_scale, drop_path, width)
-    if kernels_wanted("add_layer_norm", x, width_unsupported(width, drop_path)):
+    if kernels_wanted("add_layer_norm", x, norm_unsupported(width, drop_path)):
         return _add_layer_norm(_AddArguments(x, residual, weight, bias, layer_scale, drop_path, eps))
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
 
@@ -188,6 +179,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     check.same("rms_norm", "x", x)
     check.norm("rms_norm", x, width, weight=weight)
     eps = check.number("rms_norm", "eps", eps)
-    if kernels_wanted("rms_norm", x, width_unsupported(width)):
+    if kernels_wanted("rms_norm", x, norm_unsupported(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))
     return ref.rms_norm(x, weight, eps)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks as check
 from . import reference as ref
-from .blocks import branch_gradient, output_layer, output_layer_gradients, scale_one, weight_gradients
+from .blocks import branch_gradient, output_layer, output_layer_gradients, through_layer_scale, weight_gradients
 from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .operation import Constant, NothingSaved, as_matrix, custom_op, needs_grad
 
@@ -37,10 +37,10 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 
 def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
-    g, total = branch_gradient(as_matrix(dout), t, needs)
-    dx = input_grad(*scale_one(g, t)).view(t.x.shape) if needs.x else None
-    grads = output_layer_gradients(t, needs, total, *weight_gradients(g, as_matrix(t.x), t, needs))
-    return dict(x=dx, **grads)
+    g, g_sum = branch_gradient(as_matrix(dout), t, needs)
+    dx = input_grad(*through_layer_scale(g, t)).view(t.x.shape) if needs.x else None
+    dweight, dscale = weight_gradients(g, as_matrix(t.x), t, needs)
+    return dict(x=dx, **output_layer_gradients(t, needs, g_sum, dweight, dscale))
 
 
 _functions = dict(forward=_forward, fake=_fake, backward=_backward, ties=lambda t: dict(residual="out"))

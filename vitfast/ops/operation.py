@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..kernels.plans import planned
+from ..kernels import launch, tiles
+from ..kernels.plans import MOST, Plan, Recorder
 
 Constant = Annotated[Tensor, "constant"]  # a tensor that never has a gradient
 _TENSORS = (Tensor, Constant)
@@ -67,6 +68,50 @@ def flat(t: tuple) -> list:
 def needs_grad(*values: Any) -> bool:
     """Whether backward may need the gradient of a tensor among these, for which forward keeps tensors."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+
+
+def _plan_key(values: Sequence) -> tuple[tuple, torch.device | None]:
+    """All that the code of an operation goes by, and the device of its tensors."""
+    key, device = [tiles.batch_invariant(), launch.fp32_precision(), tiles.state], None
+    for x in values:
+        if isinstance(x, Tensor):
+            device = x.device
+            key += x.dtype, x.shape, x.stride(), x.data_ptr() % 16, device
+        else:
+            key.append(tuple(x) if isinstance(x, list) else x)
+    if torch._C._is_any_autocast_enabled():
+        key += torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return tuple(key), device
+
+
+def planned(run: Callable) -> Callable:
+    """Decorates a function of tensors and numbers that returns new tensors; plans run its calls (plans.py)."""
+    plans: dict[tuple, Plan | str | None] = {}  # None: met once; a text: why there can be none
+
+    @functools.wraps(run)
+    def call(*values):
+        if launch.watched():
+            return run(*values)
+        key, device = _plan_key(values)
+        plan = plans.get(key, "new")
+        if plan == "new":
+            if len(plans) >= MOST:
+                plans.clear()
+            plans[key] = None
+            return run(*values)
+        if plan is None:
+            with Recorder(values) as recorder, launch.taped(recorder):
+                outputs = run(*values)
+            plans[key] = recorder.plan(outputs)
+            return outputs
+        if isinstance(plan, str) or any(kernel.pre_run_hooks for kernel in plan.kernels):
+            return run(*values)
+        launch.count(plan.launches)
+        with launch.on(device):
+            return plan.run(*values, launch.stream(device))
+
+    call.plans = plans
+    return call
 
 
 # The libraries of the operations by name, kept in torch: a file that is imported again defines its operations anew.

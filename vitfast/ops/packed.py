@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import both_ends
 from ..kernels.launch import cdiv
 from . import checks as check
 from .reference import owners
@@ -247,3 +248,27 @@ def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tens
     count = torch.arange(len(offsets) - 1, device=offsets.device)
     rows = torch.arange(patches, device=offsets.device) + (owners(offsets, patches) + 1) * prefix
     return rows, offsets[:-1] + count * prefix
+
+
+def check_counts(op: str, name: str, tensor: Tensor, where: torch.device) -> None:
+    """Checks that a tensor is int32 or int64 and on the device of the operation's input."""
+    check.tensors(op, **{name: tensor})
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
+    check.device(op, "its input", where, **{name: tensor})
+
+
+def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
+    """Checks offsets (S + 1,) and returns the tokens of the longest sample.
+
+    Their values are checked only where the host has them (check.at_hand); otherwise None is returned.
+    """
+    check_counts(op, "offsets", offsets, device)
+    if offsets.dim() != 1 or not len(offsets):
+        raise ValueError(f"{op}: offsets must be (S + 1,), got {tuple(offsets.shape)}")
+    if not check.at_hand(offsets):
+        return None
+    if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets.diff() < 0).any()):
+        text = f"must rise from 0 to the {tokens} tokens, got {both_ends(str(offsets.tolist()), 80)}"
+        raise ValueError(f"{op}: offsets {text}")
+    return int(offsets.diff().max()) if len(offsets) > 1 else 0

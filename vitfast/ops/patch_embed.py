@@ -169,7 +169,7 @@ def patch_embed(
         if (height, length) != (p, q):
             raise ValueError(f"{op}: with offsets images must be (N, {chans}, {p}, {q}), got {tuple(images.shape)}")
         check.shape(op, "pos_embed", pos_embed, (len(images), width))
-        check.offsets(op, offsets, len(images), images.device)
+        packed.check_offsets(op, offsets, len(images), images.device)
         lie = packed.token_rows(offsets, len(images), prefix)
     else:
         check.shape(op, "pos_embed", pos_embed, (1, "*", width))

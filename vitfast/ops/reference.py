@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
+
+from .checks import at_hand, transformed
 
 Result = TypeVar("Result")
 
@@ -33,19 +34,6 @@ def _upcastable(function: Callable[..., Result]) -> Callable[..., Result]:
 
 def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     return None if parameter is None else parameter.to(x.dtype)
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
-    if forward_ad._current_level >= 0:
-        return True
-    # Dynamo would always answer yes to the second question; the transforms that it traces raise where they must.
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def at_hand(offsets: Tensor) -> bool:
-    """Whether the host may read the values: a true tensor on the CPU, in code that is not being compiled."""
-    return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
 
 
 def owners(offsets: Tensor, count: int) -> Tensor:

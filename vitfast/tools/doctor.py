@@ -18,9 +18,8 @@ from torch import Tensor
 from .. import ops
 from ..errors import InputError, both_ends
 from ..kernels import launch, tiles
-from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
+from ..kernels.launch import INTERPRETED, launches_made
 from ..kernels.libraries import cublaslt
-from ..kernels.matmul.configs import OPERATIONS as PRODUCTS
 from ..version import __version__
 from . import interpreter
 from .child import Children, Lost
@@ -157,7 +156,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
 def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
     """Has kernels of ours make the products that are cuBLAS's by the rules."""
     stack, like, shape = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device()), "768x768f"
-    for op in PRODUCTS:
+    for op in ("linear_fwd", "input_grad", "linear_gelu_fwd", "linear_residual_fwd"):
         if tiles.shipped(op, like, shape).provider in ("cublas", "cublaslt"):
             stack.enter_context(tiles.using(op, tiles.shipped(op, like, shape, ("triton",))))
     return stack
@@ -218,9 +217,11 @@ def machine() -> dict[str, str]:
     gpu = torch.cuda.get_device_properties(0)
     facts |= dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor)) | here
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    exact, table = 10 * gpu.major + gpu.minor, launch.generation(device())
+    exact, table = 10 * gpu.major + gpu.minor, tiles.generation(device())
     if table and table != exact:
         facts["tiles"] = f"those of sm_{table}, as sm_{exact} has no table of its own; `vitfast tune` may find faster"
+    from ..kernels.archives import missing_for_launchers  # it needs Triton
+
     if missing := missing_for_launchers():
         facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
     like = torch.empty(0, dtype=torch.bfloat16, device=device())

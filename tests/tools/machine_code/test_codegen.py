@@ -12,7 +12,7 @@ from known_configs import known_configs
 from processes import uninterpreted
 
 import vitfast.tools.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
-from vitfast.kernels import launch, tiles
+from vitfast.kernels import tiles
 
 
 def measured(row: dict) -> tuple:
@@ -258,7 +258,7 @@ def test_the_committed_table_is_whole_and_has_no_problems(codegen):
     version = re.search(r"triton (\S+);", codegen.TABLE.read_text()).group(1)
     assert too_many_instructions(rows, version) == (set(), [])
     cases = {(row["sm"], row["case"]) for row in rows}
-    for sm in launch.GENERATIONS:
+    for sm in tiles.GENERATIONS:
         for size in codegen.HEAD_SIZES:  # of packed samples, all: models of any size come here
             of_size = [case for found, case in cases if found == sm and case.startswith(f"Dh {size} attention")]
             assert sum(", packed" in case for case in of_size) >= 6, (sm, size)

@@ -11,7 +11,7 @@ import torch
 from commands import refuses, run_cli
 from processes import uninterpreted
 
-from vitfast.kernels import archives, launch
+from vitfast.kernels import archives
 from vitfast.run.files import write_tar
 from vitfast.tools.machine_code import packing
 
@@ -152,38 +152,38 @@ def test_the_first_launch_adds_the_archives_that_a_variable_names(tmp_path, monk
     folder.mkdir()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
-    monkeypatch.setattr(launch, "_archives_seen", set())
+    monkeypatch.setattr(archives, "_looked_at", set())
     monkeypatch.setenv("VITFAST_KERNELS_CACHE", str(folder))
     with pytest.warns(UserWarning, match="there is no .tar.xz in"):
-        launch._add_archives(0)
+        archives.add_named(0)
     archive(folder, "a.tar.xz", gpu="sm_80")
-    monkeypatch.setattr(launch, "_archives_seen", set())
+    monkeypatch.setattr(archives, "_looked_at", set())
     with pytest.warns(UserWarning, match="a.tar.xz is not used: it is for sm_80, .* Triton compiles the kernels"):
-        launch._add_archives(0)
+        archives.add_named(0)
     assert not cache.exists()
     archive(folder, "b.tar.xz")
-    monkeypatch.setattr(launch, "_archives_seen", set())
+    monkeypatch.setattr(archives, "_looked_at", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch._add_archives(0)
+        archives.add_named(0)
     assert (cache / "K" / "k.cubin").read_text() == "new"
     (cache / "K" / "k.cubin").write_text("used")  # neither this process nor the next one adds it again
-    launch._add_archives(0)
-    monkeypatch.setattr(launch, "_archives_seen", set())
-    launch._add_archives(0)
+    archives.add_named(0)
+    monkeypatch.setattr(archives, "_looked_at", set())
+    archives.add_named(0)
     assert (cache / "K" / "k.cubin").read_text() == "used"
     cache.rename(moved := tmp_path / "moved")  # Triton notes absolute paths, so the archive is added again
     monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
-    launch._add_archives(0)  # the same process: Inductor, too, sets the variable
+    archives.add_named(0)  # the same process: Inductor, too, sets the variable
     assert str(moved) in (moved / "K" / "__grp__k.json").read_text()
-    monkeypatch.setattr(launch, "_archives_seen", set())
+    monkeypatch.setattr(archives, "_looked_at", set())
     (folder / "0.tar.xz").write_text("damaged")  # it does not hide those after it
     with pytest.warns(UserWarning, match="0.tar.xz is not used: [^;]*$"):
-        launch._add_archives(0)
+        archives.add_named(0)
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="b.tar.xz is not used: .*File exists"):
-        launch._add_archives(0)
+        archives.add_named(0)
     monkeypatch.setenv("VITFAST_KERNELS_CACHE", str(tmp_path / "none.tar.xz"))
     with pytest.warns(UserWarning, match="none.tar.xz"):
-        launch._add_archives(1)
+        archives.add_named(1)

@@ -43,7 +43,7 @@ def test_the_command_keeps_what_it_finds_and_says_so(table, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert "1000.000 ms as it was" in out and "500.000 ms in place of 1000.000 ms" in out
     assert "1 tiles faster than before, kept in" in out and len(table()) == 1 and "same command" not in out
-    tiles.user_table_path().write_text('{"tiles": [{"op": 1}]}')
+    tiles.user_table.path().write_text('{"tiles": [{"op": 1}]}')
     assert run_command(monkeypatch, Clock()) == 2 and "tiles.json is damaged" in capsys.readouterr().err
 
 

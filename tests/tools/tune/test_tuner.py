@@ -39,7 +39,7 @@ def test_neighbours_differ_in_one_number():
 
 def test_a_climb_goes_to_the_top_and_each_step_is_kept_and_in_force_at_once(table, monkeypatch):
     reloads = []
-    monkeypatch.setattr(tiles.user_table, "cache_clear", lambda: reloads.append(len(table())))
+    monkeypatch.setattr(tiles.user_table.read, "cache_clear", lambda: reloads.append(len(table())))
     top, slow = config(16, 1, BLOCK_M=128, BLOCK_N=64), config(1, 1, BLOCK_M=16, BLOCK_N=16)
 
     def planted(tile):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfast.kernels import rows, tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.attention import launchers as attention
 from vitfast.kernels.attention.options import PLAIN, AttentionOptions
-from vitfast.kernels.layer_norm import forward as layer_norm
-from vitfast.kernels.matmul import linear, mlp
+from vitfast.kernels.layer_norm import layer_norm_fwd
+from vitfast.kernels.matmul import linear, mlp, scaled
 from vitfast.kernels.tiles import KernelConfig
 from vitfast.ops import reference as ref
 from vitfast.tools.verify.attention_launchers import (
@@ -160,7 +160,7 @@ def _rows(s: Sizes) -> dict[str, Launcher]:
     return {
         "rms_norm": Launcher(
             lambda t: (t.values(m, d), t.values(d)),
-            lambda x, w: layer_norm.layer_norm_fwd(x, w, None, EPS, rms=True)[::2],
+            lambda x, w: layer_norm_fwd(x, w, None, EPS, rms=True),
             lambda x, w: (ref.rms_norm(x, w, EPS), *statistics(x, rms=True)),
         ),
         "add + layer_norm, factors": dataclasses.replace(
@@ -169,7 +169,7 @@ def _rows(s: Sizes) -> dict[str, Launcher]:
         "rms_norm backward in a block": norm_backward(s, rms=True, sums=True),
         "scaled rows": Launcher(
             lambda t: (t.values(m, d), t.factors(s.batch)),
-            lambda x, drop: rows.scale_rows(x, None, drop, s.tokens),
+            lambda x, drop: scaled.scale_rows(x, None, drop, s.tokens),
             scaled_rows,
         ),
         "column sums, gated MLP's block": workspaces(*[of_norm(s)] * 3, *[of_activation(s)] * 2),
@@ -193,7 +193,7 @@ def rare(s: Sizes) -> dict[str, Launcher]:
     found["layer_norm backward, every sum, fp32 stream"] = _every_sum(s, dtype=torch.float32)
     found["scaled rows, layer scale"] = Launcher(
         lambda t: (t.values(s.rows, s.width), t.values(s.width), t.factors(s.batch)),
-        lambda *t: rows.scale_rows(*t, s.tokens),
+        lambda *t: scaled.scale_rows(*t, s.tokens),
         lambda x, ls, drop: scaled_rows(x, drop, ls),
     )
     for name, both in {

@@ -19,9 +19,10 @@ from planted import MUTANTS, NUMBERS, ROOT
 from sanitizer import Sanitizer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitfast.kernels import launch, rows, tiles
+from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
 from vitfast.kernels.attention.options import AttentionOptions
+from vitfast.kernels.matmul import scaled
 from vitfast.tools.verify import Judge, Wrong, errors
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launcher import Launcher
@@ -77,7 +78,7 @@ def long_plan(name: str, dtype: torch.dtype):
             turn, heads = i + 2 * (i // 4), (1, MANY_HEADS)[i // 2 % 2]
             layouts = [edges.layouts_of(name)[(turn + step) % 4] for step in (1, 2)]
             yield edges.Case(name, sizes, dtype, layouts[0], many_heads=heads)
-            yield edges.Case(name, sizes, dtype, layouts[1], launch.GENERATIONS[turn % 5], heads)
+            yield edges.Case(name, sizes, dtype, layouts[1], tiles.GENERATIONS[turn % 5], heads)
 
 
 def check(cases) -> None:
@@ -197,7 +198,7 @@ def test_there_are_planted_bugs_of_every_kind():
 
 
 def test_an_error_an_overwritten_input_a_wrong_number_and_no_kernel_are_said(monkeypatch):
-    case, right = next(edges.cases("sum of rows")), rows.scale_rows
+    case, right = next(edges.cases("sum of rows")), scaled.scale_rows
     assert not edges.check(case).wrong
     for said, wrong in (
         ("ZeroDivisionError: division by zero at verify/test_edges.py:", lambda *_, **__: 1 / 0),
@@ -205,7 +206,7 @@ def test_an_error_an_overwritten_input_a_wrong_number_and_no_kernel_are_said(mon
         ("error of a row 1.2e-02", lambda x, *rest, **options: (None, 1.012 * right(x, *rest, **options)[1])),
         ("no kernel ran", lambda x, *_, **__: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]),
     ):
-        monkeypatch.setattr(rows, "scale_rows", wrong)
+        monkeypatch.setattr(scaled, "scale_rows", wrong)
         assert said in edges.check(case).wrong[0]
 
 

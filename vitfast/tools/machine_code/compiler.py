@@ -22,7 +22,8 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from ...errors import InputError, both_ends
-from ...kernels.launch import INTERPRETED, Launch, settle
+from ...kernels.archives import settle
+from ...kernels.launch import INTERPRETED, Launch
 from ..child import Children, Lost
 
 SECONDS = 25  # after which a compilation counts as failed, if nothing else is said; it takes one or two

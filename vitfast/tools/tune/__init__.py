@@ -18,7 +18,7 @@ from time import monotonic
 import torch
 
 from ...errors import InputError, unknown
-from ...kernels import launch, tiles
+from ...kernels import tiles
 from ..verify.clock import DeviceClock
 from ..verify.draw import Sizes
 from . import user_table
@@ -47,7 +47,7 @@ def machine(dtype: torch.dtype) -> Iterator[Tuner]:
     device = torch.device("cuda")
     name = f"tuning-{torch.cuda.get_device_properties(device).uuid}.lock"
     alone = user_table.lock(name, "another vitfast tune runs on this GPU: each would spoil the other's times")
-    with alone, contextlib.closing(Compiler(launch.capability(device))) as compiler:
+    with alone, contextlib.closing(Compiler(tiles.capability(device))) as compiler:
         yield Tuner(dtype, device, torch.cuda.get_device_name(device), DeviceClock(device), compiler)
 
 
@@ -76,7 +76,7 @@ def tune(models: list[str], dtype: torch.dtype, only: list[str], seconds: float 
                 _settle(tuner, problem, len(problems) - number, end)
         finally:
             faster = sum(problem.best != problem.start for problem in problems)
-            print(f"{faster} tiles faster than before, kept in {tiles.user_table_path()}", flush=True)
+            print(f"{faster} tiles faster than before, kept in {tiles.user_table.path()}", flush=True)
         if any(problem.note for problem in problems):
             print("Not everything was tried: the same command goes on from here.")
 

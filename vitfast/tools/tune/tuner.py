@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...errors import both_ends
-from ...kernels import launch, tiles
+from ...kernels import tiles
 from ...kernels.launch import record
 from ...kernels.tiles import KernelConfig
 from ..verify import Judge, poisoned
@@ -78,7 +78,7 @@ class Tuner:
         """The tiles that launchers use at these models' sizes, each with the plainest such launcher."""
         found: dict[tuple, tuple[int, Problem]] = {}
         for launcher in (each for sizes in models for each in launchers(sizes).values()):
-            with tiles.using(sm=launch.generation(self.device)), tiles.using() as used:
+            with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
                 if (op, bits, shape) in found and found[op, bits, shape][0] <= len(used):
@@ -137,7 +137,7 @@ class Tuner:
     def _compile(self, p: Problem, config: KernelConfig) -> list[Future]:
         """Has the launches of a tile compiled in the background."""
         try:
-            with tiles.using(sm=launch.generation(self.device)), tiles.using(p.op, config, p.shape):
+            with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
                 return [self.compiler.submit(launch) for launch in record(lambda: self._on_meta(p.launcher))]
         except Exception:  # what refuses the tile here refuses it again when it runs
             return []

@@ -1,4 +1,4 @@
-"""The user's own table of tiles on disk: the tuner writes it, kernels/tiles.py reads it.
+"""The user's own table of tiles on disk: the tuner writes it, kernels/user_table.py reads it.
 
 It is $VITFAST_TILES, or ~/.cache/vitfast/tiles.json. Several processes may write, each for its GPU: each change is made
 under a lock, and whole or not at all.
@@ -20,7 +20,7 @@ KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
 @contextlib.contextmanager
 def lock(name: str, taken: str = "") -> Iterator[None]:
     """Locks a file beside the table. taken: the error where another has it, in place of waiting."""
-    path = tiles.user_table_path().with_name(name)
+    path = tiles.user_table.path().with_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
@@ -32,7 +32,7 @@ def lock(name: str, taken: str = "") -> Iterator[None]:
 
 def read() -> list[dict]:
     """The table's entries. Raises InputError where it is damaged."""
-    path = tiles.user_table_path()
+    path = tiles.user_table.path()
     try:
         entries = json.loads(path.read_text())["tiles"] if path.is_file() else []
         for entry in entries:
@@ -44,7 +44,7 @@ def read() -> list[dict]:
 
 def keep(config: tiles.KernelConfig, **key: str) -> None:
     """Puts a configuration into the table, in the place of one with the same KEY."""
-    path = tiles.user_table_path()
+    path = tiles.user_table.path()
     entry = key | dataclasses.asdict(config) | {"blocks": dict(config.blocks)}
     with lock(path.with_suffix(".lock").name):
         others = [other for other in read() if any(other[name] != key[name] for name in KEY)]

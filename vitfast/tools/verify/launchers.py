@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import rows
-from ...kernels.layer_norm import forward as layer_norm
-from ...kernels.layer_norm.backward import layer_norm_bwd
+from ...kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+from ...kernels.matmul import scaled
 from ...kernels.patch_embed import forward as patch_embed
 from ...kernels.patch_embed.backward import Gradients, patch_embed_bwd
 from ...ops import packed
@@ -49,7 +49,8 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
     m, d, shape = s.rows, s.width, (s.batch, s.tokens, s.width)
 
     def add_norm(x, res, w, b, ls=None, drop=None):
-        return layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens, x.dtype)
+        factors = dict(layer_scale=ls, drop_path=drop, rows_per_sample=s.tokens)
+        return layer_norm_fwd(x, w, b, EPS, residual=res, **factors, out_dtype=x.dtype)
 
     def add_norm_formula(x, res, w, b, ls=None, drop=None):
         y, z = ref.add_layer_norm(x.view(shape), res.view(shape), w, b, EPS, layer_scale=ls, drop_path=drop)
@@ -58,7 +59,7 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
     return {
         "layer_norm": Launcher(
             lambda t: (t.values(m, d), t.values(d), t.values(d)),
-            lambda *t: layer_norm.layer_norm_fwd(*t, EPS),
+            lambda *t: layer_norm_fwd(*t, EPS),
             lambda x, w, b: (ref.layer_norm(x, w, b, EPS), *statistics(x)),
         ),
         "add + layer_norm": Launcher(lambda t: added(t, s), add_norm, add_norm_formula),
@@ -133,7 +134,7 @@ def _sums(s: Sizes) -> dict[str, Launcher]:
     return {
         "sum of rows": Launcher(
             lambda t: (t.values(s.rows, s.width),),
-            lambda x: rows.scale_rows(x, None, None, s.tokens, want_scaled=False),
+            lambda x: scaled.scale_rows(x, None, None, s.tokens, want_scaled=False),
             lambda x: x.sum(0, dtype=wide(x)),
         ),
         "column sums, layer_norm": workspaces(of_norm(s)),

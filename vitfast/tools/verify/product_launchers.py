@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.matmul import gated, linear, mlp, weight_grad
+from ...kernels.matmul import gated, linear, mlp, scaled
 from ...kernels.rows import column_sums
 from ...ops import reference as ref
 from .draw import Draw, Sizes
@@ -79,7 +79,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
     found["linear, qkv"] = Launcher(lambda t: layer(t, m, *weights["qkv"]), linear.linear, F.linear)
     found["weight gradient, layer scale"] = Launcher(
         lambda t: (t.values(m, d), t.values(m, f), t.values(d), t.weight(d, f)),
-        weight_grad.scaled_weight_grad,
+        scaled.scaled_weight_grad,
         scaled_weight_gradient,
     )
     # These run after a product by another provider.

@@ -1,6 +1,12 @@
-"""LayerNorm, RMSNorm, and the residual add before them: backward, in one persistent pass.
+"""LayerNorm (Ba et al., 2016), RMSNorm (Zhang & Sennrich, 2019), and the residual add before them.
 
-With xhat = (z - mean) * rstd and g = dy * weight:
+    z = residual + drop_path[b] * layer_scale * x        (M, D); plain LayerNorm: z = x
+    y = (z - mean) * rstd * weight + bias                mean, rstd (M,) in fp32; RMSNorm: mean = 0, not written
+
+A row is read once and stays in registers as D / BLOCK_D chunks, such as 768 = 3 x 256, where one warp holds a 16-bit
+row and sums it by warp shuffles. The variance is the mean square of the centred row, so a large mean costs no digits.
+
+Backward is one persistent pass. With xhat = (z - mean) * rstd and g = dy * weight:
 
     dres = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dz        (M, D); dz: the gradient that reaches z directly
     dx = drop_path[b] * layer_scale * dres
@@ -11,6 +17,8 @@ an fp32 workspace, which `column_sums` adds in a fixed order. It is the fused ba
 without their locks and atomics. While some rows are computed, the next are loaded into shared memory (STAGES).
 """
 
+import functools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,21 +27,92 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import tiles
-from ..launch import cdiv, launch
-from ..rows import (
+from . import tiles
+from .launch import cdiv, launch
+from .rows import (
     chunk_width,
     column_sums,
     contiguous_or_none,
-    layer_norm_class,
     load_rows,
     row_alignment,
     row_factor,
+    row_mask,
     row_programs,
     row_stride,
     store_chunk,
     times_chunk,
 )
+from .tiles import KernelConfig, config, configures, first
+
+MAX_WIDTH = 8192
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_sample"])
+def layer_norm_fwd_kernel(
+    x_ptr,  # (M, D)
+    res_ptr,  # (M, D) or None
+    ls_ptr,  # (D,) or None
+    dp_ptr,  # (M / rows_per_sample,) or None
+    w_ptr,  # (D,) or None
+    b_ptr,  # (D,) or None
+    y_ptr,  # (M, D)
+    z_ptr,  # (M, D), None without res_ptr
+    mean_ptr,  # (M,), None for RMSNorm
+    rstd_ptr,  # (M,)
+    M,
+    rows_per_sample,
+    stride_x,
+    stride_res,
+    eps,
+    D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    x = load_rows(x_ptr, rows, M, stride_x, D, ALIGN, BLOCK_D)
+    res = load_rows(res_ptr, rows, M, stride_res, D, ALIGN, BLOCK_D)
+    ls = load_rows(ls_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+    if dp_ptr is not None:
+        dp = row_factor(dp_ptr, rows, M, rows_per_sample)
+    w = load_rows(w_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+    b = load_rows(b_ptr, rows, M, 0, D, ALIGN, BLOCK_D)
+
+    z = ()
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        value = x[i].to(tl.float32)
+        if res_ptr is not None:
+            value = times_chunk(value, ls, i)
+            if dp_ptr is not None:
+                value *= dp
+            # Normalise what is stored: backward reads the rounded z.
+            rounded = (res[i].to(tl.float32) + value).to(z_ptr.dtype.element_ty)
+            store_chunk(z_ptr, rounded, rows, M, i, D, BLOCK_D)
+            value = rounded.to(tl.float32)
+        total += value if mean_ptr is not None else value * value
+        z = z + (value,)
+
+    if mean_ptr is not None:
+        mean = tl.sum(total, 1, keep_dims=True) / D
+        centred = ()
+        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            value = tl.where(row_mask(rows, M, i, D, BLOCK_D), z[i] - mean, 0.0)
+            total += value * value
+            centred = centred + (value,)
+        z = centred
+    rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / D + eps)
+
+    for i in tl.static_range(CHUNKS):
+        y = times_chunk(z[i] * rstd, w, i)
+        if b_ptr is not None:
+            y += b[i].to(tl.float32)
+        store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + rows, mean, mask=rows < M)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
 @triton.jit
@@ -96,10 +175,8 @@ def layer_norm_bwd_kernel(
     dw_ptr, db_ptr, dls_ptr, sum_ptr = ws_ptrs
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     DRES: tl.constexpr = dres_ptr is not None or dx_ptr is not None or dls_ptr is not None
-    dw = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
-    db = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
-    dls = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
-    dz_sum = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    zeros = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    dw, db, dls, dz_sum = zeros, zeros, zeros, zeros
     block_rows = tl.arange(0, BLOCK_M)[:, None]
     w = load_rows(w_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
     b = load_rows(b_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
@@ -136,14 +213,13 @@ def layer_norm_bwd_kernel(
         dz_sum = _add(sum_ptr, dz_sum, dz, CHUNKS)
 
         if DRES:
-            if mean_ptr is not None:
-                g_mean = tl.sum(g_total, 1, keep_dims=True) / D
+            g_mean = 0.0 if mean_ptr is None else tl.sum(g_total, 1, keep_dims=True) / D
             gx_mean = tl.sum(gx_total, 1, keep_dims=True) / D
             dls_more = ()
             for i in tl.static_range(CHUNKS):
                 g = times_chunk(dy[i].to(tl.float32), w, i)
                 xhat = _standardised(z[i], mean, rstd)
-                dres = (g - g_mean - xhat * gx_mean) * rstd if mean_ptr is not None else (g - xhat * gx_mean) * rstd
+                dres = (g - g_mean - xhat * gx_mean) * rstd
                 if dz_ptr is not None:
                     dres += dz[i].to(tl.float32)
                 store_chunk(dres_ptr, dres, rows, M, i, D, BLOCK_D)
@@ -157,6 +233,92 @@ def layer_norm_bwd_kernel(
     _store_sums(db_ptr, db, D, BLOCK_D)
     _store_sums(dls_ptr, dls, D, BLOCK_D)
     _store_sums(sum_ptr, dz_sum, D, BLOCK_D)
+
+
+@configures("layer_norm_fwd")
+def _forward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    block = int(re.search(r"x(\d+)", shape)[1])
+    return [config(8 if block == 2048 else 4, 1, BLOCK_M=min(16, max(1, 1024 // block)))]
+
+
+@configures("layer_norm_bwd")
+def _backward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
+    """Programs of several rows, whose sums of three columns leave room for PER_SM programs.
+
+    Two warps share 768 or 1024 numbers of a row. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6
+    bytes * PER_SM = 81, 108 and 90 KiB of a multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide
+    rows get a stage less. Every program writes a row of each workspace, so many small programs would write more.
+    """
+    chunks, block = map(int, re.match(r"(\d)x(\d+)", shape).groups())
+    fp32, tight = bits == "32", sm in (89, 120) and (block == 512 or shape.startswith("4x256"))
+    warps, stages, per_sm, registers, most_rows = first(
+        (block == 2048, (8, 1 if fp32 else 2, 1, 0, 1)),
+        (block == 1024 and chunks == 3 and not fp32, (8, 3, 2, 128, 1)),
+        (block == 1024, (8, 2, 1, 0, 1)),
+        (fp32, (4, 2, 2, 0, 8)),
+        (chunks == 5, (4, 3 if block == 512 else 4, 2, 0, 2)),
+        (True, (4, 3 if tight else 4, 3, 168, 16)),
+    )
+    rows = min(most_rows, max(1, 512 // block))
+    return [config(warps, 1, maxnreg=registers, BLOCK_M=rows, STAGES=stages, PER_SM=per_sm)]
+
+
+@functools.cache
+def _shape_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
+    """The shape class "3x256", chunks x BLOCK_D, with an "a" where a residual (backward: its gradient) is added.
+
+    An "s" follows where backward sums for a layer scale.
+    """
+    return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
+
+
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    drop_path: Tensor | None = None,
+    rows_per_sample: int = 1,
+    out_dtype: torch.dtype | None = None,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; z is None without one, mean with rms.
+
+    y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
+    """
+    M, D = x.shape
+    config = tiles.lookup("layer_norm_fwd", x, _shape_class(D, residual is not None))
+    y = torch.empty((M, D), dtype=out_dtype or x.dtype, device=x.device)
+    z = None if residual is None else torch.empty((M, D), dtype=residual.dtype, device=x.device)
+    mean = None if rms else torch.empty(M, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+    launch(
+        layer_norm_fwd_kernel,
+        (cdiv(M, config["BLOCK_M"]),),
+        x_ptr=x,
+        res_ptr=residual,
+        ls_ptr=contiguous_or_none(layer_scale),
+        dp_ptr=contiguous_or_none(drop_path),
+        w_ptr=contiguous_or_none(weight),
+        b_ptr=contiguous_or_none(bias),
+        y_ptr=y,
+        z_ptr=z,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        M=M,
+        rows_per_sample=rows_per_sample,
+        stride_x=row_stride(x),
+        stride_res=row_stride(residual),
+        eps=eps,
+        D=D,
+        ALIGN=row_alignment(x, residual),
+        BLOCK_D=chunk_width(D),
+        **config.meta,
+    )
+    return y, z, mean, rstd
 
 
 class Grads(NamedTuple):
@@ -201,7 +363,7 @@ def layer_norm_bwd(
     workspaces (programs, F) of other kernels; the launch that adds up this one's adds up those too, into more_dtype.
     """
     M, D = z.shape
-    config = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
+    config = tiles.lookup("layer_norm_bwd", dy, _shape_class(D, dz is not None, want_layer_scale))
     flags = dict(config.meta)
     programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
 

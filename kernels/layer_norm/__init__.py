@@ -1,1 +1,0 @@
-"""LayerNorm and RMSNorm, with the residual addition before them, forward and backward."""
