@@ -1,7 +1,17 @@
-"""The errors that the command line shows in one line: wrong input (exit 2), failed training (1)."""
+"""Errors of wrong input and failed training, and the argument values that several rooms check.
+
+The command line shows such an error in one line and exits with 2 for an InputError, with 1 for a TrainingError. Nothing
+here needs PyTorch, without which a model's arguments are read too.
+"""
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]  # timm's names
+
+# The least `std`, and the largest `mean` and `std`, on the 0..1 scale; within them float32 holds the results.
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6
 
 
 class InputError(ValueError):

@@ -205,21 +205,7 @@ def open_data(
     if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
         known = ()  # other classes
     classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
-    measure = None if config.hold_out else measure  # measured then, and logged
-    if val is None:
-        share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
-        if measure is None:
-            said = "%s has no val/: %g %% of the images of each class are kept for validation"
-            logger.info(said, config.data, 100 * HELD_OUT)
-        of_share = measure is None or measure(share, train)
-        if of_share and not len(share):
-            raise InputError(
-                f"{config.data} has no val/ and one image of each class, of which none can validate; add more"
-            )
-        val, train = (share, rest) if of_share else (train, train)
-    elif measure is not None:
-        measure(None, val)
-    train, val = select(config, val if train is None else train, val)
+    train, val = _with_validation(config, train, val, measure)
     if config.hold_out:
         logger.info("measures the %d images of %s that hold_out=%g holds out", len(val), val.where, config.hold_out)
     if train.multi_label and config.task != "eval" and config.objective == "softmax":
@@ -249,3 +235,24 @@ def open_data(
     workers = loader_processes(config, img_size, read, ranks, step)
     chains = train_transform, eval_transform
     return Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native)
+
+
+def _with_validation(
+    config: Config, train: Source | None, val: Source | None, measure: Callable[[Subset | None, Source], bool] | None
+) -> tuple[Source, Source]:
+    """(training, validation) images; some training images are held out where none are for validation."""
+    measure = None if config.hold_out else measure  # hold_out says what is measured, and the log says so
+    if val is None:
+        share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
+        if measure is None:
+            said = "%s has no val/: %g %% of the images of each class are kept for validation"
+            logger.info(said, config.data, 100 * HELD_OUT)
+        of_share = measure is None or measure(share, train)
+        if of_share and not len(share):
+            raise InputError(
+                f"{config.data} has no val/ and one image of each class, of which none can validate; add more"
+            )
+        val, train = (share, rest) if of_share else (train, train)
+    elif measure is not None:
+        measure(None, val)
+    return select(config, val if train is None else train, val)

@@ -87,8 +87,7 @@ def embed_to(
     if os.path.lexists(folder) and not folder.is_dir():
         raise InputError(f"--output {folder} is a file; give a folder")
     with locked(folder, f"rank-{rank}.lock"):
-        progress = Progress()
-        manifest = dict(describe(embedder), shard_size=shard_size)
+        progress, manifest = Progress(), dict(describe(embedder), shard_size=shard_size)
         _remove(folder, LEFT, rank, world)
         before = {}
         if resume:
@@ -98,61 +97,69 @@ def embed_to(
             _remove(folder, FILE, rank, world)
             _write_manifest(folder, manifest, rank)
         written = Written(folder, _job(manifest), resume)
-        absent = (shard for shard in itertools.count() if shard not in written.counts)
-        waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-        counts, images = dict(written.counts), 0  # of images, by shard
-
-        def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
-            counts[shard] = len(part)
-            if shard % world == rank:
-                waiting[shard] = [ShardImage(record) for record in part]
-                yield from ((shard, image, image.id) for image in list(waiting[shard]))
-
-        def wanted() -> Iterator[tuple[int, object, str]]:
-            nonlocal images
-            new: list[Record] = []
-            for record in records:
-                images += 1
-                shard, whole = written.place(record)
-                if shard is None:
-                    new.append(record)
-                elif whole and shard % world == rank:
-                    if written.is_same(shard, whole):
-                        progress.kept += len(whole)
-                    else:
-                        yield from begin(shard, whole)
-                while written.missing == 0 and len(new) >= shard_size:  # before, this may be another source
-                    yield from begin(next(absent), new[:shard_size])
-                    del new[:shard_size]
-            if gone := written.gone() if images else []:
-                advice = "bring them back, give another --output, or --resume never to embed all again"
-                said = f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)})"
-                raise InputError(f"{said}; nothing new was embedded; {advice}")
-            for first in range(0, len(new), shard_size):
-                yield from begin(next(absent), new[first : first + shard_size])
-
-        results = embedder.stream_groups(wanted(), progress)
+        plan = _Plan(written, shard_size, rank, world)
+        results = embedder.stream_groups(plan.items(records, progress), progress)
         for shard, group in itertools.groupby(results, key=itemgetter(0)):
             computed = []
-            for _, found in group:
+            for _, embedded in group:
                 progress.images += 1
-                progress.unreadable += found.error is not None
-                on_progress(progress, found.error)
-                computed.append(found)
-            written.write(shard, waiting.pop(shard), computed, embedder)
-        if not images:
+                progress.unreadable += embedded.error is not None
+                on_progress(progress, embedded.error)
+                computed.append(embedded)
+            written.write(shard, plan.waiting.pop(shard), computed, embedder)
+        if not plan.images:
             raise InputError("there is no image to embed")
-        for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
-            if shard % world == rank:
-                written.write(shard, [], [], embedder)
-        ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
-        ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
-        parts = [
-            dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)
-        ]
-        totals = dict(images=images, shards=ends[-1], parts=parts)
-        _write_manifest(folder, manifest | totals, rank)
+        for shard in plan.empty():
+            written.write(shard, [], [], embedder)
+        _write_manifest(folder, manifest | _totals(plan, before), rank)
         return progress
+
+
+class _Plan:
+    """Which images go into which shard: those of a shard that is there stay in it, new ones fill the absent shards."""
+
+    def __init__(self, written: Written, shard_size: int, rank: int, world: int):
+        self.written, self.shard_size, self.rank, self.world = written, shard_size, rank, world
+        self.absent = (shard for shard in itertools.count() if shard not in written.counts)
+        self.waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
+        self.counts, self.images = dict(written.counts), 0  # of the images of each shard, and of the source's
+
+    def items(self, records: Iterable[Record], progress: Progress) -> Iterator[tuple[int, object, str]]:
+        """Yields (shard, image, name) of each image that this rank has to compute."""
+        new: list[Record] = []
+        for record in records:
+            self.images += 1
+            shard, whole = self.written.place(record)
+            if shard is None:
+                new.append(record)
+            elif whole and self._is_mine(shard):
+                if self.written.is_same(shard, whole):
+                    progress.kept += len(whole)
+                else:
+                    yield from self._begin(shard, whole)
+            while self.written.missing == 0 and len(new) >= self.shard_size:  # before, this may be another source
+                yield from self._begin(next(self.absent), new[: self.shard_size])
+                del new[: self.shard_size]
+        if gone := self.written.gone() if self.images else []:
+            advice = "bring them back, give another --output, or --resume never to embed all again"
+            said = f"{len(gone)} images in {self.written.folder} are no longer in the source ({first_of(gone)})"
+            raise InputError(f"{said}; nothing new was embedded; {advice}")
+        for first in range(0, len(new), self.shard_size):
+            yield from self._begin(next(self.absent), new[first : first + self.shard_size])
+
+    def empty(self) -> Iterator[int]:
+        """Yields this rank's shards below the last one that are absent, because their images are gone since."""
+        last = max(self.counts)
+        return filter(self._is_mine, itertools.takewhile(lambda shard: shard < last, self.absent))
+
+    def _begin(self, shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
+        self.counts[shard] = len(part)
+        if self._is_mine(shard):
+            self.waiting[shard] = [ShardImage(record) for record in part]
+            yield from ((shard, image, image.id) for image in list(self.waiting[shard]))
+
+    def _is_mine(self, shard: int) -> bool:
+        return shard % self.world == self.rank
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
@@ -260,6 +267,15 @@ def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
             said = f"{json.dumps(before.get(name))} before, {json.dumps(now[name])} now"
             logger.warning("%s: %s; vectors may differ from shard to shard by rounding", name, said)
     return before
+
+
+def _totals(plan: _Plan, before: dict) -> dict:
+    """The entries TOTALS of a job that has ended. before: the manifest of the job's last run."""
+    counts = plan.counts
+    ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
+    ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
+    parts = [dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)]
+    return dict(images=plan.images, shards=ends[-1], parts=parts)
 
 
 def _write_manifest(folder: Path, content: dict, rank: int) -> None:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..values import Activation
+from ..errors import Activation
 from . import checks as check
 from . import reference as ref
 from .blocks import bias_gradients

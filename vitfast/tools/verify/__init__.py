@@ -133,35 +133,37 @@ class Judge:
 PACKED_TOKENS = 1024
 
 
+def scaled(operation: Callable, **fixed) -> Callable:
+    """A function that calls the operation with the layer scale and the drop path as its last two tensors."""
+    return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
+
+
+def packed_offsets(tokens: int, device: torch.device) -> Tensor:
+    """The offsets of three samples: the first has two thirds of the tokens, the second one, the third the rest."""
+    return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
+
+
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin, ops.reference."""
 
-    def scaled(operation: Callable, **fixed) -> Callable:
-        """The operation with the layer scale and the drop path as its last two tensors."""
-        return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
-
-    def inner_normed(*t: Tensor) -> Tensor:
+    def gated_mlp_inner_norm(*t: Tensor) -> Tensor:
         return ops.gated_mlp(*t[:-2], inner_norm_weight=t[-2], inner_norm_bias=t[-1], activation="gelu")
 
-    def turned(qkv: Tensor, angles: Tensor) -> Tensor:
+    def attention_rope(qkv: Tensor, angles: Tensor) -> Tensor:
         return ops.attention(qkv, rope=(angles.cos(), angles.sin()), num_prefix=1)
 
-    def masked(qkv: Tensor, bias: Tensor) -> Tensor:
+    def attention_bias(qkv: Tensor, bias: Tensor) -> Tensor:
         lengths = 1 + torch.arange(s.batch, device=qkv.device) * 7 % s.tokens
         return ops.attention(qkv, bias=bias, key_lengths=lengths)
 
-    def packed_offsets(tokens: int, device: torch.device) -> Tensor:
-        """Three samples: nearly all tokens, one, and the rest."""
-        return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
-
-    def together(qkv: Tensor) -> Tensor:
+    def attention_packed(qkv: Tensor) -> Tensor:
         return ops.attention(*qkv.unbind(1), offsets=packed_offsets(len(qkv), qkv.device), longest=len(qkv))
 
-    def block_together(x: Tensor, *t: Tensor) -> Tensor:
+    def block_packed(x: Tensor, *t: Tensor) -> Tensor:
         packed = dict(offsets=packed_offsets(len(x), x.device), longest=len(x))
         return ops.attention_block(x, *t[:-2], num_heads=s.heads, layer_scale=t[-2], drop_path=t[-1], **packed)
 
-    def embed_together(patches: Tensor, *t: Tensor) -> Tensor:
+    def embed_packed(patches: Tensor, *t: Tensor) -> Tensor:
         return ops.patch_embed(patches, *t, mean=0.5, std=0.5, offsets=packed_offsets(len(patches), patches.device))
 
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
@@ -180,22 +182,22 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "attention": (ops.attention, [packed]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         # These are attention too, but have names of their own: the smallest check on a GPU is of attention alone.
-        "rope": (turned, [packed, ("factor", angles)]),
-        "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
-        "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
-        "packed": (together, [values(packed_tokens, 3, s.heads, s.head)]),
+        "rope": (attention_rope, [packed, ("factor", angles)]),
+        "rope, learned tables": (attention_rope, [packed, values(s.heads, *angles)]),
+        "bias, key lengths": (attention_bias, [packed, values(s.heads, s.tokens, s.tokens)]),
+        "packed": (attention_packed, [values(packed_tokens, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "mlp, quick_gelu": (functools.partial(ops.mlp, activation="quick_gelu"), [x, *fc1, *fc2]),
         "gated_mlp": (ops.gated_mlp, [x, *fc1, *fc1, *fc2]),
-        "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
+        "gated_mlp, inner norm": (gated_mlp_inner_norm, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
         "patch_embed, fp32 images": (ops.patch_embed, [("fp32", pixels), *embed]),
         "patch_embed, packed": (
-            embed_together,
+            embed_packed,
             [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
         ),
         "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
@@ -204,7 +206,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
             [*stream, *qkv, *proj, vector, drop],
         ),
         "attention_block, packed": (
-            block_together,
+            block_packed,
             [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
         ),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
