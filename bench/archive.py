@@ -51,7 +51,7 @@ def compiles(name: str) -> bool:
 
 
 def launches_of(rivals: "Rivals") -> "list[Launch]":
-    """The launches of what rivals are compared in, ours alone."""
+    """Our launches in the operation or the models whose rivals are compared."""
     preset, image, batch = rivals.shape.split(" ")
     if rivals.operation:
         op, s = rivals.operation[0], Sizes.of_preset(preset, int(batch[1:]), int(image))

@@ -33,7 +33,7 @@ PREFIX = 1  # tokens that rotary positions do not rotate
 
 @dataclass(frozen=True)
 class Op:
-    """A row: what is called, on what, against whom.
+    """A row: the function, its inputs, its work and its peers.
 
     case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: (Shape, bytes of an element) ->
     Work. batched: how many inputs have the batch as their first axis. peers: implementation -> a function of its own,

@@ -1,4 +1,4 @@
-"""Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
+"""Measures an operation on random inputs from cold caches, if it is right, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
 a wrong result; (2) warms up and takes the peak memory of one call; (3) times calls over several sets of random inputs,
@@ -54,7 +54,7 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile; what was compiled before is forgotten after each case (conftest.py), not here.
+    """The function under torch.compile, whose earlier code each case drops at its end (conftest.py).
 
     how: "compile", "max-autotune" or "reduce-overhead", which alone has torch's CUDA graphs, as these copy every input
     first; or "eager" for backend="vitfast", whose graph then runs as it is. options: torch.compile's.
@@ -135,7 +135,7 @@ class Timed:
     calls, rounds = 1, machine.ROUNDS
 
     def context(self) -> contextlib.AbstractContextManager:
-        """Around everything; with "on" a case of ours that no kernel covers fails, it does not fall back."""
+        """A context to time and compare in: a case of ours that no kernel covers fails, with no fallback."""
         return ops.use_kernels("on" if machine.GPU and self.impl.startswith("vitfast") else "auto")
 
     def judge(self, after: bool = False) -> None:
@@ -148,7 +148,7 @@ class Timed:
         return self.prepare()
 
     def facts(self, seconds: float) -> dict:
-        """The description, at so many seconds a call."""
+        """The description, if a call takes so many seconds."""
         return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **self.more)
 
 
@@ -207,7 +207,7 @@ class Operation(Timed):
         return tensors, [torch.randn_like(o) for o in outputs]
 
     def started(self, tensors: list[Tensor], upstream: list[Tensor]) -> tuple:
-        """The arguments of `call`: of a backward, the outputs of its forward too, which is not timed."""
+        """The arguments of `call`, with the outputs of the forward, which is not timed, for a backward."""
         outputs = self.function(*tensors) if self.direction == "backward" else None
         return tensors, [t for t in tensors if t.requires_grad], upstream, outputs
 

@@ -216,10 +216,10 @@ _kept: dict[str, object] = {}
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """Returns what `measure()` does, and keeps it as `what` in this process, and in a file, if any.
+    """Returns the result of `measure()`, which it keeps as `what` in this process and in a file, if any.
 
-    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file, and its end removes it: the first
-    process measures, and what later ones read is of the same run on the same machine, not of the same process.
+    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file and removes it at its end: the first
+    process measures, and later ones read results of the same run on the same machine, not of the same process.
     `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)

@@ -255,7 +255,7 @@ class Peer(Timed):
     def compare(self, when: str) -> dict[str, float]:
         """Compares logits and gradients of exactly what is timed with the plain model in float64.
 
-        After timing they are those of the same function, images, and weights as before it.
+        After timing, the function, the images and the weights are the same as before it.
         """
         if not when:
             self._find_truth()
@@ -309,7 +309,7 @@ class Peer(Timed):
 
     @property
     def work(self) -> Kernels:
-        """That of the forward pass or of a training step."""
+        """The kernels of a forward pass or of a training step."""
         work = model_work(self.shape, self.dtype.itemsize)
         if not self.training:
             return work.forward

@@ -195,7 +195,7 @@ def documents(found: list[Results], folder: Path, readme: Path) -> dict[Path, st
 
 
 def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):
-    """The exit code."""
+    """Writes or checks the tables, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     args = parser.parse_args(argv)

@@ -55,7 +55,7 @@ def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
 
 @contextlib.contextmanager
 def overridden(name: str) -> Iterator[None]:
-    """Operations take the providers that the name of a rival says."""
+    """A context in which operations take the providers that the name of a rival gives."""
     with contextlib.ExitStack() as stack:
         for part in name.split(" | ")[1:]:
             op, provider = part.split("=")
@@ -66,7 +66,7 @@ def overridden(name: str) -> Iterator[None]:
 
 
 class Rival:
-    """One of those that are compared, in the state in which it is timed."""
+    """One rival of a question, ready to be timed."""
 
     def __init__(self, of: Rivals, name: str):
         self.name, self.turns, self.lead = name, [], 0.0
@@ -85,7 +85,7 @@ class Rival:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Around everything: operations take the providers that the name says."""
+        """A context to build, time and compare in: operations take the providers that the name gives."""
         with self.timed.context(), overridden(self.name):
             yield
 
@@ -173,7 +173,7 @@ class Run:
             cases[state].append(self.of.case(name) | dict(reason=reason))
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
         for name, rival in timed.items():
-            # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
+            # The tables show no variant, which only a question is about, and nothing that was not compared again.
             if "error_after" in rival.timed.errors and " | " not in name:
                 cases["benchmarks"].append(self.of.case(name) | rival.entry())
         rivals, missing = {n: r.summary() for n, r in timed.items()}, {n: why for n, (_, why) in self.missing.items()}

@@ -17,7 +17,7 @@ from asking import Question
 from result_files import load
 
 PYTHON = os.environ.get("PYTHON", sys.executable)
-SECONDS = 555  # of a run, for which the limits of questions are; of another length they are in proportion
+SECONDS = 555  # of a run with the limits that questions have; a run of another length scales them
 GRACE = 5  # seconds between SIGINT and SIGKILL
 # What breaks a process's context for good; not an error of one call, such as a lack of memory or a refused argument.
 DEVICE_ERROR = (
@@ -43,7 +43,7 @@ def refuse(why: str):
 
 
 class Session:
-    """The steps of a run and what they left in `out`. scratch: a folder for what nobody keeps."""
+    """The steps of a run and what they left in `out`. scratch: a folder for files that are not kept."""
 
     def __init__(self, out: Path, scratch: Path, seconds: int):
         self.out, self.ends, self.grace = out, time.monotonic() + seconds, GRACE if seconds > 100 else 1
@@ -174,7 +174,7 @@ def probe(session: Session, scratch: Path) -> tuple[str, int]:
 
 
 def run(out: Path, scratch: Path, seconds: int, rehearse: bool, only: list[str]) -> int:
-    """The exit code."""
+    """Runs the questions, and returns the exit code."""
     session = Session(out, scratch, seconds)
     try:
         machine, free = probe(session, scratch)

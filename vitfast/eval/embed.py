@@ -3,12 +3,12 @@
     embeddings-00000.npy      (n, D) fp32, the vectors of the images of this shard that could be read
     index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read;
                               bytes, modified, content: its size, time of modification (ns) and `content_hash`
-    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards, and
-                              those of each part: the images of the first time, and of each time that some were new
+    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards, in
+                              all and by parts: those of the first run, and of each run that found new images
 
 The images that are in no shard yet, in the order of the source, fill the shards that are absent, in the order of their
-numbers. So a shard holds the same images whoever computes it, and whichever others are there: ranks need not talk, a
-job that was killed goes on, and new images become shards at the end. Its two files are there once they are whole.
+numbers. So a shard holds the same images whoever computes it, and whichever others exist: ranks need not communicate, a
+job that was killed goes on, and new images become shards at the end. A shard's two files exist once both are whole.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ from .embed_shards import FILE, JOB, ShardImage, Written, other_job, paths_of, s
 from .embedder import Embedder
 
 MANIFEST = "manifest.json"
-LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
-TOTALS = ("images", "shards", "parts")  # in the manifest of a job that has ended
-MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
+LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # what a process left that was killed
+TOTALS = ("images", "shards", "parts")  # entries of the manifest of a job that has ended
+MAY_DIFFER = ("versions", "device")  # entries that may differ between runs of a job, with a warning
 logger = logging.getLogger("vitfast")
 
 
@@ -54,7 +54,7 @@ class Progress:
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
     kept: int = 0  # in shards that were there already
-    waiting: float = 0.0  # seconds without an image that is read
+    waiting: float = 0.0  # seconds in which no image that had been read was there to compute
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -79,9 +79,9 @@ def embed_to(
     This process, `rank` of `world`, computes every world-th shard. resume: keep the shards that are there; False
     starts again. on_progress(progress, error): called after each image; error: why it could not be read, or None.
 
-    Images are known by their names. What was written stays as it is, but that the shard of an image whose file was
-    replaced is computed again. Raises InputError if the folder holds embeddings of other weights or settings, or of
-    images that are gone, and OSError if the folder cannot be written.
+    Images are known by their names. Shards that are there stay as they are, except that the shard of an image whose
+    file was replaced is computed again. Raises InputError if the folder holds embeddings of other weights or settings,
+    or of images that are gone, and OSError if the folder cannot be written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not folder.is_dir():
@@ -116,13 +116,13 @@ def embed_to(
 
 
 class _Plan:
-    """Which images go into which shard: those of a shard that is there stay in it, new ones fill the absent shards."""
+    """Which shard holds which images: those of existing shards stay there, new ones fill absent shards."""
 
     def __init__(self, written: Written, shard_size: int, rank: int, world: int):
         self.written, self.shard_size, self.rank, self.world = written, shard_size, rank, world
         self.absent = (shard for shard in itertools.count() if shard not in written.counts)
         self.waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-        self.counts, self.images = dict(written.counts), 0  # of the images of each shard, and of the source's
+        self.counts, self.images = dict(written.counts), 0  # of the images in each shard, and in the source
 
     def items(self, records: Iterable[Record], progress: Progress) -> Iterator[tuple[int, object, str]]:
         """Yields (shard, image, name) of each image that this rank has to compute."""
@@ -137,7 +137,7 @@ class _Plan:
                     progress.kept += len(whole)
                 else:
                     yield from self._begin(shard, whole)
-            while self.written.missing == 0 and len(new) >= self.shard_size:  # before, this may be another source
+            while self.written.missing == 0 and len(new) >= self.shard_size:  # until then the source may be another one
                 yield from self._begin(next(self.absent), new[: self.shard_size])
                 del new[: self.shard_size]
         if gone := self.written.gone() if self.images else []:
@@ -148,7 +148,7 @@ class _Plan:
             yield from self._begin(next(self.absent), new[first : first + self.shard_size])
 
     def empty(self) -> Iterator[int]:
-        """Yields this rank's shards below the last one that are absent, because their images are gone since."""
+        """Yields this rank's absent shards below the last one, whose images are gone since."""
         last = max(self.counts)
         return filter(self._is_mine, itertools.takewhile(lambda shard: shard < last, self.absent))
 
@@ -196,7 +196,7 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 
 
 def describe(embedder: Embedder) -> dict:
-    """A manifest's record of an Embedder: all that its vectors depend on, and the versions."""
+    """The manifest's record of an Embedder: everything that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
     own = embedder.device
     device = torch.cuda.get_device_name(own) if own.type == "cuda" else own.type
@@ -230,13 +230,13 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def _job(manifest: dict) -> bytes:
-    """A hash of what the vectors of a job have in common."""
+    """A hash of all in a manifest that must be the same for all vectors of a job."""
     common = {name: value for name, value in manifest.items() if name not in (*MAY_DIFFER, *TOTALS)}
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest().encode()
 
 
 def _manifest_of(folder: Path) -> dict | None:
-    """The content of a manifest, None where there is none. Raises InputError for any other file."""
+    """The content of a folder's manifest, None without one. Raises InputError for any other file."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(content, dict) and "weights_sha256" in content and isinstance(content.get("shards", 0), int):
@@ -249,7 +249,7 @@ def _manifest_of(folder: Path) -> dict | None:
 
 
 def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
-    """The manifest, written if there is none. Raises InputError where it is another job's."""
+    """Returns the folder's manifest, or writes this one. Raises InputError if it is another job's."""
     before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
     if before is None:
         if shards_in(folder):

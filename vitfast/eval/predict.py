@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, in a stream of which a few batches are held."""
+"""Classes and probabilities of image files, as a stream: only a few batches are in memory."""
 
 import csv
 import itertools
@@ -53,7 +53,7 @@ def best_classes(
         )
         raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    classes = logits.topk(count).indices  # not of the probabilities, which saturate
+    classes = logits.topk(count).indices  # the largest logits: probabilities saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
 
 
@@ -113,7 +113,7 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Writes rows `image, label_1, probability_1, ...` of `count` classes; for an error, the image alone.
+    """Writes rows `image, label_1, probability_1, ...` of `count` classes; an error's has the image only.
 
     A spreadsheet would run a cell such as =cmd() as a formula. So a path that begins like one is written with ./ before
     it, which names the same file, and a label with an apostrophe before it (OWASP, "CSV injection").

@@ -35,7 +35,7 @@ def finish(config: Config, resume: str = "auto") -> dict:
 
 
 def ended(summary: dict) -> dict:
-    """The summary of a run that came to its end. Raises Stopped, also where it was asked to stop there."""
+    """Returns the summary of a run that has ended. Raises Stopped if it was asked to stop, even then."""
     if not summary["finished"] or summary.get("asked_to_stop"):
         raise Stopped
     return summary

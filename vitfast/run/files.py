@@ -92,7 +92,7 @@ def free_name(path: Path) -> Path:
 
 
 def not_ours(path: Path, writer: str = "this run") -> InputError:
-    """The refusal to replace a file or folder."""
+    """The error that refuses to replace a file or folder which `writer` did not write."""
     return InputError(f"{path} is damaged, or {writer} did not write it; move it away, or choose another --output")
 
 

@@ -21,7 +21,7 @@ _held: set[str] = set()  # the folders that this process holds: the system would
 def locked(run: Path, name: str = LOCK) -> Iterator[None]:
     """Holds a folder, making it where there is none. Raises InputError where it is held already.
 
-    name: of the file; processes with different names do not exclude each other. The system's lock on the file ends with
+    name: the file's; processes with different names do not exclude each other. The system's lock on the file ends with
     its process, however that ends: a file that was left behind on this machine is taken over. That lock may not reach
     from one machine to another: there the content of the file decides.
     """

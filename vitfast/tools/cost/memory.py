@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def kept_bytes(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> dict[str, int]:
-    """Bytes that vitfast.ops keeps of uint8 images for backward, by kind, without the parameters.
+    """The bytes that vitfast.ops keeps for backward, by kind, on uint8 images, without the parameters.
 
     keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
     outputs, the activation, and masks.

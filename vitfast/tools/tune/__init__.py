@@ -39,10 +39,10 @@ HANGS = 60  # seconds past a problem's time after which a kernel is taken to han
 
 @contextlib.contextmanager
 def machine(dtype: torch.dtype) -> Iterator[Tuner]:
-    """Holds a tuner of this GPU, under a lock. Raises InputError without a GPU or in the interpreter."""
+    """Yields this GPU's only tuner, under a lock. Raises InputError without a GPU or in the interpreter."""
     if not torch.cuda.is_available():
         raise InputError("tuning measures times on a GPU, and there is none here")
-    from ..machine_code.compiler import Compiler  # whose import takes half a second
+    from ..machine_code.compiler import Compiler  # its import takes half a second
 
     device = torch.device("cuda")
     name = f"tuning-{torch.cuda.get_device_properties(device).uuid}.lock"

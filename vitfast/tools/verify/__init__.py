@@ -27,9 +27,9 @@ ELEMENT = 10
 def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
     """(the largest error of a row of the first axis, the largest error of a number).
 
-    A row's error is that of its norm, relative to its own norm or to the average one if that is larger. A number's is
-    relative to its size plus the average size in its row. The norm of the whole is not used, as it hardly changes at
-    full size when a tile is lost. Both are infinite where one has an infinity that the other lacks, or actual has NaN.
+    A row's error is the norm of its difference, relative to the row's norm or to the average one if that is larger. A
+    number's is relative to its size plus the average size in its row. The norm of the whole is not used, as it hardly
+    changes when a tile is lost. Both are infinite where one has an infinity that the other lacks, or actual has NaN.
     """
     finite = truth.isfinite()
     same = actual.shape == truth.shape and torch.equal(actual[~finite].double(), truth[~finite].double())
@@ -51,7 +51,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32.
+    """Keeps PyTorch's fp32 convolutions, by whose errors ours are judged, from their default of TF32.
 
     backend: torch.backends.cuda.matmul does so for products, ours too, which use TF32 if the user has asked for it.
     """
@@ -85,7 +85,7 @@ def poisoned() -> Iterator[None]:
 
     settle_lookups()
     patched = mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like))
-    with patched, tiles.using():  # no plans of before, which allocate by themselves
+    with patched, tiles.using():  # without earlier plans, which allocate by themselves
         yield
 
 
@@ -134,12 +134,12 @@ PACKED_TOKENS = 1024
 
 
 def scaled(operation: Callable, **fixed) -> Callable:
-    """A function that calls the operation with the layer scale and the drop path as its last two tensors."""
+    """The operation as a function whose last two tensors are the layer scale and the drop path."""
     return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
 
 
 def packed_offsets(tokens: int, device: torch.device) -> Tensor:
-    """The offsets of three samples: the first has two thirds of the tokens, the second one, the third the rest."""
+    """The offsets of three samples: two thirds of the tokens, one token, and the rest."""
     return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
 
 

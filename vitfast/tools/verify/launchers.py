@@ -108,7 +108,7 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
 
 
 def workspaces(*shapes: tuple[int, int], dtype: torch.dtype | None = None) -> Launcher:
-    """The sums of workspaces' rows. dtype: of the sums, that of the products unless it is given."""
+    """The sums of workspaces' rows. dtype: that of the sums; None: that of the products."""
 
     def make(t: Draw) -> tuple:
         return t.values(0, dtype=dtype), *(t.workspace(*shape) for shape in shapes)

@@ -64,8 +64,8 @@ def with_number(records: list[dict], split: str, name: str) -> list[dict]:
 def overfitting(records: list[dict]) -> str:
     """A sentence on whether the validation loss rises; "" where that cannot be told.
 
-    Medians of three neighbours are compared: it rises where the last one is above the lowest one by more than RISE and
-    by more than the noise, four standard deviations of one value, which second differences tell without the trend.
+    Medians of three neighbours are compared: the loss rises if the last one exceeds the lowest by more than RISE and by
+    more than four standard deviations of one value, estimated by second differences, which do not hold the trend.
     """
     evaluations = with_number(records, "val", "loss")
     losses = [each["loss"] for each in evaluations]
@@ -101,7 +101,7 @@ def _training_loss(records: list[dict], step: int) -> float | None:
 
 
 def about_losses(records: list[dict], reasons: list[str]) -> str:
-    """Why the training loss lies above the validation loss at the end; "" where it does not.
+    """A sentence on why the training loss ends above the validation loss; "" where it does not.
 
     reasons: those of `harder`.
     """
