@@ -24,7 +24,7 @@ from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, t
 from vitfast.tools.verify import ATOL, errors, run
 from vitfast.tools.verify.draw import Draw, Input
 
-DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # of the operations
+DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # the dtype of operations
 CHECKED = 4  # samples of a batch that are compared with float64
 SETS = 3
 
@@ -37,7 +37,7 @@ class WrongResult(AssertionError):
 class Case:
     """An operation at a shape.
 
-    formula: the operation in eager PyTorch. inputs: by kind and shape; the first `batched` have the batch as their
+    formula: the operation in eager PyTorch. inputs: their kinds and shapes; the first `batched` have the batch as their
     first axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
     """
 

@@ -36,9 +36,9 @@ SMALL = not (GPU or REHEARSED)
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
 MODEL_ROUNDS = 10 if GPU else 3
-WARM_SECONDS = 1.0  # of a GPU before anything is timed
+WARM_SECONDS = 1.0  # how long a GPU is warmed up before anything is timed
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these need not be installed
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these are optional
 ALARM_AGAIN = 5  # seconds
 
 

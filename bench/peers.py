@@ -93,7 +93,7 @@ def best_backend(s: Shape, training: bool) -> str:
 
 
 LEAN = "least memory"  # backward computes again what it can
-INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, in inference alone
+INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, only in inference
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
     library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision: bf16
-    (weights too), amp (fp32 weights) or fp32. option: of ours, LEAN or INVARIANT.
+    (weights too), amp (fp32 weights) or fp32. option: LEAN or INVARIANT, for our models.
     """
 
     library: str

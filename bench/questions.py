@@ -72,7 +72,7 @@ def backend(what: str, precision: str, rival: str, says: str, least: float, wort
 
 
 def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, worth: float = 0.0) -> Question:
-    """A model's training step as CUDA graphs, ours and timm's: in amp where ours is `accelerate`."""
+    """A model's training step as CUDA graphs, ours and timm's, in amp where ours is `accelerate`."""
     precision, accelerate = ("amp", "accelerate ") if ours == ACCELERATED else ("bf16", "")
     names, figure = tuple(f"{each} reduce-overhead {precision}" for each in (ours, "timm")), f"{accelerate}{precision}"
     row = (STEP, f"{figure} by timm {precision}") if model == "B/16 224" else (OTHERS, f"{model} {figure}")

@@ -46,7 +46,7 @@ compiled_here = []  # names of the kernels of ours that Triton compiled in this 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
     """A configuration of a provider for 16 bits on this GPU, if possible not the shipped one, or None."""
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if machine.GPU else "cpu")
-    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # and products
+    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # products have the default below
     shape = next((shape for word, shape in shapes.items() if op.startswith(word)), "768x3072")
     others = [*tiles.candidates(op, like, shape), tiles.shipped(op, like, shape)]
     libraries = [tiles.config(provider=provider)] if provider == "cublaslt" else []
@@ -111,7 +111,7 @@ class Rival:
             while len(stamps) < 3 or time.perf_counter() < end:
                 prepared = self.timed.prepare()
                 if machine.GPU and self.lead:
-                    torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
+                    torch.cuda._sleep(int(2e9 * self.lead))  # counted in clock cycles
                 start = read()
                 self.timed.call(*prepared)
                 stamps.append((start, read()))

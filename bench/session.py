@@ -97,7 +97,7 @@ class Session:
         """Runs a command and records how it ended; raises KeyboardInterrupt after an interrupt."""
         limit, log = min(limit, self.left()), self.out / f"{name}.log"
         print(f"== {name}: at most {limit:.0f} s", flush=True)
-        for path in (log, log.with_suffix(".json")):  # of an earlier run into the same folder
+        for path in (log, log.with_suffix(".json")):  # an earlier run into the same folder may have left them
             path.unlink(missing_ok=True)
         state, code, taken = self.limited(command, log, limit, **environment)
         text = log.read_text(errors="replace")[-20000:]
@@ -152,7 +152,7 @@ class Session:
             answer = decide.answer(self.out, step, machine)
             print(f"   -> {answer['follows']}")
             self.report()
-        print("two steps in a row broke the device: stopping here")  # others would only repeat them
+        print("two steps in a row broke the device: stopping here")  # more steps would only break it again
 
 
 def probe(session: Session, scratch: Path) -> tuple[str, int]:

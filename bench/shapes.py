@@ -76,7 +76,7 @@ def grid(impls: tuple[str, ...]) -> list[tuple[str, str, str]]:
 # ---- images of many sizes: drawn once, from a fixed seed, so that every run has the same
 
 PATCH = 16
-TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits into 80 GB
+TOKENS = 2**15  # at most, in a batch: padded to the longest image, it still fits into 80 GB
 
 
 @dataclass(frozen=True)

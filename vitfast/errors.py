@@ -1,7 +1,7 @@
 """Errors of wrong input and failed training, and the argument values that several rooms check.
 
 The command line shows such an error in one line and exits with 2 for an InputError, with 1 for a TrainingError. Nothing
-here needs PyTorch, without which a model's arguments are read too.
+here imports PyTorch: a model's arguments (model/config.py) are checked without it.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class Diverged(TrainingError):
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
-    """An InputError for a name that does not exist, with the nearest ones that do."""
+    """An InputError for a name that does not exist, which says the nearest names that do."""
     known, name = list(known), both_ends(str(name), 80)
     lower = {k.lower(): k for k in known}
     near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
@@ -36,12 +36,12 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
 
 
 def install(extra: str) -> str:
-    """How to install vitfast with what an extra needs: from a checkout, as it is not on PyPI yet."""
+    """How to install vitfast with an extra: from a checkout, since it is not on PyPI yet."""
     return f"pip install '.[{extra}]' in a checkout of vitfast (once it is on PyPI: pip install 'vitfast[{extra}]')"
 
 
 def both_ends(text: str, limit: int = 400) -> str:
-    """`text` in one line of at most `limit` characters: its start, " ... " and its end.
+    """Returns `text` in one line of at most `limit` characters: its start, " ... " and its end.
 
     Both ends are kept, because compilers say what is wrong at the end.
     """

@@ -53,7 +53,7 @@ class Digits(Source):
 
 
 class Synthetic(Source):
-    """Random images, made once and repeated: for measuring speed, not for learning."""
+    """Random images, made once and repeated, to measure speed and not to learn from."""
 
     transformed = True
 
@@ -81,7 +81,7 @@ def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] |
         images, files = table.column(reader.image_key), [each["filename"] for each in reader.dataset.cache_files]
         paths, data = struct_field(images, "path").to_pylist(), struct_field(images, "bytes")
         sizes, newest = binary_length(data).to_pylist(), max(files, key=os.path.getmtime, default=None)
-        if newest is None:  # in memory
+        if newest is None:  # the data set is in memory
             return [], lambda index: data[index].as_py()
         alone = [os.path.dirname(path) for path, size in zip(paths, sizes) if size is None]  # files, not in the table
         folder = os.path.commonpath(alone) if alone else ""

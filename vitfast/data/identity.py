@@ -14,7 +14,7 @@ from .shards import Slice
 from .sources import Source
 
 ENDS = 64 * 1024  # bytes hashed at the beginning and at the end of an image's file, in place of all
-THREADS = 16  # so many because network disks answer late
+THREADS = 16  # this many because network disks answer late
 logger = logging.getLogger("vitfast")
 UNKNOWN, LOST = 0, -1  # in place of a content hash: it has not been computed; the image cannot be read
 

@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
     """The bytes of a file that the device decodes, or the pixels of one that it cannot decode."""
 
     content: Tensor  # uint8: bytes (n,) of a JPEG file, or pixels (3, H, W)
-    height: int  # of the image once it is turned
+    height: int  # this and the width are those of the turned image
     width: int
     turn: int = 1  # the EXIF orientation of what is decoded from `content`, as `turned` takes it
 

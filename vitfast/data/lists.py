@@ -109,7 +109,7 @@ class _Finder:
 def _stems(folder: str) -> dict[str, list[str]]:
     """The files of a folder by their names without suffix, except hidden ones and sidecars."""
     found = {}
-    with suppress(OSError, ValueError):  # where there is no such folder, or it may not be read
+    with suppress(OSError, ValueError):  # the folder is absent, or may not be read
         for name in os.listdir(folder or "."):
             if not name.startswith(".") and suffix(name) not in SIDECARS and os.path.isfile(os.path.join(folder, name)):
                 found.setdefault(os.path.splitext(name)[0], []).append(name)
@@ -123,7 +123,7 @@ def _lines(file: Iterable[bytes], name: str, errors: str) -> Iterator[tuple[str,
         where, text = f"{name}, line {number}", "\0"
         with suppress(UnicodeDecodeError):
             text = line.decode("utf-8", errors)
-        if "\0" in text:  # as in UTF-16
+        if "\0" in text:  # UTF-16 text has NUL bytes
             raise InputError(f"{where} is no UTF-8 text: it has NUL bytes or another encoding; save it as UTF-8")
         yield where, text
 

@@ -122,12 +122,12 @@ class Cell(NamedTuple):
 
     column: object
     row: int
-    path: str  # of the table's file
-    size: int | None = None  # of the image in bytes, where it is known without reading
+    path: str  # the file that holds the table
+    size: int | None = None  # bytes of the image, where they are known without reading it
 
     def read_bytes(self) -> bytes:
         value = self.column[self.row].as_py()
-        value = value.get("bytes") if isinstance(value, dict) else value  # as Hugging Face writes images
+        value = value.get("bytes") if isinstance(value, dict) else value  # Hugging Face writes images as such a struct
         if value is None:
             raise ValueError("its row has no image")
         return value

@@ -55,7 +55,7 @@ def _sinc(x: np.ndarray) -> np.ndarray:
 
 
 def _hamming(x: np.ndarray) -> np.ndarray:
-    window = float(np.float32(0.54)) + float(np.float32(0.46)) * _cos(x * math.pi)  # these two are floats in Pillow
+    window = float(np.float32(0.54)) + float(np.float32(0.46)) * _cos(x * math.pi)  # Pillow has these two as floats
     return np.where(x == 0, 1.0, np.where(np.abs(x) < 1, _sinc(x) * window, 0.0))
 
 
@@ -250,7 +250,7 @@ def resize(
     named = (("size", size, 2), ("box", box, 4), ("crop", crop, 4))
     given = zip(*(_one_each(*argument, len(each)) for argument in named))
     plans = [_plan(image, *arguments, resample, pillow) for image, arguments in zip(each, given)]
-    if each and kernels_wanted("resize", torch.empty(0, device=device)):  # by the device: every kernel takes uint8
+    if each and kernels_wanted("resize", torch.empty(0, device=device)):  # the device decides: every kernel takes uint8
         results = _by_kernels(each, plans)
     else:
         results = [_plain(*pair) for pair in zip(each, plans)]

@@ -18,7 +18,7 @@ class Source:
 
     where: str = ""  # the folder, the shards or the split, in messages
     classes: Sequence[str] = ()  # their names; empty where the data only numbers them, until `settle_classes`
-    labels: list | None = None  # of each image, where they are known without reading images
+    labels: list | None = None  # one for each image, where they are known without reading images
     numbers: dict | None = None  # label as the data has it -> class number, for `labels` that are not known
     shards: tuple[int, ...] = ()  # how many images lie in each file of several images, in their order
     transformed = multi_label = False

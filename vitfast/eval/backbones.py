@@ -28,7 +28,7 @@ NAFLEX_PATCHES = 576  # the same for timm's NaFlexViT, as in timm's validation
 class OwnSize:
     """Resizes whole images, each to a size of its own: uint8 (C, H, W) of any sizes -> a list."""
 
-    size_of: Callable[[int, int], tuple[int, int]]  # of (height, width)
+    size_of: Callable[[int, int], tuple[int, int]]  # from that of an image
     resample: str
 
     def __call__(self, images: Sequence[Tensor]) -> list[Tensor]:

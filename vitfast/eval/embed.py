@@ -53,7 +53,7 @@ class Progress:
 
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
-    kept: int = 0  # in shards that were there already
+    kept: int = 0  # images in shards that were there already
     waiting: float = 0.0  # seconds in which no image that had been read was there to compute
     started: float = field(default_factory=time.perf_counter)
 
@@ -122,7 +122,7 @@ class _Plan:
         self.written, self.shard_size, self.rank, self.world = written, shard_size, rank, world
         self.absent = (shard for shard in itertools.count() if shard not in written.counts)
         self.waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-        self.counts, self.images = dict(written.counts), 0  # of the images in each shard, and in the source
+        self.counts, self.images = dict(written.counts), 0  # how many images each shard has, and the source
 
     def items(self, records: Iterable[Record], progress: Progress) -> Iterator[tuple[int, object, str]]:
         """Yields (shard, image, name) of each image that this rank has to compute."""

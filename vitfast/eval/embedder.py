@@ -31,7 +31,7 @@ from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow, evaluating
 from .backbones import backbone
 
-TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch by default
+TOKENS = {"cuda": 65_536, "cpu": 8_192}  # in a batch, by default
 AHEAD = 4  # images that each worker reads ahead
 CHUNK = 1 << 28  # bytes of images that are resized together on the device
 
@@ -334,6 +334,6 @@ class _Read:
     group: object
     name: str
     pixels: Tensor | Encoded | None = None  # (3, H, W) uint8, prepared; Encoded where they are not prepared yet
-    height: int | None = None  # of the image before it was resized
+    height: int | None = None  # this and the width are those before it was resized
     width: int | None = None
     error: str | None = None

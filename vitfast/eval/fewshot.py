@@ -108,7 +108,7 @@ def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Ten
     whiten = whitening(x)
     design, others = (F.pad(whiten(part), (0, 1), value=BIAS).numpy() for part in (x, queries))
     model = Ridge(l2, fit_intercept=False, copy_X=False).fit(design, 2.0 * F.one_hot(y, classes).double().numpy() - 1)
-    scores = model.predict(others).reshape(len(others), classes)  # of one class scikit-learn gives a vector
+    scores = model.predict(others).reshape(len(others), classes)  # for one class scikit-learn returns a vector
     return torch.from_numpy(scores.argmax(1))
 
 

@@ -38,7 +38,7 @@ from .runs import ended
 logger = logging.getLogger("vitfast")
 
 EXAMPLES = 1000
-COLUMNS = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")  # of vtab.csv
+COLUMNS = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")  # columns of vtab.csv
 # The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does,
 # as train/*.tar and test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
 VTAB = {

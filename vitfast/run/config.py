@@ -17,8 +17,8 @@ from ..errors import InputError, both_ends
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
 NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
-MAX_PIXELS = 250_000_000  # of an image: more than the 200 million of a telephone's largest photographs
-MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
+MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
+MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes
 
 
 def plain(default, meaning: str):

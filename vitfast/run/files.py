@@ -37,7 +37,7 @@ def staged(folder: Path, wanted: Path | None = None, name: str = "") -> Iterator
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, place)
                 sync(place.parent)
-            sync(folder)  # it may have got a new folder
+            sync(folder)  # for a new folder that the files may have brought
     except OSError as error:
         if error.errno is None:
             raise

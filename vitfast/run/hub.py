@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ..errors import InputError, both_ends
 
-CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated"  # where the hub refuses
+CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated"  # said where the hub refuses
 
 
 def unreachable(lacking: str, why: str) -> InputError:

@@ -54,7 +54,7 @@ def _take(path: Path, handle: int) -> None:
     here = host == socket.gethostname()
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = _is_same(path, handle)  # else its owner has removed it since it was opened
+        free = _is_same(path, handle)  # else its owner removed the file after it was opened here
     except OSError as error:  # held, or on a file system that has no locks
         free = error.errno not in (errno.EACCES, errno.EAGAIN) and not (pid and here and _is_alive(pid))
     if not free or not here:

@@ -95,7 +95,7 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-PROCESS_BYTES = 4 * 2**30  # of GPU memory for a process: CUDA's context, and 2 GiB of inputs and float64 at most
+PROCESS_BYTES = 4 * 2**30  # GPU memory for a process: CUDA's context, and at most 2 GiB of inputs and float64
 
 
 def most_processes() -> int:

@@ -64,7 +64,7 @@ def save_checkpoint(run: Path, train_step: TrainStep, record: dict, images: dict
     sections["images"] = {name: torch.from_numpy(values.copy()) for name, values in images.items()}
     if train_step.optimizer.state:  # before the first step torch would invent the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
-        named = train_step.model.named_parameters()  # those without a gradient yet have no state
+        named = train_step.model.named_parameters()  # parameters that had no gradient yet have no state
         sections["optimizer"]["stateless"] = [name for name, p in named if p not in train_step.optimizer.state]
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
 

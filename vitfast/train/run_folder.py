@@ -34,7 +34,7 @@ BEST, BEST_RECORD = "best", "state/best.json"
 _FILE = r"(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json|\.tmp\w+)"
 PARTS = re.compile(rf"state|(state/)?({re.escape(SCRATCH)}\w+(/{_FILE})?|{_FILE})")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
-FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
+FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # how metrics.csv begins
 logger = logging.getLogger("vitfast")
 
 

@@ -57,7 +57,7 @@ class TrainStep:
         self.scaled, self.skipping = dtype == torch.float16, config.non_finite == "skip"
         factor = 2.0**16 if self.scaled else 1.0
         self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
-        self.grad_norm = torch.zeros((), device=device)  # that of the last step, if it must be finite
+        self.grad_norm = torch.zeros((), device=device)  # the last step's, if it must be finite
         self.masked = config.objective == "masked"
         self.objective = OBJECTIVES.get(config.objective)  # a masked model has its own loss
         self.mixup = None

@@ -37,7 +37,7 @@ def kept_bytes(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "l
     }
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropped else keep).items()}
     each = 4 * (1 + block.norm_biases)
-    kept["statistics"] += each * (m if norm else read)  # of the last norm
+    kept["statistics"] += each * (m if norm else read)  # the last norm's
     if c.pre_norm:
         kept["norm before the blocks"] = m * (d * size + each)
     if c.rope is not None:  # cos and sin, fp32

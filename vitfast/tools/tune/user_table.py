@@ -14,7 +14,7 @@ from ...errors import InputError
 from ...kernels import tiles
 from ...run import files
 
-KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
+KEY = ("op", "gpu", "bits", "shape")  # the fields of an entry beside its tile
 
 
 @contextlib.contextmanager

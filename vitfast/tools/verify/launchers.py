@@ -160,7 +160,7 @@ def patch_embedding(
     """
     d, tall = s.width, s.image // s.patch
     patches = tall * (across or tall)
-    count = s.batch * patches  # of patches of all images
+    count = s.batch * patches  # the patches of all images
     positions = (count, d) if together else (1, patches if across else prefix + patches, d)
     pixels = (count, 3, s.patch, s.patch) if together else (s.batch, 3, s.image, patches // tall * s.patch)
     upstream = (count + 2 * s.batch, d) if together else (s.batch, prefix + patches, d)

@@ -10,7 +10,7 @@ from ...model.baselines import is_baseline
 from ...run.config import Config
 from ..log import read_metrics
 
-ROWS = 40  # of the table of evaluations
+ROWS = 40  # in the table of evaluations
 RISE = 0.02  # the least rise of a validation loss that counts, as a share of its minimum
 
 
@@ -74,7 +74,7 @@ def overfitting(records: list[dict]) -> str:
     threes = list(zip(losses, losses[1:], losses[2:]))
     medians = [statistics.median(three) for three in threes]
     noise = statistics.median(abs(a - 2 * b + c) for a, b, c in threes) / (0.6745 * 6**0.5)
-    first = medians.index(min(medians))  # of the three values around the lowest one
+    first = medians.index(min(medians))  # the first of the three values around the lowest median
     lowest, end = min(range(first, first + 3), key=losses.__getitem__), medians[-1]
     if end - medians[first] <= max(RISE * abs(losses[lowest]), 4 * noise) or lowest == len(losses) - 1:
         return "The validation loss does not rise: there is no sign of overfitting."

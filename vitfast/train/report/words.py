@@ -147,5 +147,5 @@ def results(summary: dict) -> dict[str, str]:
 
 
 def with_error(accuracy: float, images: int) -> str:
-    """An accuracy on so many images, as text with its binomial standard error."""
+    """An accuracy on `images` images, as text with its binomial standard error."""
     return f"{accuracy:.4f} ± {(accuracy * (1 - accuracy) / images) ** 0.5:.4f}"
