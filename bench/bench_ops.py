@@ -1,12 +1,10 @@
-"""Every operation against eager PyTorch, torch.compile and the libraries that have it.
-
-Each is a row of OPS.
+"""Every operation, a row of OPS, against eager PyTorch, torch.compile and the libraries that have it.
 
 Functions and inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path.
 "attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
-sides. Peers do rotary positions and a
-bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
-attention block runs on the fastest backend of SDPA. For uint8 images the patch embedding's peers normalise first.
+sides. Peers do rotary positions and a bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is
+SDPA's mask. Each peer of the attention block runs on the fastest backend of SDPA. For uint8 images the patch
+embedding's peers normalise first.
 """
 
 from collections.abc import Callable

@@ -202,9 +202,8 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     found = gpus(folder)
     texts = documents(found, folder, readme)
     if args.check:
-        wrong = [
-            f"{path} is stale: run python bench/report.py" for path, text in texts.items() if path.read_text() != text
-        ]
+        stale = [path for path, text in texts.items() if path.read_text() != text]
+        wrong = [f"{path} is stale: run python bench/report.py" for path in stale]
         wrong += [f"{results.name}/{name}: {why}" for results in found for name, why in results.damaged.items()]
         print(end=stale_answers(found))
         print("\n".join(wrong or ["the report is up to date"]))

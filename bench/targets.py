@@ -94,9 +94,8 @@ def peak_share(results: Results, op: str) -> Iterator[Figure]:
     """The share of the data sheet's peak that B/16 reaches."""
     cases = whole_models(results, op, MAIN, [VITFAST], "bf16")
     if cases and cases[0]["mfu_datasheet"]:
-        yield Figure(
-            "share of the peak by the data sheet", cases[0]["mfu_datasheet"], PEAK[op], setting=cases[0]["impl"]
-        )
+        share, impl = cases[0]["mfu_datasheet"], cases[0]["impl"]
+        yield Figure("share of the peak by the data sheet", share, PEAK[op], setting=impl)
 
 
 def operation(results: Results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:

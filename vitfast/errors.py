@@ -1,7 +1,6 @@
-"""Errors of wrong input and failed training, and the argument values that several rooms check.
+"""Errors of wrong input (exit 2) and failed training (exit 1), and values that several rooms check.
 
-The command line shows such an error in one line and exits with 2 for an InputError, with 1 for a TrainingError. Nothing
-here imports PyTorch: a model's arguments (model/config.py) are checked without it.
+The command line shows these errors in one line. PyTorch is not imported: model/config.py is read without it.
 """
 
 import difflib

@@ -187,11 +187,9 @@ def open_data(
     weights have. measure: given by an evaluation. It is called with None and the validation images; where there are
     none, with the share that training would hold out and all images, and says whether only the share is measured.
     """
-    packing = native = None
-    if config.task == "eval":
-        native = Native.of(config, img_size, patch_size)
-    else:
-        packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
+    evaluates = config.task == "eval"
+    native = Native.of(config, img_size, patch_size) if evaluates else None
+    packing = None if evaluates else Packing.of(config, img_size, patch_size, prefix, ranks.world)
     train, val = open_sources(config.data, config.data_dir, img_size, patch_size, config)
     if train is None and not measure:
         raise InputError(f"{config.data!r} has no training images, only {val.where}")
@@ -249,9 +247,8 @@ def _with_validation(
             logger.info(said, config.data, 100 * HELD_OUT)
         of_share = measure is None or measure(share, train)
         if of_share and not len(share):
-            raise InputError(
-                f"{config.data} has no val/ and one image of each class, of which none can validate; add more"
-            )
+            problem = "has no val/ and one image of each class, of which none can validate"
+            raise InputError(f"{config.data} {problem}; add more")
         val, train = (share, rest) if of_share else (train, train)
     elif measure is not None:
         measure(None, val)

@@ -209,9 +209,8 @@ def compare_pillow(weights: str) -> None:
     if theirs != INSTALLED:
         other = f"its run resized images as Pillow {theirs} does, and Pillow {PIL.__version__} is installed"
         remedy = "pip install 'pillow<13'" if INSTALLED == "13" else "pip install 'pillow>=13'"
-        logger.warning(
-            "%s: %s: at about a third of all sizes some pixels differ (as before: %s)", weights, other, remedy
-        )
+        said = "%s: %s: at about a third of all sizes some pixels differ (as before: %s)"
+        logger.warning(said, weights, other, remedy)
 
 
 def open_weights(

@@ -96,8 +96,7 @@ def embed_to(
             _manifest_of(folder)
             _remove(folder, FILE, rank, world)
             _write_manifest(folder, manifest, rank)
-        written = Written(folder, _job(manifest), resume)
-        plan = _Plan(written, shard_size, rank, world)
+        plan = _Plan(Written(folder, _job(manifest), resume), shard_size, rank, world)
         results = embedder.stream_groups(plan.items(records, progress), progress)
         for shard, group in itertools.groupby(results, key=itemgetter(0)):
             computed = []
@@ -106,11 +105,11 @@ def embed_to(
                 progress.unreadable += embedded.error is not None
                 on_progress(progress, embedded.error)
                 computed.append(embedded)
-            written.write(shard, plan.waiting.pop(shard), computed, embedder)
+            plan.written.write(shard, plan.waiting.pop(shard), computed, embedder)
         if not plan.images:
             raise InputError("there is no image to embed")
         for shard in plan.empty():
-            written.write(shard, [], [], embedder)
+            plan.written.write(shard, [], [], embedder)
         _write_manifest(folder, manifest | _totals(plan, before), rank)
         return progress
 
@@ -149,8 +148,7 @@ class _Plan:
 
     def empty(self) -> Iterator[int]:
         """Yields this rank's absent shards below the last one, whose images are gone since."""
-        last = max(self.counts)
-        return filter(self._is_mine, itertools.takewhile(lambda shard: shard < last, self.absent))
+        return filter(self._is_mine, itertools.takewhile(lambda shard: shard < max(self.counts), self.absent))
 
     def _begin(self, shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
         self.counts[shard] = len(part)
@@ -198,8 +196,7 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 def describe(embedder: Embedder) -> dict:
     """The manifest's record of an Embedder: everything that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
-    own = embedder.device
-    device = torch.cuda.get_device_name(own) if own.type == "cuda" else own.type
+    device = torch.cuda.get_device_name(embedder.device) if embedder.device.type == "cuda" else embedder.device.type
     versions = dict(vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__)
     versions |= dict(python=platform.python_version())
     return dict(

@@ -48,9 +48,8 @@ def best_classes(
     try:
         logits = logits_of(model, images, device, dtype)
     except torch.OutOfMemoryError:
-        many = (
-            f"{len(images)} images" if isinstance(images, Tensor) else f"{max(len(i.patches) for i in images)} patches"
-        )
+        patches = () if isinstance(images, Tensor) else [len(packed.patches) for packed in images]
+        many = f"{max(patches)} patches" if patches else f"{len(images)} images"
         raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
     classes = logits.topk(count).indices  # the largest logits: probabilities saturate
@@ -68,9 +67,8 @@ def predict(
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
     eval_batch_size, amp, workers, exif_orientation, max_pixels, crop_mode and crop_pct (unset: the model's), sizes and
-    tokens_per_step matter.
-    sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises InputError if the model has no
-    head, or its device too little memory.
+    tokens_per_step matter. sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises
+    InputError if the model has no head, or its device too little memory.
     """
     config = cut_as_told(config or Config(task="eval"), model)
     check_sizes(model, config)

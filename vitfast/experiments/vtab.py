@@ -132,10 +132,8 @@ def read_tasks(path: Path) -> list[Task]:
             raise InputError(f"--tasks {path}: a task without data: {item}")
         name = str(settings.pop("name", Path(str(settings["data"])).name))
         if not name or name != Path(name).name or name.startswith("."):
-            advice = "give one without a slash, and without a dot in front"
-            raise InputError(
-                f"--tasks {path}: the name {name!r} of a task is no name of a folder in --output; {advice}"
-            )
+            problem = f"the name {name!r} of a task is no name of a folder in --output"
+            raise InputError(f"--tasks {path}: {problem}; give one without a slash, and without a dot in front")
         tasks.append(Task(name, str(settings.pop("group", "tasks")), settings))
     if len({task.name for task in tasks}) < len(tasks):
         raise InputError(f"--tasks {path}: two tasks have the same name")

@@ -128,9 +128,8 @@ class MaskedPatches(nn.Module):
         """
         vit = self.vit
         if images.dtype != torch.uint8:
-            raise TypeError(
-                f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}"
-            )
+            form = "raw uint8, whose colours are the targets"
+            raise TypeError(f"MaskedPatches: images must be {form}, got {images.dtype}")
         expected = (vit.in_chans, *vit.patch_embed.img_size)
         if tuple(images.shape[1:]) != expected:
             shape = ", ".join(map(str, expected))

@@ -77,9 +77,8 @@ def read_settings(run: Path) -> dict | None:
 
 def read_summary(run: Path) -> dict | None:
     """The content of summary.json, None where there is none. Raises InputError for other content."""
-    return _read(
-        run / "summary.json", json.loads, {"finished", "steps", "train_images", "accuracy", "images_per_second"}
-    )
+    names = {"finished", "steps", "train_images", "accuracy", "images_per_second"}
+    return _read(run / "summary.json", json.loads, names)
 
 
 def _read(path: Path, parse: Callable, names: set[str]) -> dict | None:

@@ -54,9 +54,8 @@ def tokens_of(model: ViT | ViTConfig) -> int:
     """The tokens of an image. Raises InputError if blocks run on smaller operations or on PyTorch's."""
     c = arguments_of(model)
     if c.pos_embed == "relative":
-        raise InputError(
-            "cost: relative positions run on PyTorch's attention, which is not counted; take other positions"
-        )
+        reason = "relative positions run on PyTorch's attention, which is not counted"
+        raise InputError(f"cost: {reason}; take other positions")
     for name in ("qk_norm", "scale_mlp_norm"):
         if getattr(c, name) and not (name == "scale_mlp_norm" and c.swiglu_mlp):
             raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; leave it out")

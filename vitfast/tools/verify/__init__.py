@@ -161,7 +161,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
 
     def block_packed(x: Tensor, *t: Tensor) -> Tensor:
         packed = dict(offsets=packed_offsets(len(x), x.device), longest=len(x))
-        return ops.attention_block(x, *t[:-2], num_heads=s.heads, layer_scale=t[-2], drop_path=t[-1], **packed)
+        return scaled(ops.attention_block, num_heads=s.heads, **packed)(x, *t)
 
     def embed_packed(patches: Tensor, *t: Tensor) -> Tensor:
         return ops.patch_embed(patches, *t, mean=0.5, std=0.5, offsets=packed_offsets(len(patches), patches.device))
@@ -175,6 +175,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
     stream = [("fp32", (s.batch, s.tokens, d)), ("fp32", (d,)), ("fp32", (d,))]  # as autocast leaves it: x and the norm
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
+    patches, block = ("uint8", (s.rows, 3, s.patch, s.patch)), functools.partial(ops.attention_block, num_heads=s.heads)
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
         "rms_norm": (ops.rms_norm, [x, vector]),
@@ -196,24 +197,15 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
         "patch_embed, fp32 images": (ops.patch_embed, [("fp32", pixels), *embed]),
-        "patch_embed, packed": (
-            embed_packed,
-            [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
-        ),
-        "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
-        "attention_block, fp32 stream": (
-            scaled(ops.attention_block, num_heads=s.heads, residual_in_fp32=True),
-            [*stream, *qkv, *proj, vector, drop],
-        ),
+        "patch_embed, packed": (embed_packed, [patches, *embed[:3], values(s.rows, d)]),
+        "attention_block": (scaled(block), [x, *norm, *qkv, *proj, vector, drop]),
+        "attention_block, fp32 stream": (scaled(block, residual_in_fp32=True), [*stream, *qkv, *proj, vector, drop]),
         "attention_block, packed": (
             block_packed,
             [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
         ),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
-        "mlp_block, fp32 stream": (
-            scaled(ops.mlp_block, residual_in_fp32=True),
-            [*stream, *fc1, *fc2, vector, drop],
-        ),
+        "mlp_block, fp32 stream": (scaled(ops.mlp_block, residual_in_fp32=True), [*stream, *fc1, *fc2, vector, drop]),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }
 
