@@ -155,7 +155,7 @@ def add_set(parser: argparse.ArgumentParser, text: str, name: str = "--set") -> 
 
 
 def _filled(text: str) -> str:
-    """Returns a flag's number as text. It is empty where a variable of the shell is not set."""
+    """Returns a flag's number as text. Refuses an empty text, as from an unset variable of the shell."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
     return text
