@@ -51,11 +51,11 @@ def compiles(name: str) -> bool:
 
 
 def launches_of(rivals: "Rivals") -> "list[Launch]":
-    """The launches of what rivals are compared in, ours alone."""
+    """Our launches in the operation or the models whose rivals are compared."""
     preset, image, batch = rivals.shape.split(" ")
     if rivals.operation:
         op, s = rivals.operation[0], Sizes.of_preset(preset, int(batch[1:]), int(image))
-        return operations(s, [torch.bfloat16], [op]) if op in cases(s, ops) else []  # others launch nothing of ours
+        return operations(s, [torch.bfloat16], [op]) if op in cases(s, ops) else []  # others launch no kernel of ours
     amp, train = any(name.endswith(" amp") for name in rivals.names), rivals.what == "train"
     models = [model(preset, int(image), train, amp)]
     if amp:  # timm's residual stream

@@ -32,7 +32,7 @@ class Rivals:
         return (op, direction) if op else None
 
     def case(self, name: str) -> dict[str, str]:
-        """The names that pytest gives to the case that times the same."""
+        """The names that pytest gives to the case which times the same as this rival."""
         module, test, where = "bench_model", self.what, f"{self.shape}-{name}"
         if self.operation:
             module, (test, direction) = "bench_ops", self.operation
@@ -51,7 +51,7 @@ class Command:
     arguments: tuple[str, ...] = ()
 
 
-# From the content of a result file to the number that decides. Of a command without one it is {"code": its exit code}.
+# Reads the number that decides from the content of a result file, or from {"code": exit code} where there is none.
 Reading = Callable[[dict], float]
 
 
@@ -70,12 +70,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """A question to a GPU.
 
-    follows: what changes where the prediction holds, and where it does not. seconds: what the whole takes, 120 at most;
-    `measured` says that it was measured, else it is an estimate. files: patterns of the files whose code it speaks of.
-    worth: the ms of a step of B/16 that depend on it. rows: (target, figure) of README's table -> what is predicted of
-    it.
+    follows: what changes where the prediction holds, and where it does not. seconds: how long all of it takes, 120 at
+    most, an estimate unless `measured`. files: patterns of the files whose code it is about. worth: the ms of a step of
+    B/16 that depend on it. rows: (target, figure) of README's table -> the value that is predicted.
     """
 
     name: str
@@ -92,12 +91,12 @@ class Question:
     # whether what runs writes a result file, and what README's first row calls the exit code of what writes none
     has_results = property(lambda self: self.run.kind in ("rivals", "bench"))
     check = property(lambda self: "" if self.has_results else self.name.replace("_", " "))
-    # in ms of a step of B/16, rows of README's table included
+    # in ms of a step of B/16, with the rows of README's table
     total_worth = property(lambda self: self.worth + ROW * (len(self.rows) + bool(self.check)))
 
 
 def faster(ours: str, theirs: str = "", by: str = "ms") -> Reading:
-    """How many times as fast as another rival, or as the best of all others, one is, by a time of both."""
+    """How many times as fast `ours` is as `theirs`, or as the best of all others, by the time `by`."""
 
     def reads(content: dict) -> float:
         times = {name: rival[by] for name, rival in content["rivals"].items() if name != ours}
@@ -107,7 +106,7 @@ def faster(ours: str, theirs: str = "", by: str = "ms") -> Reading:
 
 
 def peaks(ours: str, theirs: str) -> Reading:
-    """The peak memory of a rival by that of another."""
+    """The peak memory of one rival divided by that of another."""
 
     def reads(content: dict) -> float:
         first, second = (content["rivals"][name]["peak_mib"] for name in (ours, theirs))
@@ -124,7 +123,7 @@ def info(key: str, factor: float = 1.0) -> Reading:
 
 
 def pair(content: dict) -> float:
-    """The images per second of vitfast's case by timm's."""
+    """The images per second of vitfast's case divided by those of timm's."""
     cases = [case["extra_info"] for case in content["benchmarks"]]
     speed = {case["impl"].split()[0]: case["images_per_second"] for case in cases}
     return speed["vitfast"] / speed["timm"]
@@ -137,7 +136,7 @@ def curves(content: dict) -> float:
 
 
 def exit_code(content: dict) -> float:
-    """pytest's or doctor's: 0 or 1; another one tells nothing of what was asked."""
+    """The exit code of pytest or doctor, 0 or 1. Raises ValueError for others, which answer nothing."""
     if content["code"] not in (0, 1):
         raise ValueError(f"exit code {content['code']}")
     return content["code"]

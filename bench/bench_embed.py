@@ -32,7 +32,7 @@ from vitfast import ViT
 from vitfast.eval.embedder import Embedder
 
 ROUNDS, IMAGES = (5, 4096) if machine.GPU else (3, 48)
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the distance of the two results, by norm
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # on the distance of the two results, by norm
 
 
 def collate(transform: Callable, images: list) -> Tensor:

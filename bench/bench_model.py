@@ -4,10 +4,9 @@ Logits, and in training every gradient, are compared with float64 before anythin
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16 has
 weights and optimiser in bf16; amp has fp32 weights under autocast, where our own ViT keeps its residual stream in bf16
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
-torch's own CUDA graphs, which reduce-overhead has. Latency is of one call; throughput and training are timed in whole
-steps back to back. Launches are included. "least memory" is ours where backward computes again
-what it can. "batch-invariant" is inference of ours by vitfast.batch_invariant, whose cost is the difference to "vitfast
-eager".
+torch's own CUDA graphs, which reduce-overhead has. Latency is that of one call; throughput and training are timed in
+whole steps back to back. Launches are included. In "least memory" our backward computes again what it can.
+"batch-invariant" is our inference by vitfast.batch_invariant, whose cost is the difference to "vitfast eager".
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
 from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that

@@ -1,12 +1,10 @@
-"""Every operation against eager PyTorch, torch.compile and the libraries that have it.
-
-Each is a row of OPS.
+"""Every operation, a row of OPS, against eager PyTorch, torch.compile and the libraries that have it.
 
 Functions and inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path.
 "attention" takes qkv in one tensor, as a linear layer leaves it; transposes and the stacking of gradients count on all
-sides. Peers do rotary positions and a
-bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is SDPA's mask. Each peer of the
-attention block runs on the fastest backend of SDPA. For uint8 images the patch embedding's peers normalise first.
+sides. Peers do rotary positions and a bias as timm and Hugging Face do: they rotate q and k in PyTorch, and the bias is
+SDPA's mask. Each peer of the attention block runs on the fastest backend of SDPA. For uint8 images the patch
+embedding's peers normalise first.
 """
 
 from collections.abc import Callable
@@ -33,7 +31,7 @@ PREFIX = 1  # tokens that rotary positions do not rotate
 
 @dataclass(frozen=True)
 class Op:
-    """A row: what is called, on what, against whom.
+    """A row: the function, its inputs, its work and its peers.
 
     case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: (Shape, bytes of an element) ->
     Work. batched: how many inputs have the batch as their first axis. peers: implementation -> a function of its own,

@@ -141,7 +141,7 @@ class PackedPeer(Peer):
 
     @property
     def work(self) -> Kernels:
-        """Without padding and optimiser."""
+        """The kernels of a step, without padding and optimiser."""
         return model_work(self.shape, self.dtype.itemsize).of("both")
 
     def step(self) -> Callable:

@@ -71,7 +71,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request):
-    """Compiled code and memory of a case go before the next one; a broken device ends the run."""
+    """Frees a case's compiled code and memory before the next one; a broken device ends the run."""
     yield
     torch._dynamo.reset()
     if not machine.GPU:
@@ -87,7 +87,7 @@ def _leave_nothing_behind(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
-    _save(item.config)  # before each case: a death in the middle of one loses that one alone
+    _save(item.config)  # before each case: a run that dies in the middle of one loses only that one
 
 
 @pytest.hookimpl(trylast=True)

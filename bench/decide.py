@@ -32,20 +32,20 @@ def contents(patterns: Iterable[str]) -> dict[str, str]:
 
 
 def asked(name: str) -> dict[str, str]:
-    """The contents of the question's files, and what is run: an answer is good for these."""
+    """The hashes of a question's files and of what it runs, for which an answer holds."""
     what = hashlib.sha256(repr(QUESTIONS[name].run).encode()).hexdigest()[:12]
     return {"what is run": what} | contents(QUESTIONS[name].files)
 
 
 def changed(answer: dict) -> list[str]:
-    """The files that are not what they were when the answer was given; of a question that has left, none."""
+    """The files that have changed since an answer was given; none if its question is asked no longer."""
     before = answer["files"]
     now = asked(answer["question"]) if answer["question"] in QUESTIONS else before
     return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
 
 
 def predictions() -> dict[tuple[str, str], float]:
-    """(target, figure) of README's table -> what is predicted of it; of several, the first question's."""
+    """(target, figure) of README's table -> the value that the first question about it predicts."""
     return {row: value for question in reversed(QUEUE) for row, value in question.rows.items()}
 
 
@@ -61,7 +61,7 @@ def read_all(paths: Iterable[Path]) -> Iterator[dict]:
 def answers(gpu: str, folder: Path) -> dict[str, dict]:
     """The answer of each question on this GPU, from the run's folder and the committed ones.
 
-    It is the newest that settles the question for the current contents of its files, else the newest.
+    Of several answers the newest counts that settles it for the current contents of its files, else the newest.
     """
     found = {}
     for answer in read_all((*folder.glob("answers/*.json"), *ROOT.glob("bench/results/*/answers/*.json"))):
@@ -72,7 +72,7 @@ def answers(gpu: str, folder: Path) -> dict[str, dict]:
 
 
 def is_open(name: str, known: dict[str, dict]) -> bool:
-    """Whether no answer settles it for the current contents of the question's files."""
+    """Whether no answer settles a question for the current contents of its files."""
     return name not in known or not known[name]["settled"] or bool(changed(known[name]))
 
 
@@ -83,7 +83,7 @@ def seconds(question: Question, known: dict[str, dict]) -> int:
 
 
 def limit(question: Question, known: dict[str, dict]) -> int:
-    """The most seconds that it may take."""
+    """The most seconds that a question may take."""
     return min(150, 10 + 3 * max(question.seconds, seconds(question, known)) // 2)
 
 

@@ -1,4 +1,4 @@
-"""Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
+"""Measures an operation on random inputs from cold caches, if it is right, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
 a wrong result; (2) warms up and takes the peak memory of one call; (3) times calls over several sets of random inputs,
@@ -24,7 +24,7 @@ from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, t
 from vitfast.tools.verify import ATOL, errors, run
 from vitfast.tools.verify.draw import Draw, Input
 
-DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # of the operations
+DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # the dtype of operations
 CHECKED = 4  # samples of a batch that are compared with float64
 SETS = 3
 
@@ -37,7 +37,7 @@ class WrongResult(AssertionError):
 class Case:
     """An operation at a shape.
 
-    formula: the operation in eager PyTorch. inputs: by kind and shape; the first `batched` have the batch as their
+    formula: the operation in eager PyTorch. inputs: their kinds and shapes; the first `batched` have the batch as their
     first axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
     """
 
@@ -54,7 +54,7 @@ class Case:
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile; what was compiled before is forgotten after each case (conftest.py), not here.
+    """The function under torch.compile, whose earlier code each case drops at its end (conftest.py).
 
     how: "compile", "max-autotune" or "reduce-overhead", which alone has torch's CUDA graphs, as these copy every input
     first; or "eager" for backend="vitfast", whose graph then runs as it is. options: torch.compile's.
@@ -135,7 +135,7 @@ class Timed:
     calls, rounds = 1, machine.ROUNDS
 
     def context(self) -> contextlib.AbstractContextManager:
-        """Around everything; with "on" a case of ours that no kernel covers fails, it does not fall back."""
+        """A context to time and compare in: a case of ours that no kernel covers fails, with no fallback."""
         return ops.use_kernels("on" if machine.GPU and self.impl.startswith("vitfast") else "auto")
 
     def judge(self, after: bool = False) -> None:
@@ -148,7 +148,7 @@ class Timed:
         return self.prepare()
 
     def facts(self, seconds: float) -> dict:
-        """The description, at so many seconds a call."""
+        """The description, if a call takes so many seconds."""
         return description(self.impl, self.work, seconds, self.dtype, self.peak, **self.errors, **self.more)
 
 
@@ -207,7 +207,7 @@ class Operation(Timed):
         return tensors, [torch.randn_like(o) for o in outputs]
 
     def started(self, tensors: list[Tensor], upstream: list[Tensor]) -> tuple:
-        """The arguments of `call`: of a backward, the outputs of its forward too, which is not timed."""
+        """The arguments of `call`, with the outputs of the forward, which is not timed, for a backward."""
         outputs = self.function(*tensors) if self.direction == "backward" else None
         return tensors, [t for t in tensors if t.requires_grad], upstream, outputs
 

@@ -82,7 +82,7 @@ def pretend(tree: Path) -> ctypes.CDLL:
     import triton
     from triton.backends.nvidia import driver
 
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)  # or Inductor moves it
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)  # else Inductor moves it
     gpu = driver.CudaDriver.__new__(driver.CudaDriver)
     gpu.utils, gpu.launcher_cls = driver.CudaUtils(), driver.CudaLauncher
     gpu.get_current_device, gpu.set_current_device = lambda: 0, lambda device: None

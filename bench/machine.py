@@ -36,9 +36,9 @@ SMALL = not (GPU or REHEARSED)
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
 MODEL_ROUNDS = 10 if GPU else 3
-WARM_SECONDS = 1.0  # of a GPU before anything is timed
+WARM_SECONDS = 1.0  # how long a GPU is warmed up before anything is timed
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these need not be installed
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # these are optional
 ALARM_AGAIN = 5  # seconds
 
 
@@ -216,10 +216,10 @@ _kept: dict[str, object] = {}
 
 
 def once(what: str, measure: Callable[[], object]) -> object:
-    """Returns what `measure()` does, and keeps it as `what` in this process, and in a file, if any.
+    """Returns the result of `measure()`, which it keeps as `what` in this process and in a file, if any.
 
-    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file, and its end removes it: the first
-    process measures, and what later ones read is of the same run on the same machine, not of the same process.
+    $VITFAST_CEILINGS names the JSON file. A run of bench/gpu.sh has such a file and removes it at its end: the first
+    process measures, and later ones read results of the same run on the same machine, not of the same process.
     `measure` may call `once`.
     """
     path = Path(os.environ.get("VITFAST_CEILINGS") or os.devnull)

@@ -93,7 +93,7 @@ def best_backend(s: Shape, training: bool) -> str:
 
 
 LEAN = "least memory"  # backward computes again what it can
-INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, in inference alone
+INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, only in inference
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
     library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision: bf16
-    (weights too), amp (fp32 weights) or fp32. option: of ours, LEAN or INVARIANT.
+    (weights too), amp (fp32 weights) or fp32. option: LEAN or INVARIANT, for our models.
     """
 
     library: str
@@ -255,7 +255,7 @@ class Peer(Timed):
     def compare(self, when: str) -> dict[str, float]:
         """Compares logits and gradients of exactly what is timed with the plain model in float64.
 
-        After timing they are those of the same function, images, and weights as before it.
+        After timing, the function, the images and the weights are the same as before it.
         """
         if not when:
             self._find_truth()
@@ -309,7 +309,7 @@ class Peer(Timed):
 
     @property
     def work(self) -> Kernels:
-        """That of the forward pass or of a training step."""
+        """The kernels of a forward pass or of a training step."""
         work = model_work(self.shape, self.dtype.itemsize)
         if not self.training:
             return work.forward

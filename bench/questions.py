@@ -21,7 +21,7 @@ EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
 FAMILIES = dict(attention="attention", linear_gelu="matmul", mlp_block="matmul", add_layer_norm="layer_norm")
 FAMILIES |= {"patch_embed uint8": "patch_embed"}
-# of operations; of whole models it is OURS or ADAPTERS
+# files of operations; those of whole models are OURS or ADAPTERS
 FILES = {op: (f"kernels/{folder}/*.py", "kernels/rows.py") for op, folder in FAMILIES.items()}
 
 # ---- rows of README's table
@@ -47,7 +47,7 @@ def rivals(
 
 
 def variant(name: str, asks: str, what: str, others: str, says: str, least: float, follows, worth: float) -> Question:
-    """Whether what ships is so many times as fast as others.
+    """Asks whether what ships is `least` times as fast as others.
 
     These are "OPERATION=PROVIDER", with commas between them. A candidate in place of these, "candidate
     OPERATION=PROVIDER", should be so many times as fast as what ships. Instructions were counted, not timed
@@ -72,7 +72,7 @@ def backend(what: str, precision: str, rival: str, says: str, least: float, wort
 
 
 def graphs(ours: str, model: str, batch: int, expected: float, seconds: int, worth: float = 0.0) -> Question:
-    """A model's training step as CUDA graphs, ours and timm's: in amp where ours is `accelerate`."""
+    """A model's training step as CUDA graphs, ours and timm's, in amp where ours is `accelerate`."""
     precision, accelerate = ("amp", "accelerate ") if ours == ACCELERATED else ("bf16", "")
     names, figure = tuple(f"{each} reduce-overhead {precision}" for each in (ours, "timm")), f"{accelerate}{precision}"
     row = (STEP, f"{figure} by timm {precision}") if model == "B/16 224" else (OTHERS, f"{model} {figure}")
@@ -94,7 +94,7 @@ ALL_PASS = Prediction("all pass", exit_code, most=0)
 
 
 def tests(name: str, asks: str, no: str, seconds: int, files: tuple[str, ...], *arguments: str) -> Question:
-    """Tests that need a GPU, of which all should pass."""
+    """Asks whether tests that need a GPU pass, all of them."""
     follows = ("README's first row and docs/measured.md have it", no)
     return Question(name, asks, Command("tests", arguments), ALL_PASS, follows, seconds, files)
 

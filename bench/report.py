@@ -195,16 +195,15 @@ def documents(found: list[Results], folder: Path, readme: Path) -> dict[Path, st
 
 
 def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):
-    """The exit code."""
+    """Writes or checks the tables, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     args = parser.parse_args(argv)
     found = gpus(folder)
     texts = documents(found, folder, readme)
     if args.check:
-        wrong = [
-            f"{path} is stale: run python bench/report.py" for path, text in texts.items() if path.read_text() != text
-        ]
+        stale = [path for path, text in texts.items() if path.read_text() != text]
+        wrong = [f"{path} is stale: run python bench/report.py" for path in stale]
         wrong += [f"{results.name}/{name}: {why}" for results in found for name, why in results.damaged.items()]
         print(end=stale_answers(found))
         print("\n".join(wrong or ["the report is up to date"]))

@@ -44,7 +44,7 @@ class Results:
     missing: dict[str, dict] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)  # exit codes
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
-    answers: list[dict] = field(default_factory=list)  # to questions of questions.py, oldest first
+    answers: list[dict] = field(default_factory=list)  # those to questions of questions.py, oldest first
 
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["op"] in ops]
@@ -131,7 +131,7 @@ def load(folder: Path) -> Results:
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
-            if isinstance(content, dict):  # others are not ours
+            if isinstance(content, dict):  # other files are not ours
                 files.append((str(content.get("datetime", "")), path.name, content))
         except (OSError, ValueError) as error:
             results.damaged[path.name] = f"{type(error).__name__}: {error}"

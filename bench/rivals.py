@@ -46,7 +46,7 @@ compiled_here = []  # names of the kernels of ours that Triton compiled in this 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
     """A configuration of a provider for 16 bits on this GPU, if possible not the shipped one, or None."""
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if machine.GPU else "cpu")
-    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # and products
+    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # products have the default below
     shape = next((shape for word, shape in shapes.items() if op.startswith(word)), "768x3072")
     others = [*tiles.candidates(op, like, shape), tiles.shipped(op, like, shape)]
     libraries = [tiles.config(provider=provider)] if provider == "cublaslt" else []
@@ -55,7 +55,7 @@ def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
 
 @contextlib.contextmanager
 def overridden(name: str) -> Iterator[None]:
-    """Operations take the providers that the name of a rival says."""
+    """A context in which operations take the providers that the name of a rival gives."""
     with contextlib.ExitStack() as stack:
         for part in name.split(" | ")[1:]:
             op, provider = part.split("=")
@@ -66,7 +66,7 @@ def overridden(name: str) -> Iterator[None]:
 
 
 class Rival:
-    """One of those that are compared, in the state in which it is timed."""
+    """One rival of a question, ready to be timed."""
 
     def __init__(self, of: Rivals, name: str):
         self.name, self.turns, self.lead = name, [], 0.0
@@ -85,7 +85,7 @@ class Rival:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Around everything: operations take the providers that the name says."""
+        """A context to build, time and compare in: operations take the providers that the name gives."""
         with self.timed.context(), overridden(self.name):
             yield
 
@@ -111,7 +111,7 @@ class Rival:
             while len(stamps) < 3 or time.perf_counter() < end:
                 prepared = self.timed.prepare()
                 if machine.GPU and self.lead:
-                    torch.cuda._sleep(int(2e9 * self.lead))  # in clock cycles
+                    torch.cuda._sleep(int(2e9 * self.lead))  # counted in clock cycles
                 start = read()
                 self.timed.call(*prepared)
                 stamps.append((start, read()))
@@ -173,7 +173,7 @@ class Run:
             cases[state].append(self.of.case(name) | dict(reason=reason))
         timed = {name: rival for name, rival in self.rivals.items() if rival.turns}
         for name, rival in timed.items():
-            # no case of the tables: a variant, which only a question asks about, and what was not compared after timing
+            # The tables show no variant, which only a question is about, and nothing that was not compared again.
             if "error_after" in rival.timed.errors and " | " not in name:
                 cases["benchmarks"].append(self.of.case(name) | rival.entry())
         rivals, missing = {n: r.summary() for n, r in timed.items()}, {n: why for n, (_, why) in self.missing.items()}

@@ -17,7 +17,7 @@ from asking import Question
 from result_files import load
 
 PYTHON = os.environ.get("PYTHON", sys.executable)
-SECONDS = 555  # of a run, for which the limits of questions are; of another length they are in proportion
+SECONDS = 555  # of a run with the limits that questions have; a run of another length scales them
 GRACE = 5  # seconds between SIGINT and SIGKILL
 # What breaks a process's context for good; not an error of one call, such as a lack of memory or a refused argument.
 DEVICE_ERROR = (
@@ -43,7 +43,7 @@ def refuse(why: str):
 
 
 class Session:
-    """The steps of a run and what they left in `out`. scratch: a folder for what nobody keeps."""
+    """The steps of a run and what they left in `out`. scratch: a folder for files that are not kept."""
 
     def __init__(self, out: Path, scratch: Path, seconds: int):
         self.out, self.ends, self.grace = out, time.monotonic() + seconds, GRACE if seconds > 100 else 1
@@ -97,7 +97,7 @@ class Session:
         """Runs a command and records how it ended; raises KeyboardInterrupt after an interrupt."""
         limit, log = min(limit, self.left()), self.out / f"{name}.log"
         print(f"== {name}: at most {limit:.0f} s", flush=True)
-        for path in (log, log.with_suffix(".json")):  # of an earlier run into the same folder
+        for path in (log, log.with_suffix(".json")):  # an earlier run into the same folder may have left them
             path.unlink(missing_ok=True)
         state, code, taken = self.limited(command, log, limit, **environment)
         text = log.read_text(errors="replace")[-20000:]
@@ -152,7 +152,7 @@ class Session:
             answer = decide.answer(self.out, step, machine)
             print(f"   -> {answer['follows']}")
             self.report()
-        print("two steps in a row broke the device: stopping here")  # others would only repeat them
+        print("two steps in a row broke the device: stopping here")  # more steps would only break it again
 
 
 def probe(session: Session, scratch: Path) -> tuple[str, int]:
@@ -174,7 +174,7 @@ def probe(session: Session, scratch: Path) -> tuple[str, int]:
 
 
 def run(out: Path, scratch: Path, seconds: int, rehearse: bool, only: list[str]) -> int:
-    """The exit code."""
+    """Runs the questions, and returns the exit code."""
     session = Session(out, scratch, seconds)
     try:
         machine, free = probe(session, scratch)

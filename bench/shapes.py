@@ -33,12 +33,12 @@ class Shape:
     name = property(lambda self: f"{WHERE}{self.label or f'{self.model} {self.image} B{self.batch}'}")
 
     def __getattr__(self, name: str):
-        """patch, tokens, width, heads, head, hidden and rows; when read, as a test may shrink the presets."""
+        """patch, tokens, width, heads, head, hidden, rows: read at each use, as a test may shrink presets."""
         return getattr(self.sizes, name)
 
 
 TOY = "Nano/8 16 B2"
-FOCUS = "B/16 224 B256"  # where everything runs
+FOCUS = "B/16 224 B256"  # the shape at which everything runs
 MAIN = (FOCUS, "S/16 224 B512", "B/16 384 B64", "L/16 224 B128", "H/14 224 B64")
 MORE = ("B/16 224 B32", "Ti/16 224 B512", "L/16 512 B16", "H/14 518 B8")
 
@@ -76,7 +76,7 @@ def grid(impls: tuple[str, ...]) -> list[tuple[str, str, str]]:
 # ---- images of many sizes: drawn once, from a fixed seed, so that every run has the same
 
 PATCH = 16
-TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits into 80 GB
+TOKENS = 2**15  # at most, in a batch: padded to the longest image, it still fits into 80 GB
 
 
 @dataclass(frozen=True)

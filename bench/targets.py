@@ -26,7 +26,7 @@ SPEED, PEAK = 1.3, dict(train=0.29, throughput=0.59)
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: what it is of, and whether it keeps its bound from below (or above).
+    """One measured number `of` something, which should be at least (or, with at_most, at most) `bound`.
 
     value: None where it has no time yet. setting: the cases that it relates. without: settings of peers that have no
     time.
@@ -41,9 +41,9 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        """The value, bold where it is as wanted.
+        """The value, bold where it keeps its bound.
 
-        One of ours as CUDA graphs by a peer's that is none has a star in place of that.
+        A ratio of ours as CUDA graphs to a peer that is not has a star instead.
         """
         if self.value is None:
             return "-"
@@ -54,7 +54,7 @@ class Figure:
 
     @property
     def wanted(self) -> str:
-        """The bound in signs."""
+        """The bound as text, such as "≥ 1.2"."""
         return f"{'≤' if self.at_most else '≥'} {self.bound:g}" if self.bound else "0"
 
     @property
@@ -64,7 +64,7 @@ class Figure:
 
 
 def whole_models(results: Results, op: str, model: str, libraries: list[str], precision: str) -> list:
-    """Whole models, fastest first."""
+    """The cases of whole models, fastest first."""
     cases = [c for c in counted(results.of(op)) if c["shape"].startswith(f"{model} B") and c["precision"] == precision]
     return sorted((c for c in cases if library(c) in libraries), key=lambda case: -case["images_per_second"])
 
@@ -94,9 +94,8 @@ def peak_share(results: Results, op: str) -> Iterator[Figure]:
     """The share of the data sheet's peak that B/16 reaches."""
     cases = whole_models(results, op, MAIN, [VITFAST], "bf16")
     if cases and cases[0]["mfu_datasheet"]:
-        yield Figure(
-            "share of the peak by the data sheet", cases[0]["mfu_datasheet"], PEAK[op], setting=cases[0]["impl"]
-        )
+        share, impl = cases[0]["mfu_datasheet"], cases[0]["impl"]
+        yield Figure("share of the peak by the data sheet", share, PEAK[op], setting=impl)
 
 
 def operation(results: Results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
@@ -175,7 +174,7 @@ STAGES = ("forward", "memory", "files")
 
 
 def embeddings(results: Results) -> Iterator[Figure]:
-    """Our images per second by those of a script of timm's parts, at each stage."""
+    """Our images per second divided by those of a script of timm's parts, at each stage."""
     found = {f"{case['shape']}, {case['stage']}": case["ratio"] for case in results.of("embed")}
     for of in found | dict.fromkeys(f"{MAIN} B256, {stage}" for stage in STAGES):
         yield Figure(f"{of}, by a script of timm's parts", found.get(of), 1.0)
@@ -226,7 +225,7 @@ TARGETS: dict[str, list[tuple]] = {
 
 
 def figures(results: Results) -> Iterator[tuple[str, Figure]]:
-    """Every figure, after what its target is."""
+    """(the name of its target, figure) of every figure."""
     for what, parts in TARGETS.items():
         for of, *rest in parts:
             yield from ((what, figure) for figure in of(results, *rest))

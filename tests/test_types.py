@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 import torch
 
-from vitfast import ViT, ops, values
+from vitfast import ViT, errors, ops
 from vitfast.data.resize import resize
 from vitfast.model import config
 from vitfast.ops import blocks, dispatch
@@ -86,7 +86,7 @@ BLOCK = dict(x=X, norm_weight=V, norm_bias=V, fc1_weight=W, fc1_bias=None, fc2_w
 @pytest.mark.parametrize(
     "choices, refuses",
     [
-        (values.Activation, lambda: ops.linear_gelu(X, W, None, activation="?")),
+        (errors.Activation, lambda: ops.linear_gelu(X, W, None, activation="?")),
         (Approximate, lambda: ops.linear_gelu(X, W, None, approximate="?")),
         (blocks.Keep, lambda: ops.mlp_block(**BLOCK, keep="?")),
         (dispatch.Mode, lambda: ops.use_kernels("?")),

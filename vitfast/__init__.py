@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .errors import InputError
 from .version import __version__
 
-if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --help` needs no torch
+if TYPE_CHECKING:  # at run time they are imported at their first use: `vitfast --help` needs no torch
     from . import adapters, backend, ops
     from .adapters import accelerate, acceleration_report, restore
     from .eval.embedder import Embedder as Embedder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they are imported at their first use, so that `vitfast --he
     from .ops import batch_invariant
     from .ops import reference as ref  # noqa: F401
     from .ops.packed import PackedImages, pack
-else:  # type checkers would take any name that there is a `__getattr__` for
+else:  # with a `__getattr__`, type checkers would accept any name
 
     def __getattr__(name: str):
         """A public name, or a module by its name, imported at its first use."""
@@ -48,7 +48,7 @@ __all__ = [
     "ops",
     "pack",
     "restore",
-]  # not Embedder and transform: they need timm, torchvision and Pillow, and `from vitfast import *` the core alone
+]  # not Embedder and transform: they need timm, torchvision and Pillow, and `from vitfast import *` only the core
 
 _HOMES = {
     "Embedder": "eval.embedder",
@@ -69,10 +69,10 @@ def __dir__() -> list[str]:
 
 
 class _WithTorch:
-    """Finds torch, after whose import it imports the operations, which registers them with torch.
+    """Finds torch, and imports the operations right after torch, which registers them there.
 
-    Torch is imported whatever becomes of them: another thread may import them already and wait for torch, and what else
-    goes wrong is raised at their first use.
+    An error of the operations does not stop torch's import: another thread may be importing them and wait for torch,
+    and any other error is raised at their first use.
     """
 
     @staticmethod

@@ -1,7 +1,16 @@
-"""The errors that the command line shows in one line: wrong input (exit 2), failed training (1)."""
+"""Errors of wrong input (exit 2) and failed training (exit 1), and values that several rooms check.
+
+The command line shows these errors in one line. PyTorch is not imported: model/config.py is read without it.
+"""
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]  # timm's names
+
+# The least `std`, and the largest `mean` and `std`, on the 0..1 scale; within them float32 holds the results.
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6
 
 
 class InputError(ValueError):
@@ -17,7 +26,7 @@ class Diverged(TrainingError):
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
-    """An InputError for a name that does not exist, with the nearest ones that do."""
+    """An InputError for a name that does not exist, which says the nearest names that do."""
     known, name = list(known), both_ends(str(name), 80)
     lower = {k.lower(): k for k in known}
     near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
@@ -26,12 +35,12 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
 
 
 def install(extra: str) -> str:
-    """How to install vitfast with what an extra needs: from a checkout, as it is not on PyPI yet."""
+    """How to install vitfast with an extra: from a checkout, since it is not on PyPI yet."""
     return f"pip install '.[{extra}]' in a checkout of vitfast (once it is on PyPI: pip install 'vitfast[{extra}]')"
 
 
 def both_ends(text: str, limit: int = 400) -> str:
-    """`text` in one line of at most `limit` characters: its start, " ... " and its end.
+    """Returns `text` in one line of at most `limit` characters: its start, " ... " and its end.
 
     Both ends are kept, because compilers say what is wrong at the end.
     """

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> tuple:
-    """Name, a ViT's arguments or a baseline, epochs, images in an epoch, and what else `estimate` takes.
+    """(name, a ViT's arguments or a baseline, epochs, images in an epoch, `estimate`'s other arguments).
 
     Flags win over the recipe.
     """

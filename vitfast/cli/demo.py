@@ -7,9 +7,8 @@ from .options import add_shared, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", metavar="DIR", default="runs/demo", help="folder of the results (default runs/demo)"
-    )
+    output = "runs/demo"
+    parser.add_argument("--output", metavar="DIR", default=output, help=f"folder of the results (default {output})")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of both runs (default 0)")
     add_shared(parser, "--device", default="")
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from ..model.checkpoint.files import check_free
     from ..run.files import write_text
 
-    output = vars(args).pop("output")  # where the result goes, no setting
+    output = vars(args).pop("output")  # where the result goes: it is no setting
     if output:
         if output.suffix not in (".json", ".csv"):
             raise InputError(f"--output {output}: the result is written as .json or .csv")

@@ -22,13 +22,13 @@ _SHARED = {
 
 
 def add_shared(parser: argparse.ArgumentParser, *names: str, **changes) -> None:
-    """Options that several commands have, with their keywords changed where they differ."""
+    """Adds options that several commands have; `changes` are the keywords that differ in this one."""
     for name in names:
         parser.add_argument(name, **_SHARED[name] | changes)
 
 
 def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
-    """The settings of a training run. recipe: what the help says of a run that names no recipe."""
+    """Adds the settings of a training run. recipe: what the help says of a run that names no recipe."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
     recipes = "recipe that the settings start from; `vitfast recipes` lists all recipes"
@@ -43,7 +43,7 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str = "") -> None:
 
 
 def add_training_options(parser: argparse.ArgumentParser, weights_help: str, recipe: str) -> None:
-    """The settings of one run that can be resumed."""
+    """Adds the settings of a training run that can be resumed."""
     add_run_options(parser, recipe)
     add = parser.add_argument
     add("--weights", metavar="PATH", help=weights_help)
@@ -60,7 +60,7 @@ def add_evaluation_options(
     at_once: str = "images at once (default 256)",
     sizes: bool = False,
 ) -> None:
-    """The settings of an evaluation.
+    """Adds the settings of an evaluation.
 
     data: the help of --data, "" for no such option. at_once: the help of --batch-size. sizes: whether to add --sizes.
     """
@@ -101,7 +101,7 @@ def setting_layers(args: argparse.Namespace) -> list[dict]:
 def evaluation_layers(args: argparse.Namespace) -> list[dict]:
     """`setting_layers` of an evaluation, in which --batch-size is the number of images at once.
 
-    A Config has one side: a height and a width are in the size of `evaluation_config` alone.
+    A Config holds one side only: a height and a width are returned by `evaluation_config` beside it.
     """
     given = {name: value for name, value in vars(args).items() if name != "img_size"}
     if len(sides := getattr(args, "img_size", [])) == 1:
@@ -113,7 +113,7 @@ def evaluation_layers(args: argparse.Namespace) -> list[dict]:
 def evaluation_config(args: argparse.Namespace) -> tuple:
     """The Config of an evaluation, and the size of its images: --img-size, over which --set wins.
 
-    The size is None for the model's own.
+    The size is None where the model's own is used.
     """
     from ..train.recipes import resolve
 
@@ -142,7 +142,7 @@ def unless_stopped(function, *args):
 
 
 def overrides(args: argparse.Namespace) -> dict:
-    """The arguments of ViT.from_pretrained among the flags."""
+    """The flags that are arguments of ViT.from_pretrained."""
     given = {name: getattr(args, name) for name in ("num_heads", "num_classes", "img_size") if hasattr(args, name)}
     if len(given.get("img_size", [0])) > 2:
         raise InputError(f"--img-size takes one number or two, got {len(args.img_size)}")
@@ -150,12 +150,12 @@ def overrides(args: argparse.Namespace) -> dict:
 
 
 def add_set(parser: argparse.ArgumentParser, text: str, name: str = "--set") -> None:
-    """An option with settings of a Config."""
+    """Adds an option that takes settings of a Config."""
     parser.add_argument(name, metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help=text)
 
 
 def _filled(text: str) -> str:
-    """A number of a flag, which is empty where a variable of the shell is not set."""
+    """Returns a flag's number as text. Refuses an empty text, as from an unset variable of the shell."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
     return text

@@ -90,7 +90,7 @@ def _paths(images: list[str], say: bool = True) -> Iterator[str]:
 
 
 def _watched(records: Iterable[dict], counts: Counter, total: int | None, file) -> Iterator[dict]:
-    """The records, counted, with a progress bar and a warning for each that is without an answer."""
+    """Yields the records and counts them; shows progress, and warns of each that has no answer."""
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 

@@ -19,7 +19,7 @@ from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NEEDED = "triton pytest pytest_benchmark timm transformers torchvision"  # what the measurements import
-# Of the environment, what changes results and is not asked for here: NVIDIA's containers turn TF32 on, for example.
+# Variables that change results and are not set for that here: NVIDIA's containers, for example, turn TF32 on.
 CHANGING = r"VITFAST_(?!SECONDS$|CACHE$)|(PYTEST|PYTORCH|TORCH[A-Z]*|TRITON)_(?!\w*(DIR|PATH|HOME)$)"
 CHANGING += r"|NVIDIA_TF32_OVERRIDE$|CUDA_LAUNCH_BLOCKING$|CUBLAS"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\npythonpath = bench\npython_files = bench_*.py\n"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: all that ran succeeded; 1: something failed, which the archive tells too."""
+    """Returns exit code 0 if all that ran succeeded, 1 if anything failed; the archive says so too."""
     device = "the CPU, as a rehearsal" if args.rehearse else _device()
     if absent := [name for name in NEEDED.split() if importlib.util.find_spec(name) is None]:
         raise InputError(f"report-gpu needs {', '.join(absent)} too: {install('bench')}")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(PLAN.format(device=device, output=output), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         root, started, results = _root(Path(folder)), int(time.time()), output / "results"
-        git = "git --git-dir=.git describe --always --dirty --abbrev=40 --exclude='*'"  # it says nothing elsewhere
+        git = "git --git-dir=.git describe --always --dirty --abbrev=40 --exclude='*'"  # silent without .git
         commit = subprocess.run(["bash", "-c", git], cwd=root, capture_output=True, text=True).stdout.strip() or None
         if commit and commit.endswith("-dirty"):
             print("Files differ from the commit, as the archive says: send in those of a clean checkout.\n", flush=True)
@@ -89,9 +89,9 @@ def _root(folder: Path) -> Path:
     if (PACKAGE.parent / "bench" / "gpu.sh").is_file():
         return PACKAGE.parent
     shutil.copytree(PACKAGE / "_bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "bench").chmod(0o755)  # the package's may be read-only
+    (folder / "bench").chmod(0o755)  # the package's folder may be read-only
     (folder / "pytest.ini").write_text(PYTEST)
-    for name, target in (("vitfast", PACKAGE), ("kernels", PACKAGE / "kernels")):  # whose files the answers speak of
+    for name, target in (("vitfast", PACKAGE), ("kernels", PACKAGE / "kernels")):  # the results name their files
         (folder / name).symlink_to(target)
     return folder
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..experiments.vtab import read_tasks, table, tasks_in, vtab
 
-    output = vars(args).pop("output")  # of all tasks, no setting of their runs
+    output = vars(args).pop("output")  # for all tasks: they are no settings of their runs
     if len(getattr(args, "img_size", [])) > 1:
         raise InputError(f"--img-size takes one number here, got {len(args.img_size)}")
     tasks, layers = tasks_in(args.root) if args.root else read_tasks(args.tasks), evaluation_layers(args)

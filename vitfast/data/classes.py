@@ -1,4 +1,4 @@
-"""The classes of a data set: their one order, and their numbers where two sides name them."""
+"""The classes of data sets: the one order of their names, and how two lists of names are matched."""
 
 import re
 import unicodedata
@@ -15,10 +15,10 @@ DIGITS = re.compile("([0-9]+)")
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Each name once, in the one order of all classes and files: as people count, 2 before 10.
+    """Returns each name once, in the order that all classes and files have: 2 before 10, as people count.
 
-    It is timm's, and names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", are in the
-    order of their letters, so that it is the same in every process.
+    The order is timm's. Names that timm's natural_key takes for equal, such as "Cat" and "cat" or "1" and "01", follow
+    the order of their letters, so that every process has the same order.
     """
     unique = set(names)
     try:
@@ -34,7 +34,7 @@ def _key(name: str) -> tuple:
 
 
 def first_of(names: Sequence[str], others: Iterable[str] = ()) -> str:
-    """The first three names as text, quoted and escaped where they look like others."""
+    """The first three names as text, quoted and escaped where they look like one of `others`."""
     alike = {_look(name): name for name in others}
     shown = [ascii(n) if alike.get(_look(n), n) != n or n != n.strip() else printable(n) for n in names[:NAMED]]
     shown = [f"{n} ({ascii(n)})" if others and not n.isascii() else n for n in shown]
@@ -66,10 +66,10 @@ def library_classes(dataset: object) -> tuple[list[str], dict | None]:
 def class_number(label: object, numbers: Mapping | None, count: int | None, where: str) -> int:
     """The class number of a label as a data set has it: `numbers[label]`, or the label itself.
 
-    numbers: of the labels that are names or a library's indices; None: labels are class numbers, less than `count`
-    where that is known. Raises InputError for labels that are no class.
+    numbers: the class number of each label, where labels are names or a library's indices; None: labels are class
+    numbers, less than `count` where that is known. Raises InputError for labels that are no class.
     """
-    with suppress(AttributeError, ValueError, RuntimeError):  # of NumPy and of torch
+    with suppress(AttributeError, ValueError, RuntimeError):  # NumPy's and torch's scalars have it
         label = label.item()
     if numbers is not None and isinstance(label, (str, Real)) and label in numbers:
         return numbers[label]
@@ -85,21 +85,21 @@ def class_number(label: object, numbers: Mapping | None, count: int | None, wher
 
 
 def class_numbers(labels: list, numbers: Mapping | None, name: Callable[[int], str]) -> list[int]:
-    """The class number of each label. name: the image's at an index, which an error says."""
+    """Returns the class number of each label; `name(i)` is the name of image i in errors."""
     first = dict(zip(reversed(labels), range(len(labels))[::-1]))
     known = {label: class_number(label, numbers, None, name(index)) for label, index in first.items()}
     return [known[label] for label in labels]
 
 
 def text_classes(labels: Iterable) -> tuple[list[str], dict | None]:
-    """(classes, numbers) of labels without a `class_to_idx`: their names where all are text, else none."""
+    """(classes, class number of each label) where all labels are text; ([], None) for other labels."""
     names = set(labels)
     classes = ordered(names) if all(isinstance(name, str) for name in names) else []
     return classes, {name: number for number, name in enumerate(classes)} or None
 
 
 def count_classes(labels: Sequence[int], where: str) -> int:
-    """How many classes all images have. Raises InputError unless their numbers are 0, 1, 2, ..."""
+    """How many classes the images have. Raises InputError unless their numbers are 0, 1, 2, ..."""
     found = sorted(set(labels))
     if found != list(range(len(found))):
         odd = next(number for number in (*range(len(found)), *found) if number not in found)
@@ -128,7 +128,7 @@ def places_by_name(names: Sequence[str], known: Sequence[str]) -> list[int | Non
 
 
 def imagenet_numbers(names: Sequence[str]) -> list[int]:
-    """ImageNet's numbers of classes by either of their names; the places of others."""
+    """The numbers of ImageNet's classes by either of their names; other names get their places."""
     from timm.data import ImageNetInfo
 
     found = places_by_name(names, ImageNetInfo().label_names())
@@ -136,7 +136,7 @@ def imagenet_numbers(names: Sequence[str]) -> list[int]:
 
 
 def _wordnet(names: Sequence[str]) -> list[str]:
-    """The names of ImageNet's 1000 classes, in its order, as WordNet numbers; others as they are."""
+    """Returns WordNet numbers for the names of ImageNet's 1000 classes in its order, else the names."""
     if len(names) == 1000:
         from timm.data import ImageNetInfo
 

@@ -15,7 +15,7 @@ ImageLike = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 
 
 def name_of(index: int | None, image: ImageLike) -> str:
-    """An image's name in messages: its path, or its place in the list; index None: of a single image."""
+    """The name of an image in messages: its path, else its index in the list (None: a single image)."""
     if isinstance(image, (str, os.PathLike)):
         return printable(os.fsdecode(image))
     return "the image" if index is None else f"images[{index}]"
@@ -24,7 +24,7 @@ def name_of(index: int | None, image: ImageLike) -> str:
 def own(image: ImageLike, reading: Reading) -> ImageLike:
     """A copy of an image in memory, since its iterator may change it before a thread reads it."""
     if isinstance(image, Image.Image):
-        with suppress(Unreadable):  # which `content` meets again
+        with suppress(Unreadable):  # `content` meets the same error again
             image = read_rgb(image, "", reading).copy()
     elif isinstance(image, (Tensor, np.ndarray)):
         image = image.clone() if isinstance(image, Tensor) else image.copy()
@@ -32,10 +32,10 @@ def own(image: ImageLike, reading: Reading) -> ImageLike:
 
 
 def content(image: ImageLike, name: str, reading: Reading = DEFAULT, encode: bool = False) -> Encoded:
-    """The pixels (3, H, W) uint8 of an image, and its height and width as a whole. Raises Unreadable.
+    """An image as Encoded: its pixels (3, H, W) uint8, its height and its width. Raises Unreadable.
 
-    Pixels are (3, H, W), (1, H, W) or (H, W); an array may be (H, W, 3) too, or (H, W, 4), whose alpha is left out.
-    encode: of a grey or RGB JPEG file, its bytes in place of the pixels (jpeg.encoded).
+    Pixels may be (3, H, W), (1, H, W) or (H, W); an array also (H, W, 3), or (H, W, 4), whose alpha is left out.
+    encode: a grey or RGB JPEG file gives its bytes in place of its pixels (jpeg.encoded).
     """
     if isinstance(image, (Tensor, np.ndarray)):
         shape = tuple(image.shape)

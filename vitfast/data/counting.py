@@ -1,4 +1,4 @@
-"""How many training images a data SPEC has, without all that opening it takes."""
+"""How many training images a data SPEC has, counted without opening the data for training."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,15 +13,15 @@ from .image_files import PassedOver, image_files, suffix
 from .lists import read_table
 from .shards import tar_images
 
-# Of torchvision's, which are counted without a download.
+# How many training images torchvision's data sets have: none is downloaded to count them.
 TORCHVISION = dict(cifar10=50_000, cifar100=50_000, mnist=60_000, kmnist=60_000, fashion_mnist=60_000, qmnist=60_000)
 TORCHVISION |= dict(imagenet=1_281_167, places365=1_803_460, inaturalist=2_686_843, inat=2_686_843)
 
 
 def count_images(config: Config, most: int) -> int:
-    """The training images of a config's data; of files, no more than `most` + 1 are counted.
+    """How many training images a config's data has; files are counted up to `most` + 1.
 
-    0 for files that cannot be listed, of which the opening says why. Raises InputError for what a library cannot open.
+    Returns 0 for files that cannot be listed. Raises InputError where a library cannot open its data set.
     """
     library, _, name = config.data.partition("/")
     if library == "torch" and name.lower() in TORCHVISION:
@@ -36,7 +36,7 @@ def count_images(config: Config, most: int) -> int:
 
 
 def _of_library(spec: str, data_dir: str) -> int:
-    """The training images of a library's data set; of the hub's without a download where a card says it."""
+    """How many training images a library's data set has; the hub's are not downloaded if a card says it."""
     with suppress(InputError):
         if spec.startswith("hfds/"):
             return _of_library(f"hfids/{spec[5:]}", data_dir)

@@ -27,9 +27,9 @@ from .sources import Source, Subset, split
 
 NAMED = tuple(NAMED_DATA)
 STREAMED = NAMED[3:]
-HELD_OUT = 0.1  # share of data without a validation split, class by class, that validates: at least one image of two
+HELD_OUT = 0.1  # the share of each class that validates where there is no such split: at least one image of two
 ADVICE = dict(torch="check the network, or bring its files there", hfds=hub.CHECK, hfids=hub.CHECK)
-PATIENCE = 10  # seconds of silence, in which torchvision's downloads would wait for ever
+PATIENCE = 10  # seconds without an answer: torchvision's downloads would wait for ever
 logger = logging.getLogger("vitfast")
 
 
@@ -53,7 +53,7 @@ class Digits(Source):
 
 
 class Synthetic(Source):
-    """Random images, made once and repeated: for measuring speed, not for learning."""
+    """Random images, made once and repeated, to measure speed and not to learn from."""
 
     transformed = True
 
@@ -67,10 +67,10 @@ class Synthetic(Source):
 
 
 def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] | None]:
-    """The paths of images from their root, and a function that gives what holds each of them.
+    """(the paths of the images from their root, a function from an index to the image's file or bytes).
 
-    [] where images have no paths, None where nothing says what holds them. dataset: torchvision's, without a reader, or
-    that of timm's reader of Hugging Face datasets.
+    The paths are [] where images have none, and the function is None where the data does not say what holds them.
+    dataset: one of torchvision's, with reader None, or one of timm's reader of Hugging Face datasets.
     """
     if reader is not None:
         from pyarrow.compute import binary_length, struct_field
@@ -81,7 +81,7 @@ def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] |
         images, files = table.column(reader.image_key), [each["filename"] for each in reader.dataset.cache_files]
         paths, data = struct_field(images, "path").to_pylist(), struct_field(images, "bytes")
         sizes, newest = binary_length(data).to_pylist(), max(files, key=os.path.getmtime, default=None)
-        if newest is None:  # in memory
+        if newest is None:  # the data set is in memory
             return [], lambda index: data[index].as_py()
         alone = [os.path.dirname(path) for path, size in zip(paths, sizes) if size is None]  # files, not in the table
         folder = os.path.commonpath(alone) if alone else ""
@@ -105,7 +105,7 @@ class Named(Source):
     def __init__(self, spec: str, dataset, split: str = "train"):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
         self.reader = getattr(dataset, "reader", None)  # torchvision has none
-        if hasattr(dataset, "loader"):  # torchvision's, which reads files
+        if hasattr(dataset, "loader"):  # torchvision's: it returns the path now, and __getitem__ reads the file
             dataset.loader = os.fspath
         self.classes, self.numbers = library_classes(dataset if self.reader is None else self.reader)
         if (labels := self._column()) is None:
@@ -167,7 +167,7 @@ class InMemory(Source):
 
 
 def take(source: Source, count: int) -> Source:
-    """`count` images of a training source, always the same, or all where it has no more."""
+    """Returns `count` images of a training source, always the same ones, or all if it has fewer."""
     if isinstance(source, Shards):
         return InMemory(source, count)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
@@ -175,7 +175,7 @@ def take(source: Source, count: int) -> Source:
 
 
 def open_named(spec: str, data_dir: str, split: str, **options):
-    """timm's create_dataset, with every failure as an InputError of one line."""
+    """Calls timm's create_dataset, and raises every failure as an InputError of one line."""
     root, (library, _, name) = data_dir or None, spec.partition("/")
     if library == "torch":
         root = root or os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "vitfast")
@@ -188,7 +188,7 @@ def open_named(spec: str, data_dir: str, split: str, **options):
             unheard = hub.silence(f"datasets/{name}/resolve/main/README.md")
         with hub.cache_alone() if unheard else nullcontext():
             return create_dataset(spec, root=root, split=split, **options)
-    except (Exception, SystemExit) as error:  # each library raises its own
+    except (Exception, SystemExit) as error:  # each library raises errors of its own
         if unheard and isinstance(error, ConnectionError):
             raise hub.unreachable(f"{where}: not", unheard) from error
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -202,7 +202,7 @@ def open_named(spec: str, data_dir: str, split: str, **options):
 def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None]:
     """The training and validation splits of a data set by index, None for one that cannot be opened.
 
-    training: whether there must be a training split. Of the others it is logged why not.
+    training: whether there must be a training split. The log says why any other split cannot be opened.
     """
     found, failed = [], []
     for names in (("train",), ("validation", "test")):
@@ -226,7 +226,7 @@ def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None
 def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
     """The training and validation splits of a data set that is read in order."""
     options, hugging_face = dict(is_training=True, batch_size=batch_size, seed=seed), spec.startswith("hfids/")
-    options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts
+    options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts the images
     train = open_named(spec, data_dir, "train", **options)
     val = open_named(spec, data_dir, "validation", **options | dict(is_training=False))
     for dataset in (train, val) if hugging_face else ():
@@ -240,7 +240,7 @@ def open_sources(
 ) -> tuple[Source | None, Source | None]:
     """(training, validation) sources of a data SPEC, None where it has no such split. Raises InputError.
 
-    Class numbers are those of each source until `settle_classes`.
+    Each source numbers its own classes until `settle_classes` is called.
     """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
@@ -286,8 +286,8 @@ def settle_classes(
 ) -> list[str]:
     """Gives the classes of sources one numbering, by their names, and returns their names.
 
-    known: the names that decide, of the weights `owner`; without them the first source decides. count: how many classes
-    there are, for data that only numbers them. Raises InputError for a class that is not among those that decide.
+    known: the class names of the weights `owner`, which decide; without them the first source decides. count: how many
+    classes data has that only numbers them. Raises InputError for a class that is not among those that decide.
     """
     first = sources[0]
     classes = list(known or first.classes)

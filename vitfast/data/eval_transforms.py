@@ -63,9 +63,9 @@ class EvalTransform:
     def hugging_face(cls, processor: dict) -> "EvalTransform":
         """Returns the transform with the resize and crop of one of transformers' PIL image processors.
 
-        processor: the content of a preprocessor_config.json, or `image_processor.to_dict()`; what it lacks is as in its
-        class, one of PROCESSORS. Raises InputError for another class, which may do more, and for a size other than
-        {"height", "width"} or {"shortest_edge"}.
+        processor: the content of a preprocessor_config.json, or `image_processor.to_dict()`; fields that it lacks are
+        those of its class, one of PROCESSORS. Raises InputError for another class, which may do more, and for a size
+        other than {"height", "width"} or {"shortest_edge"}.
         """
         kind, named = processor_class(processor), str(processor.get("image_processor_type"))
         if kind not in PROCESSORS:
@@ -95,14 +95,14 @@ class EvalTransform:
         return max(1, round(height / ratio)), max(1, round(width / ratio))
 
     def _cut(self, length: int, wanted: int) -> tuple[int, int, int]:
-        """Along one axis: (first pixel that is kept, how many are, how many come before them)."""
+        """Along one axis: (first pixel that is kept, how many are kept, how many are filled before them)."""
         over = length - wanted
         if over < 0:
             return 0, length, -over // 2 if self.round_half else -(over // 2)
         return round(over / 2) if self.round_half else over // 2, wanted, 0
 
     def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
-        """uint8 (C, *size), or for a list (S, C, *size), on the device of the images; all have C channels."""
+        """Returns uint8 (C, *size), for S images (S, C, *size), on their device; all have C channels."""
         several = [images] if isinstance(images, Tensor) else list(images)
         sizes = [self.resized(*image.shape[-2:]) for image in several]
         cuts = [[self._cut(*axis) for axis in zip(size, self.size)] for size in sizes]
@@ -112,7 +112,7 @@ class EvalTransform:
         return parts[0] if isinstance(images, Tensor) else torch.stack(parts)
 
     def _filled(self, part: Tensor, top: int, left: int) -> Tensor:
-        """A part at its place in an image of `size` that is filled around it."""
+        """Returns an image of `size` that has `part` at (top, left), and `fill` around it."""
         channels, height, width = part.shape
         if (height, width) == self.size:
             return part

@@ -11,8 +11,8 @@ from .images import DEFAULT, Reading, Unreadable, opened, printable
 from .lists import read_table
 from .sources import Source
 
-TRAINING = ("train", "training")  # the first of these folders that is there trains
-VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test", "testing")  # and of these validates
+TRAINING = ("train", "training")  # the first of these folders that exists holds the training images
+VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test", "testing")  # and the first of these validates
 SPLITS = frozenset((*TRAINING, *VALIDATION))
 LABELS = ("labels.csv", "labels.json")
 NESTED = "images in {} are of the class {!r}, the outermost folder, as in torchvision (timm takes the innermost)"
@@ -33,7 +33,7 @@ class ImageFiles(Source):
     def name(self, index: int) -> str:
         return printable(self.files[index])
 
-    def place(self, index: int) -> str:  # where its class is told
+    def place(self, index: int) -> str:  # where its class is written, and its file
         return ", ".join([*self.lines[index : index + 1], os.path.relpath(self.files[index], self.where)])
 
     def path(self, index: int) -> str:
@@ -50,7 +50,7 @@ class ImageFiles(Source):
 def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -> list[ImageFiles | None]:
     """(training, validation) images of a folder, None where it has none for that. Raises InputError.
 
-    A folder without train/ and val/ is for training, whole. training: whether the folder must be fit to train on.
+    A folder without train/ and val/ is for training as a whole. training: whether the folder must be fit to train on.
     Single unreadable images are found when they are read; a class folder without a readable image is an error here.
     """
     if not root.is_dir():
@@ -76,12 +76,12 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
 
 
 def _is_split(folder: Path, beside: bool) -> bool:
-    """Whether a folder called train or val holds class folders, and is no class beside others."""
+    """Whether a folder called train or val is a split, not a class. beside: there are classes beside it."""
     return any(e.is_dir() and not is_clutter(e.name) for e in os.scandir(folder)) and not (beside and _is_flat(folder))
 
 
 def _is_flat(folder: Path) -> bool:
-    """Whether images lie right in a folder."""
+    """Whether images lie in a folder itself, not only in folders inside it."""
     files = (e.path for e in os.scandir(folder) if e.is_file() and not is_clutter(e.name))
     return any(images_among(files, PassedOver()))
 
@@ -90,12 +90,12 @@ def _is_flat(folder: Path) -> bool:
 
 
 def _class_folder(folder: Path, reading: Reading = DEFAULT, training: bool = True) -> ImageFiles:
-    """The images below a class folder each, in the order of their names.
+    """The images of a folder of class folders, in the order of their names.
 
-    A class is named by the folder in `folder`, as in torchvision; timm takes the innermost folder of an image.
+    The class of an image is the folder inside `folder` that holds it, as in torchvision; timm takes the innermost one.
 
     Raises InputError, among others for a link back to a folder around it, which timm's reader would follow forty
-    times; OSError for a folder that may not be read, which it would pass over.
+    times; OSError for a folder that may not be read, which that reader would pass over.
     """
     files = ordered(image_files(folder, refuse_circles=True))
     folders = [os.path.dirname(file) for file in files]
@@ -120,7 +120,7 @@ def _class_folder(folder: Path, reading: Reading = DEFAULT, training: bool = Tru
 def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) -> None:
     """Raises InputError for splits among the classes, and for a class without a readable image.
 
-    inner: the folders of the images.
+    inner: the folders that hold the images, by their paths from `source.where`.
     """
     folder, classes = source.where, source.classes
     splits = [name for name in classes if name.lower() in SPLITS]
@@ -151,7 +151,7 @@ def _check_class_folders(source: ImageFiles, inner: set[str], training: bool) ->
 
 
 def _labels_files(roots: list[Path], reading: Reading) -> list[ImageFiles]:
-    """The images that the labels files in these folders list, with one class each where all have one."""
+    """The images that the labels file of each folder lists; a label is one number if all have one class."""
     tables = [[(*row, list(dict.fromkeys(some))) for *row, some in read_table(_labels_file(root))] for root in roots]
     several = any(len(names) != 1 for table in tables for *_, names in table)
     found = []

@@ -13,17 +13,17 @@ import numpy as np
 from .shards import Slice
 from .sources import Source
 
-ENDS = 64 * 1024  # bytes at the beginning and at the end of an image's file that stand for all of it
-THREADS = 16  # for the sake of network disks
+ENDS = 64 * 1024  # bytes hashed at the beginning and at the end of an image's file, in place of all
+THREADS = 16  # this many because network disks answer late
 logger = logging.getLogger("vitfast")
-UNKNOWN, LOST = 0, -1  # content hashes of an image that none has been made of, and of one that cannot be read
+UNKNOWN, LOST = 0, -1  # in place of a content hash: it has not been computed; the image cannot be read
 
 
 def stamp(content) -> tuple[int, int]:
     """The size of an image in bytes and its file's time of modification in ns; (-1, 0) if it is gone.
 
     content: a path; an object with `read_bytes`, the `path` of the file that holds it and, where it is known, its
-    `size`; or bytes, which have no time: it is their `content_hash`.
+    `size`; or bytes, which have no time: their `content_hash` stands in its place.
     """
     if isinstance(content, bytes):
         return len(content), content_hash(content)
@@ -38,7 +38,7 @@ def stamp(content) -> tuple[int, int]:
 def content_hash(content) -> int:
     """A hash of an image's size and of its first and last ENDS bytes; LOST where it cannot be read.
 
-    content: as `stamp` has it.
+    content: as in `stamp`.
     """
     try:
         if isinstance(content, (str, os.PathLike)):
@@ -46,7 +46,7 @@ def content_hash(content) -> int:
         if not isinstance(content, Slice):
             data = content if isinstance(content, bytes) else content.read_bytes()
             size, first, last = len(data), data[:ENDS], data[ENDS:][-ENDS:]
-        elif (size := content.size) == 0:  # a pipe's size too, which would wait for a writer
+        elif (size := content.size) == 0:  # as a pipe has, which would wait for a writer
             first = last = b""
         else:
             with open(content.path, "rb") as file:
@@ -54,7 +54,7 @@ def content_hash(content) -> int:
                 first = file.read(min(size, ENDS))
                 file.seek(content.offset + max(ENDS, size - ENDS))
                 last = file.read(min(max(size - ENDS, 0), ENDS))
-    except Exception:  # libraries raise their own
+    except Exception:  # libraries raise errors of their own
         return LOST
     digest = hashlib.blake2b(b"%d\n" % size, digest_size=8)
     digest.update(first)
@@ -70,8 +70,8 @@ def described(source: Source, index: int) -> tuple[str, int | tuple[int, ...] | 
 def fingerprint(source: Source) -> tuple[dict[str, str], np.ndarray]:
     """Hashes of the paths, classes and sizes of images; and their times of modification, (N,) int64.
 
-    The images are not read. Data of whose images no file is known is what it is called. Each file is asked for its size
-    once; the 1.3 million of ImageNet take about 8 s on a local disk.
+    The images are not read. Where their files are not known, the name of the data is hashed. Each file is asked for its
+    size once; the 1.3 million of ImageNet take about 8 s on a local disk.
     """
     if not len(source) or source.content(0) is None:
         return dict(paths=hashlib.sha256(source.where.encode()).hexdigest()), np.zeros(0, np.int64)
@@ -89,7 +89,7 @@ def fingerprint(source: Source) -> tuple[dict[str, str], np.ndarray]:
 def hash_contents(source: Source, indices: Iterable[int], hashes: np.ndarray, seconds: float | None = None) -> None:
     """Writes the `content_hash` of a source's images at these indices into `hashes`, by THREADS threads.
 
-    seconds: how long to wait for them, None until all are done. One thread writes the rest while the caller goes on.
+    seconds: how long to wait for the threads; None: until all images are done. Later, one thread goes on with the rest.
     """
     left = iter(list(indices))  # from which each thread takes the next
     until = None if seconds is None else time.monotonic() + seconds
@@ -109,9 +109,9 @@ def hash_contents(source: Source, indices: Iterable[int], hashes: np.ndarray, se
 
 
 def replaced(source: Source, modified: np.ndarray, before: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """The indices of images whose content is not that of the `hashes`, which become those of now.
+    """Returns the indices of images whose content has changed, and writes their new hashes into `hashes`.
 
-    modified, before: their times of modification now and then; images with another time are read.
+    modified, before: their times of modification now and earlier; only images whose times differ are read.
     """
     moved = np.flatnonzero(before != modified)
     known = hashes[moved]

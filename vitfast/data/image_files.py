@@ -19,7 +19,7 @@ from ..run.config import MAX_PIXELS
 from ..run.distributed import is_first_rank
 from .images import formats, pillows_limit, printable
 
-SUFFIXES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())  # images without a look inside
+SUFFIXES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())  # counted as images unopened
 # What systems and network disks put beside people's files.
 CLUTTER = frozenset("thumbs.db ehthumbs.db desktop.ini @eadir #recycle #snapshot __macosx $recycle.bin".split())
 logger = logging.getLogger("vitfast")
@@ -38,7 +38,7 @@ class PassedOver(Counter):
     """The files that a listing of images leaves out, counted by kind."""
 
     def say(self, where: object) -> None:
-        """Logs one line, as a warning where more than files of other suffixes is left out."""
+        """Logs one line: a warning, unless only files of other suffixes are left out."""
         if self and is_first_rank():
             text = both_ends(", ".join(f"{count:,} {kind}" for kind, count in self.most_common()))
             level = logging.WARNING if any(" " in kind for kind in self) else logging.INFO
@@ -48,13 +48,13 @@ class PassedOver(Counter):
 def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -> bool:
     """Whether a file is an image: one that the installed Pillow opens, whatever its suffix.
 
-    Files with one of SUFFIXES are images without a look: a broken one is named when it is read. Others are opened. The
-    further pages of a TIFF, and what is no image, are noted in `passed`.
+    Files with one of SUFFIXES count as images unopened: a broken one is named when it is read. Others are opened. The
+    further pages of a TIFF, and files that are no images, are counted in `passed`.
     """
     kind = suffix(name)
     if kind in SUFFIXES and not kind.startswith(".tif"):
         return True
-    # Formats that no file's beginning tells are for files of their own suffixes.
+    # A format that the first bytes of a file do not tell is tried for its own suffixes only.
     likely = [each for each in formats() if Image.OPEN[each][1] or Image.registered_extensions().get(kind) == each]
     found = False
     with suppress(Exception), warnings.catch_warnings(), pillows_limit(MAX_PIXELS), open_file() as file:
@@ -70,9 +70,9 @@ def is_image(name: str, open_file: Callable[[], BinaryIO], passed: PassedOver) -
 
 
 def image_files(path: str | os.PathLike, say: bool = True, refuse_circles: bool = False) -> Iterator[str]:
-    """The path of a file as it is, or of each image file below a folder, in the order of names.
+    """Yields the path if it is a file's, else that of each image file below the folder, ordered by name.
 
-    Only the entries of a folder and of those around it are held. say: log what is passed over, in one line at the end.
+    Memory holds the entries of one folder and of those around it. say: log what is passed over, in one line at the end.
     Raises InputError where there is no path or no image.
     """
     path, found, passed = os.fspath(path), False, PassedOver()
@@ -91,12 +91,12 @@ def image_files(path: str | os.PathLike, say: bool = True, refuse_circles: bool 
 
 
 def images_among(paths: Iterable[str], passed: PassedOver) -> Iterator[str]:
-    """Those of the paths of files that are images."""
+    """Yields those of the paths whose files are images."""
     return (path for path in paths if is_image(path, partial(open_regular, path), passed))
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """An opened file. Raises ValueError for a pipe, which would wait for a writer."""
+    """Opens a file. Raises ValueError for a pipe, which would wait for a writer."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("no regular file")
     return open(path, "rb")
@@ -105,7 +105,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 def visible_files(folder: str, passed: PassedOver, refuse_circles: bool = False, above: tuple = ()) -> Iterator[str]:
     """The path of each file below a folder, in the order of names; links are followed.
 
-    Clutter is left out. Pipes, sockets, devices and links back to a folder around them are noted in `passed`; with
+    Clutter is left out. Pipes, sockets, devices and links back to a folder around them are counted in `passed`; with
     refuse_circles such links raise InputError. above: the real paths of the folders around this one.
     """
     here = os.path.realpath(folder)

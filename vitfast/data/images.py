@@ -1,4 +1,4 @@
-"""An image as 8-bit RGB, whatever it is and wherever it comes from; images that cannot be read."""
+"""Reads images of any kind, from any place, as 8-bit RGB, or says why they cannot be read."""
 
 import io
 import os
@@ -34,11 +34,11 @@ class Reading:
 
     @classmethod
     def of(cls, config: Config, patch_size: tuple[int, int]) -> "Reading":
-        """The Reading of a run's settings; at their own sizes, images may be less than one patch."""
+        """The Reading of a run's settings; images that keep their sizes may be smaller than a patch."""
         return cls(config.exif_orientation, (1, 1) if config.sizes == "native" else patch_size, config.max_pixels)
 
     def check(self, height: int, width: int, name: str) -> None:
-        """Raises Unreadable for an image, its sides those once it is turned, that is too small or too large."""
+        """Raises Unreadable for a turned image of this height and width if it is too small or too large."""
         pixels = f"{name} has {height} x {width} pixels"
         if height * width > self.max_pixels:
             raise Unreadable(f"{pixels}, more than the limit of {self.max_pixels}; {TOO_LARGE}")
@@ -50,10 +50,10 @@ DEFAULT = Reading()
 
 
 class _PillowsLimit(int):
-    """PIL.Image.MAX_IMAGE_PIXELS as it was, in whose place `pillows_limit` sets another in one thread.
+    """The value of PIL.Image.MAX_IMAGE_PIXELS, which acts as another limit inside `pillows_limit`.
 
-    Pillow has one limit for the whole process, which is the user's. It warns of images with more pixels, and refuses
-    those with more than twice as many.
+    Pillow has one limit for the whole process, and it is the user's. Pillow warns of images with more pixels, and
+    refuses those with more than twice as many.
     """
 
     here: ContextVar[int | None] = ContextVar("here", default=None)
@@ -77,14 +77,14 @@ def pillows_limit(limit: int) -> Iterator[None]:
         _PillowsLimit.here.reset(before)
 
 
-# EXIF's orientations and how Pillow turns an image upright that is stored so, as PIL.ImageOps.exif_transpose does.
+# How Pillow turns an image of each EXIF orientation upright, as PIL.ImageOps.exif_transpose does.
 T = Image.Transpose
 TURNS = {2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE}
 TURNS |= {6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90}
 TOO_LARGE = "make it smaller, or raise max_pixels"
-ON_ITS_SIDE = range(5, 9)  # the orientations whose height is the width of the image once it is upright
-LARGE = 2**30 // 12  # pixels of a JPEG from which on it is decoded smaller; a camera's with 50 million is read whole
-AMPLE = 4096  # pixels of a side that such a JPEG keeps: four times what the largest models take
+ON_ITS_SIDE = range(5, 9)  # the orientations that have height and width change places when they are turned
+LARGE = 2**30 // 12  # a JPEG with more pixels is decoded at a fraction of its size; a camera's 50 million stay
+AMPLE = 4096  # the pixels that each side of such a JPEG keeps: four times what the largest models take
 
 
 def orientation(image: Image.Image) -> int:
@@ -100,23 +100,23 @@ def orientation(image: Image.Image) -> int:
 
 
 def sides(image: Image.Image, reading: Reading) -> tuple[int, int]:
-    """Height and width of an image, its header read, once it is turned."""
+    """(height, width) that an image will have once it is turned; its header has been read."""
     width, height = image.size
     turns = reading.upright and width != height and orientation(image) in ON_ITS_SIDE
     return (width, height) if turns else (height, width)
 
 
 def as_rgb(image: Image.Image, reading: Reading) -> Image.Image:
-    """The image of `opened` as 8-bit RGB without alpha, turned as `reading` says, then without tags.
+    """An image from `opened` as 8-bit RGB without alpha; if `reading` turns it, it loses its tags.
 
     16-bit values keep their high byte: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB in this way, but clips
-    16-bit grey to white. A JPEG file with more than LARGE pixels is decoded at 1/2, 1/4 or 1/8 of its size, as far as
-    both sides keep AMPLE. Raises ValueError for 32-bit numbers, whose range no file tells.
+    16-bit grey to white. A JPEG file with more than LARGE pixels is decoded at 1/2, 1/4 or 1/8 of its size, as long as
+    both sides keep AMPLE pixels. Raises ValueError for 32-bit numbers, whose range no file tells.
     """
     turn = TURNS.get(orientation(image)) if reading.upright else None
     if image.width * image.height > LARGE:
         image.draft(None, (AMPLE, AMPLE))
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # older Pillows use I
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # I: older Pillows
         bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample
         image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
     if image.mode in ("I", "F"):
@@ -132,9 +132,9 @@ def as_rgb(image: Image.Image, reading: Reading) -> Image.Image:
 
 
 def formats() -> list[str]:
-    """The formats that images are opened in: Pillow's and its plugins', but for EPS.
+    """The formats in which images are opened: Pillow's and its plugins', except EPS.
 
-    Pillow goes by what a file holds, whatever its suffix, and starts Ghostscript for EPS.
+    Pillow tells the format by the content of a file, whatever its suffix, and would start Ghostscript for EPS.
     """
     Image.init()
     return [name for name in Image.ID if name != "EPS"]
@@ -142,7 +142,7 @@ def formats() -> list[str]:
 
 @contextmanager
 def opened(source, name: str, reading: Reading = DEFAULT) -> Iterator[Image.Image]:
-    """An image, the header of its file read; a PIL image is loaded.
+    """Yields an image whose header has been read; a PIL image is loaded whole.
 
     source: a path, bytes, a binary stream, an object with `read_bytes` (a member of a larger file), or a PIL image.
     Raises Unreadable for what `reading` refuses, and for whatever goes wrong here or in the block: damaged files may
@@ -160,7 +160,7 @@ def opened(source, name: str, reading: Reading = DEFAULT) -> Iterator[Image.Imag
         with nullcontext() if image is source else image:
             reading.check(*sides(image, reading), name)
             if image is source:
-                image.load()  # whole, since a draft would change what is not ours
+                image.load()  # whole, since a draft would change the caller's image
             yield image
 
 
@@ -181,7 +181,7 @@ def unreadable(what: str) -> Iterator[None]:
 
 
 def read_rgb(source, name: str, reading: Reading = DEFAULT) -> Image.Image:
-    """The one way in: whatever `opened` takes, as 8-bit RGB. Raises Unreadable."""
+    """Reads whatever `opened` takes as 8-bit RGB; all images come in here. Raises Unreadable."""
     with opened(source, name, reading) as image:
         return as_rgb(image, reading)
 

@@ -55,10 +55,10 @@ class EncodedFiles(Subset):
 
 
 class Encoded(NamedTuple):
-    """A file that the device decodes, or the pixels of one that it cannot."""
+    """The bytes of a file that the device decodes, or the pixels of one that it cannot decode."""
 
     content: Tensor  # uint8: bytes (n,) of a JPEG file, or pixels (3, H, W)
-    height: int  # of the image once it is turned
+    height: int  # this and the width are those of the turned image
     width: int
     turn: int = 1  # the EXIF orientation of what is decoded from `content`, as `turned` takes it
 
@@ -66,8 +66,8 @@ class Encoded(NamedTuple):
 def encoded(image: Image.Image, reading: Reading, decode: bool = False) -> Encoded:
     """The bytes of an opened grey or RGB JPEG file.
 
-    Any other file (16 bits, CMYK, PNG, a huge JPEG) is decoded here, by the host path's `as_rgb`; with `decode`, all
-    are. Raises ValueError for a truncated file.
+    Any other file (16 bits, CMYK, PNG, a huge JPEG) is decoded here, by the host path's `as_rgb`; with `decode`,
+    every file is. Raises ValueError for a truncated file.
     """
     if decode or image.width * image.height > LARGE or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         image = as_rgb(image, reading)
@@ -81,7 +81,7 @@ def encoded(image: Image.Image, reading: Reading, decode: bool = False) -> Encod
 
 
 def turned(pixels: Tensor, orientation: int) -> Tensor:
-    """Pixels (..., H, W) that are stored in an EXIF orientation, 1 to 8, turned upright."""
+    """Turns pixels (..., H, W) upright; `orientation` is the EXIF orientation they have, 1 to 8."""
     pixels = pixels.transpose(-1, -2) if orientation in ON_ITS_SIDE else pixels
     return pixels.flip(FLIPS[orientation]) if orientation in FLIPS else pixels
 
@@ -95,7 +95,7 @@ def draw(config: Config, file: tuple[Encoded, str]) -> tuple:
 
 
 def decode(files: Sequence[Encoded], names: Sequence[str], device: torch.device) -> list[Tensor | Unreadable]:
-    """Files -> uint8 (3, H, W) on the device, turned upright; a broken one becomes its error."""
+    """Decodes files to uint8 (3, H, W) on the device, turned upright; a broken one becomes its error."""
     jpegs = [(file.content, name) for file, name in zip(files, names) if file.content.dim() == 1]
     try:
         decoded = iter(_decode_all([content for content, _ in jpegs], device) if jpegs else ())
@@ -106,7 +106,7 @@ def decode(files: Sequence[Encoded], names: Sequence[str], device: torch.device)
 
 
 def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Whole JPEG files -> uint8 (3, H, W) on the device. Raises RuntimeError where one of them is broken.
+    """Decodes whole JPEG files to uint8 (3, H, W) on the device. Raises RuntimeError if one is broken.
 
     On a GPU torchvision allocates the images on the current stream, and nvJPEG fills them on another one, which does
     not wait for it: queued kernels may still use that memory. So the images come from a stream that runs no kernels.
@@ -138,7 +138,7 @@ def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Un
 
 
 def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-    """Batches of what `draw` makes of EncodedFiles -> batches of uint8 images (B, 3, H, W) on the device.
+    """Decodes, crops and resizes batches of what `draw` returns to uint8 (B, 3, H, W) on the device.
 
     A broken image is replaced by the next whole one of its batch. Raises InputError where all are broken.
     """

@@ -19,8 +19,8 @@ from ..errors import InputError
 from .image_files import SUFFIXES, suffix
 from .images import printable
 
-PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths, the first that is there
-IDS = ("id", "image_id")  # columns of paths in a list, where it has none of PATHS
+PATHS = ("path", "image_path", "file_name", "filename", "file", "image")  # columns of paths; the first is taken
+IDS = ("id", "image_id")  # columns of a list that has none of PATHS: names without suffix
 LISTS = (".txt", ".lst", ".csv", ".tsv")
 SIDECARS = (".csv", ".json", ".txt", ".xml")  # files beside an image that have its name
 logger = logging.getLogger("vitfast")
@@ -35,7 +35,7 @@ def read_paths(source: str) -> Iterator[tuple[str, str]]:
     """(path as written, path to open) of each image that a list names, read line by line.
 
     source: a file (.csv and .tsv: a table with a column of paths or ids; else a path in each line), or "-" for the
-    standard input. A path starts from the current folder or else from the list's; one that leads nowhere is given as it
+    standard input. A path starts from the current folder or else from the list's; one that leads nowhere stays as it
     is. Raises InputError where the list cannot be read, names no image, or has a line that is no text.
     """
     name = "the standard input" if source == "-" else printable(source)
@@ -54,9 +54,9 @@ def read_paths(source: str) -> Iterator[tuple[str, str]]:
 def read_table(path: Path, say: bool = True) -> list[tuple[str, str, list[str]]]:
     """(where it stands, file, classes) of each line of a table of images (.csv, .tsv or .json).
 
-    The files are there, in the table's folder or in train/ beside it. Their paths start from its folder or, where the
-    table's do, from the root. say: log what is taken for a header. Raises InputError where the table cannot be read,
-    lists nothing, or has a wrong line.
+    All files exist, in the table's folder or in train/ beside it. Their paths start from the table's folder, or are
+    absolute where the table has absolute ones. say: log which line is taken for a header. Raises InputError where the
+    table cannot be read, lists nothing, or has a wrong line.
     """
     name, find, first, found = printable(str(path)), _Finder(str(path.parent), str(path.parent / "train")), {}, []
     try:
@@ -89,7 +89,7 @@ class _Finder:
         return next(((each, name) for each in self.folders if os.path.isfile(os.path.join(each, name))), None)
 
     def __call__(self, text: str, where: str) -> tuple[str, str] | None:
-        """(folder, name of the file in it), or None. Raises InputError for an id that two images have."""
+        """(folder, name of the file in it), None without one. Raises InputError for an id of two images."""
         name = text.replace("\\", "/")
         place = self.literal(text) or self.literal(name)
         if place or suffix(name) in SUFFIXES:
@@ -107,9 +107,9 @@ class _Finder:
 
 
 def _stems(folder: str) -> dict[str, list[str]]:
-    """The files of a folder by their names without suffix, but for hidden ones and sidecars."""
+    """The files of a folder by their names without suffix, except hidden ones and sidecars."""
     found = {}
-    with suppress(OSError, ValueError):  # where there is no such folder, or it may not be read
+    with suppress(OSError, ValueError):  # the folder is absent, or may not be read
         for name in os.listdir(folder or "."):
             if not name.startswith(".") and suffix(name) not in SIDECARS and os.path.isfile(os.path.join(folder, name)):
                 found.setdefault(os.path.splitext(name)[0], []).append(name)
@@ -117,13 +117,13 @@ def _stems(folder: str) -> dict[str, list[str]]:
 
 
 def _lines(file: Iterable[bytes], name: str, errors: str) -> Iterator[tuple[str, str]]:
-    """(where it stands, text with its end) of each line. Raises InputError where it is no text."""
+    """(where it stands, text and line break) of each line. Raises InputError for a line that is no text."""
     for number, line in enumerate(file, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         where, text = f"{name}, line {number}", "\0"
         with suppress(UnicodeDecodeError):
             text = line.decode("utf-8", errors)
-        if "\0" in text:  # as in UTF-16
+        if "\0" in text:  # UTF-16 text has NUL bytes
             raise InputError(f"{where} is no UTF-8 text: it has NUL bytes or another encoding; save it as UTF-8")
         yield where, text
 
@@ -142,7 +142,7 @@ def _rows(file: Iterable[bytes], name: str, errors: str) -> Iterator[tuple[str, 
     """(where it stands, cells, delimiter) of each row of a table that is not empty. Raises InputError."""
     ahead, lines = itertools.tee(text for _, text in _lines(file, name, errors))
     first = re.sub('"[^"]*"', "", next(filter(str.strip, ahead), ""))
-    del ahead  # which would hold all lines
+    del ahead  # it would keep all lines in memory
     known = "\t" if suffix(name) == ".tsv" else ",;\t"
     delimiter = next((each for each in first if each in known), known[0])
     reader, begin = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True), 1
@@ -188,7 +188,7 @@ def _labels(file: Iterable[bytes], name: str, find: _Finder, say: bool) -> list[
 
 
 def _is_header(cells: tuple[str, ...] | list[str], where: str, find: _Finder, say: bool = True) -> bool:
-    """Whether the first of a row's cells can be no file, which is logged."""
+    """Whether a row is a header, since its first cell can be no file; if `say`, the log says so."""
     is_header = suffix(cells[0]) not in Image.registered_extensions() and not find(cells[0], where)
     if say and is_header and tuple(cells) != ("file", "classes"):
         logger.info("%s (%s) is taken for a header", where, ", ".join(map(printable, cells)))

@@ -62,7 +62,7 @@ class Data:
         """The batches of training steps `start` to `stop`; images of many sizes go on from `progress`."""
         if isinstance(self.train, Shards):
             stream, (first, last) = self._stream(), self.ranks.share(self.config.batch_size)
-            for step in range(stop):  # those before `start` are thrown away: shards have no other position
+            for step in range(stop):  # shards are read from their beginning: samples before `start` are dropped
                 batch = list(itertools.islice(stream, last - first))
                 if step >= start:
                     yield checked(collate(batch))
@@ -123,9 +123,9 @@ class Data:
         yield from loaded(Samples(source, self.eval_transform, None, blank), keys, together, self.workers, self.device)
 
     def left_out(self, messages: list[str]) -> int:
-        """How many images these messages are about.
+        """Returns the number of messages on unreadable images, and warns of each image once.
 
-        A warning names each image once, up to one more than `max_unreadable` of them.
+        No more than `max_unreadable` + 1 images are named.
         """
         for message in messages:
             if message not in self.named and len(self.named) <= self.config.max_unreadable:
@@ -146,7 +146,7 @@ class Data:
 def loaded(
     samples: Samples, keys: Iterable[list[tuple]], together: Callable, workers: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The batch of each list of keys. Raises an InputError that `collate` returns in place of a batch."""
+    """Yields the batch of each list of keys. Raises an InputError that `collate` returns in its place."""
     loader = DataLoader(
         samples,
         batch_sampler=keys,
@@ -160,7 +160,7 @@ def loaded(
 
 
 def checked(batch: Batch | InputError) -> Batch:
-    """The batch. Raises the error that `collate` returns in place of one."""
+    """Returns the batch, or raises the error that `collate` returned in its place."""
     if isinstance(batch, InputError):
         raise batch
     return batch
@@ -181,45 +181,29 @@ def open_data(
 ) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError.
 
-    examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches. mean: the
-    model's, the colour around the images of crop_mode="border". known: the names of the classes of `config.weights`,
-    which decide the order of the same names in a run, and must have those of the data in an evaluation. count: of the
-    weights' classes. measure: of an evaluation without training images; called with the share that training holds out
-    and all images, it says whether the share is measured; where there is a validation split, with None and that.
+    examples: train on this many images only (`take`). prefix: tokens of an image besides its patches. mean: the
+    model's, the colour around the images of crop_mode="border". known: the class names of `config.weights`. If those of
+    a run are the same, they take this order; those of an evaluation must be among them. count: how many classes the
+    weights have. measure: given by an evaluation. It is called with None and the validation images; where there are
+    none, with the share that training would hold out and all images, and says whether only the share is measured.
     """
-    packing = native = None
-    if config.task == "eval":
-        native = Native.of(config, img_size, patch_size)
-    else:
-        packing = Packing.of(config, img_size, patch_size, prefix, ranks.world)
+    evaluates = config.task == "eval"
+    native = Native.of(config, img_size, patch_size) if evaluates else None
+    packing = None if evaluates else Packing.of(config, img_size, patch_size, prefix, ranks.world)
     train, val = open_sources(config.data, config.data_dir, img_size, patch_size, config)
     if train is None and not measure:
         raise InputError(f"{config.data!r} has no training images, only {val.where}")
     if measure and known and val is not None:
-        train = None  # whose classes matter to nobody
+        train = None  # its classes do not matter here
     sources = [each for each in (train, val) if each is not None]
     classes = sources[0].classes
     if classes and config.num_classes not in (None, len(classes)):
         have = f"num_classes={config.num_classes}, and data set {config.data!r} has {len(classes)} classes"
         raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
     if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
-        known = ()  # other classes
+        known = ()  # the data has other classes
     classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
-    measure = None if config.hold_out else measure  # measured then, and logged
-    if val is None:
-        share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
-        if measure is None:
-            said = "%s has no val/: %g %% of the images of each class are kept for validation"
-            logger.info(said, config.data, 100 * HELD_OUT)
-        of_share = measure is None or measure(share, train)
-        if of_share and not len(share):
-            raise InputError(
-                f"{config.data} has no val/ and one image of each class, of which none can validate; add more"
-            )
-        val, train = (share, rest) if of_share else (train, train)
-    elif measure is not None:
-        measure(None, val)
-    train, val = select(config, val if train is None else train, val)
+    train, val = _with_validation(config, train, val, measure)
     if config.hold_out:
         logger.info("measures the %d images of %s that hold_out=%g holds out", len(val), val.where, config.hold_out)
     if train.multi_label and config.task != "eval" and config.objective == "softmax":
@@ -244,8 +228,28 @@ def open_data(
         train_transform = partial(jpeg.draw, config)
     if native is not None and not train.transformed:
         eval_transform = native.transform
-    read = max(len(val), len(train)) if config.task == "eval" else len(val)  # in batches of eval_batch_size
+    read = max(len(val), len(train)) if config.task == "eval" else len(val)  # images in batches of eval_batch_size
     step = native.batch_bytes if native else packing.step_bytes if packing else None
     workers = loader_processes(config, img_size, read, ranks, step)
     chains = train_transform, eval_transform
     return Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native)
+
+
+def _with_validation(
+    config: Config, train: Source | None, val: Source | None, measure: Callable[[Subset | None, Source], bool] | None
+) -> tuple[Source, Source]:
+    """(training, validation) images; some training images are held out where none are for validation."""
+    measure = None if config.hold_out else measure  # hold_out says what is measured, and the log says so
+    if val is None:
+        share, rest = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
+        if measure is None:
+            said = "%s has no val/: %g %% of the images of each class are kept for validation"
+            logger.info(said, config.data, 100 * HELD_OUT)
+        of_share = measure is None or measure(share, train)
+        if of_share and not len(share):
+            problem = "has no val/ and one image of each class, of which none can validate"
+            raise InputError(f"{config.data} {problem}; add more")
+        val, train = (share, rest) if of_share else (train, train)
+    elif measure is not None:
+        measure(None, val)
+    return select(config, val if train is None else train, val)

@@ -49,7 +49,7 @@ def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tupl
 class Packing:
     """How the images of a run are sized and packed; made from its settings and its model."""
 
-    low: int  # least and largest side, in pixels, of the squares whose area images are given
+    low: int  # low and high: the sides, in pixels, of the least and the largest square whose area an image gets
     high: int
     patch: tuple[int, int]
     prefix: int  # tokens of an image besides its patches
@@ -90,7 +90,7 @@ class Packing:
 
     @property
     def sides(self) -> range:
-        """The sizes that are drawn from, in pixels, which are one side of a patch apart."""
+        """The sizes, in pixels, of which one is drawn for each image; they are one patch side apart."""
         return range(self.low, self.high + 1, max(1, round(math.sqrt(math.prod(self.patch)))))
 
     def patches(self, side: int) -> int:
@@ -144,11 +144,11 @@ class Packing:
 
 @dataclass
 class Progress:
-    """Where the stream of images is: what a checkpoint keeps of it."""
+    """The position in the stream of images, as a checkpoint keeps it."""
 
-    position: int = 0  # of the stream: epochs end to end
-    waiting: list[int] = field(default_factory=list)  # positions before that one that no step has taken
-    images: int = 0  # taken
+    position: int = 0  # in the stream, which is all epochs end to end
+    waiting: list[int] = field(default_factory=list)  # earlier positions whose images no step has taken
+    images: int = 0  # how many images the steps have taken
     sizes: dict[int, int] = field(default_factory=dict)  # how many images were drawn each size, in pixels
 
     @classmethod
@@ -163,9 +163,9 @@ Key = tuple[int, int, int, int]  # epoch, index, size in pixels, micro-batch
 
 
 class StepKeys:
-    """Lists of Key: this rank's part of `steps` steps, which start where `progress` is.
+    """Iterates over `steps` steps from `progress` on: a list of Key, this rank's part, for each step.
 
-    progress: it moves on with every step that is asked for. after: where the stream is after each of these steps.
+    `progress` moves on with every step. after: the Progress after each step that was iterated over.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class StepKeys:
         self.after: deque[Progress] = deque()
 
     def _step(self) -> list[tuple[int, int, int]]:
-        """(epoch, index, size) of the next step's images: those of a window of the order that fit in."""
+        """(epoch, index, size) of the next step's images: those in a window of the order that fit in it."""
         now, packing = self.progress, self.packing
         window, left = packing.batch_size, math.inf
         if packing.budget is not None:
@@ -207,7 +207,7 @@ class StepKeys:
 
 
 def balanced(sizes: list[int], parts: int) -> list[list[int]]:
-    """The indices in shares whose sizes sum to about the same: largest first, each to the lightest share."""
+    """Divides indices into shares of about the same total size: largest first, each to the lightest."""
     shares, sums = [[] for _ in range(parts)], [0] * parts
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         lightest = sums.index(min(sums))
@@ -229,7 +229,7 @@ class Native:
 
     @classmethod
     def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int]) -> "Native | None":
-        """The Native of an evaluation, None at one size. Raises InputError for sizes other than native."""
+        """The Native of an evaluation's settings, None without `sizes`. Raises InputError for LOW:HIGH."""
         if not config.sizes:
             if config.tokens_per_step:
                 raise InputError("tokens_per_step is for images of many sizes: add --sizes native")
@@ -246,7 +246,7 @@ class Native:
         return 3 * math.prod(self.patch) * self.most * NATIVE_AT_ONCE
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) of an image in whole patches: another where it is not, or where it is too large."""
+        """(height, width) to which an image is resized: whole patches, at most `most` of them."""
         down, across = max(1, round(height / self.patch[0])), max(1, round(width / self.patch[1]))
         if down * across > self.most:
             down, across = fit_grid(height, width, self.patch, self.most)

@@ -16,12 +16,12 @@ from .shards import Slice, tar_images
 
 
 class Record(NamedTuple):
-    """An image to embed: its name, its content, and the bytes of its file."""
+    """An image to embed: its name, its content, and its size and time, which show a change."""
 
     id: str
     content: object  # a path, or an object with `read_bytes`
-    size: int  # in bytes, which shows that it has changed; of the file that holds it where its own is not known
-    modified: int = 0  # when the file that holds it was, in ns
+    size: int  # in bytes; that of the file that holds the image where its own is not known
+    modified: int = 0  # when the file that holds the image was modified, in ns
 
 
 def records(spec: str, column: str | None = None) -> Iterable[Record]:
@@ -29,8 +29,8 @@ def records(spec: str, column: str | None = None) -> Iterable[Record]:
 
     spec: a folder of images at any depth; a list of paths that `read_paths` takes, "-" for the standard input;
     WebDataset shards or Parquet files: a file, a folder of them, a pattern in the shell's words (`*`, `?`,
-    `{000..099}`). column: of a Parquet file, with the images' bytes, or with paths relative to the file's folder;
-    None: the one column of bytes or of Hugging Face's images, else the first of PATHS.
+    `{000..099}`). column: that of a Parquet file with the images' bytes, or with paths relative to the file's folder;
+    None: the only column of bytes or of Hugging Face's images, else the first of PATHS.
     Nothing is decoded here. Raises InputError if there are no images or they cannot be listed.
     """
     files, root = _files(spec) if spec != "-" else ([], "")
@@ -122,19 +122,19 @@ class Cell(NamedTuple):
 
     column: object
     row: int
-    path: str  # of the table's file
-    size: int | None = None  # of the image in bytes, where it is known without reading
+    path: str  # the file that holds the table
+    size: int | None = None  # bytes of the image, where they are known without reading it
 
     def read_bytes(self) -> bytes:
         value = self.column[self.row].as_py()
-        value = value.get("bytes") if isinstance(value, dict) else value  # as Hugging Face writes images
+        value = value.get("bytes") if isinstance(value, dict) else value  # Hugging Face writes images as such a struct
         if value is None:
             raise ValueError("its row has no image")
         return value
 
 
 def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
-    """The images of a Parquet file, by the column `id`, else by file and row."""
+    """The images of a Parquet file, named by its column `id`, else by file and row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -156,7 +156,7 @@ def _of_parquet(path: str, root: str, column: str | None) -> Iterator[Record]:
 
 
 def _files_of_group(file, number: int, column: str) -> list[str | None]:
-    """The paths of the images of a row group that are files of their own; None for those in it.
+    """For each row of a group: the path of its image's own file, None where the row holds the image.
 
     Hugging Face's datasets write images that were given by their paths as {bytes: null, path}.
     """
@@ -165,7 +165,7 @@ def _files_of_group(file, number: int, column: str) -> list[str | None]:
     if column in leaves and "string" in str(file.schema_arrow.field(column).type):
         return file.read_row_group(number, columns=[column]).column(0).to_pylist()
     told = leaves.get(f"{column}.bytes")
-    lacking = told.null_count if told is not None and told.has_null_count else 1  # some, where nothing says
+    lacking = told.null_count if told is not None and told.has_null_count else 1  # no statistics: some may
     if f"{column}.path" not in leaves or not lacking:
         return [None] * group.num_rows
     read = [f"{column}.path"] if lacking == group.num_rows else [column]
@@ -174,7 +174,7 @@ def _files_of_group(file, number: int, column: str) -> list[str | None]:
 
 
 def _column(schema, path: str, column: str | None) -> str:
-    """The column of images."""
+    """The name of the column of images: `column`, or the only one there is. Raises InputError."""
     import pyarrow.types as types
 
     def is_bytes(kind) -> bool:

@@ -55,7 +55,7 @@ def _sinc(x: np.ndarray) -> np.ndarray:
 
 
 def _hamming(x: np.ndarray) -> np.ndarray:
-    window = float(np.float32(0.54)) + float(np.float32(0.46)) * _cos(x * math.pi)  # these two are floats in Pillow
+    window = float(np.float32(0.54)) + float(np.float32(0.46)) * _cos(x * math.pi)  # Pillow has these two as floats
     return np.where(x == 0, 1.0, np.where(np.abs(x) < 1, _sinc(x) * window, 0.0))
 
 
@@ -81,7 +81,7 @@ class Taps(NamedTuple):
 
 @functools.lru_cache(256)
 def taps(n_in: int, n_out: int, resample: str, start: float, end: float, outputs: range) -> Taps:
-    """The coefficients of some of the n_out outputs over [start, end), fp32 numbers, of n_in pixels."""
+    """The coefficients of `outputs`, some of n_out, over [start, end) (fp32 numbers) of n_in pixels."""
     scale, changes = float(np.float32(end) - np.float32(start)) / n_out, (n_out, 0, n_out) != (n_in, start, end)
     if not changes:
         first, weights = np.array(outputs), np.full((1, len(outputs)), 1 << BITS)
@@ -119,12 +119,12 @@ class Plan(NamedTuple):
 
 
 def _plan(image: Tensor, size: tuple | None, box: tuple | None, crop: tuple | None, resample: str, pillow: str) -> Plan:
-    """The passes over an image; what its arguments ask for must be possible."""
+    """The passes over an image. Raises ValueError for a size, box or crop that is not possible."""
     _, height, width = image.shape
     if size is None or not all(side.is_integer() and side >= 1 for side in size):
         raise ValueError(f"resize: size must be two whole numbers from 1 on, (height, width), got {size}")
     h, w = map(int, size)
-    left, top, right, bottom = (float(np.float32(edge)) for edge in box or (0, 0, width, height))  # as Pillow keeps it
+    left, top, right, bottom = (float(np.float32(edge)) for edge in box or (0, 0, width, height))  # fp32 as in Pillow
     if not (0 <= left <= right <= width and 0 <= top <= bottom <= height):
         where = f"(left, top, right, bottom) inside an image of {height} x {width} (height x width)"
         raise ValueError(f"resize: box must be {where}, got {box}")
@@ -250,7 +250,7 @@ def resize(
     named = (("size", size, 2), ("box", box, 4), ("crop", crop, 4))
     given = zip(*(_one_each(*argument, len(each)) for argument in named))
     plans = [_plan(image, *arguments, resample, pillow) for image, arguments in zip(each, given)]
-    if each and kernels_wanted("resize", torch.empty(0, device=device)):  # by the device: every kernel takes uint8
+    if each and kernels_wanted("resize", torch.empty(0, device=device)):  # the device decides: every kernel takes uint8
         results = _by_kernels(each, plans)
     else:
         results = [_plain(*pair) for pair in zip(each, plans)]

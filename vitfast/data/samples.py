@@ -24,8 +24,8 @@ from .sources import Source
 # messages on images that could not be read, which training replaces and validation labels PADDING.
 Batch = tuple[Tensor, Tensor, list[str]]
 ONE = Ranks()
-PADDING = -1  # the label of a sample that counts nowhere: unreadable, or filling up a rank's last batch (its epoch too)
-WINDOW = 16_384  # places by which a sample of shards moves
+PADDING = -1  # the label of samples that do not count: unreadable, or (as is their epoch) filling up a last batch
+WINDOW = 16_384  # places by which shuffling moves a sample of shards, at most
 REPLACEMENTS = 20  # unreadable samples in a row after which a data set is given up
 
 
@@ -45,9 +45,9 @@ def seed_everything(*parts: int) -> None:
 
 
 class Samples(Dataset):
-    """(epoch, index, ...) -> (image, label, unreadable).
+    """A map from keys (epoch, index, ...) to samples (image, label, unreadable).
 
-    image: what the transform makes of the image of the source and of what else is in the key; `stack` takes uint8
+    image: what the transform returns for the source's image and for the rest of the key; `stack` takes uint8
     (C, H, W). A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that
     can: the batch keeps its size, and its content depends on nothing but the data. In validation (seed None) it becomes
     the pair `blank`, whose label is PADDING. Where nothing can be read the InputError itself is returned.
@@ -87,9 +87,9 @@ class Samples(Dataset):
 def epoch_order(
     length: int, seed: int, epoch: int, sides: range = range(1), shards: tuple[int, ...] = ()
 ) -> tuple[list[int], list[int]]:
-    """The order of the samples in an epoch, and one of the sizes for each position in it.
+    """The order of the samples in an epoch, and for each position in it one of the sizes `sides`.
 
-    shards: how many samples lie in each file of several, which are then read file by file, so that a slow disk reads
+    shards: how many samples each of several files holds. They are then read file by file, so that a slow disk reads
     ahead: the files are shuffled, and each sample moves by up to WINDOW places.
     """
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
@@ -105,7 +105,7 @@ def epoch_order(
 def stream_keys(
     length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE, shards: tuple[int, ...] = ()
 ) -> Iterator[list[tuple[int, int]]]:
-    """Lists of (epoch, index): this rank's part of the batches of steps `start` to `stop`."""
+    """Yields for each step from `start` to `stop` the (epoch, index) of this rank's part of the batch."""
     first, last = ranks.share(batch_size)
     for step in range(start * batch_size, stop * batch_size, batch_size):
         places = [divmod(position, length) for position in range(step + first, step + last)]

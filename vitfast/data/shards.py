@@ -21,7 +21,7 @@ from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import Unreadable, printable, read_rgb, unreadable
 from .sources import Source
 
-NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # the class of an image, where all are written so
+NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # how classes are written that are numbers
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -54,13 +54,13 @@ class ShardFiles(Source):
         if not labels:
             raise InputError(f"{self.where}: no image in it has a class (NAME.jpg and NAME.cls)")
         self.shards = tuple(np.diff(ends).tolist())
-        self.texts = labels  # as they are written, until `read_classes`
+        self.texts = labels  # the classes as they are written, until `read_classes`
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def read_classes(self, numeric: bool) -> None:
-        """Takes the classes for numbers, or for names."""
+        """Reads the written classes as numbers, or as names."""
         labels = list(map(int, self.texts)) if numeric else self.texts
         self.classes, numbers = ([], None) if numeric else text_classes(labels)
         self.labels = class_numbers(labels, numbers, self.name)
@@ -79,18 +79,18 @@ class ShardFiles(Source):
 def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar, member: False) -> Iterator:
     """The members of a tar file that are images, in the order in which they lie there.
 
-    used: called with the tar file and each member; whether it is used, and so not passed over. Raises InputError for a
-    file that is no tar file, or a damaged or compressed one: images are read where they lie.
+    used(tar, member): whether the caller uses a member otherwise, so that it is not passed over. Raises InputError for
+    a file that is no tar file, or a damaged or compressed one: images are read where they lie.
     """
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members = []  # it would keep all of them
+                tar.members = []  # the tar file would keep all members
                 if member.isfile() and not is_clutter(member.name) and not used(tar, member):
                     if is_image(member.name, partial(tar.extractfile, member), passed):
                         yield member
             tar.fileobj.seek(tar.offset)
-            # tarfile takes a damaged header for the end, which is two blocks of zeros or that of the file.
+            # tarfile takes a damaged header for the end; a true end is two blocks of zeros or the end of the file.
             if tar.fileobj.read(2 * tarfile.BLOCKSIZE).strip(b"\0"):
                 raise tarfile.ReadError(f"damaged at byte {tar.offset}")
     except (tarfile.TarError, OSError, ValueError) as error:
@@ -124,7 +124,7 @@ def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, st
 
 
 def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
-    """The shards of a split below `root`: those of the first prefix that has some; "" stands for all."""
+    """The shards of a split below `root`: those of the first prefix that any file has; "" means all."""
     for prefix in prefixes:
         places = [*root.glob(f"{prefix}*"), *(root.glob(f"{prefix}/*") if prefix else ())]
         places = [p for p in places if p.parent != root or not p.name[len(prefix) :][:1].isalpha() or not prefix]

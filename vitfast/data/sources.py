@@ -18,8 +18,8 @@ class Source:
 
     where: str = ""  # the folder, the shards or the split, in messages
     classes: Sequence[str] = ()  # their names; empty where the data only numbers them, until `settle_classes`
-    labels: list | None = None  # of each image, where they are known without reading images
-    numbers: dict | None = None  # class numbers of labels as the data has them, of which `labels` are not known
+    labels: list | None = None  # one for each image, where they are known without reading images
+    numbers: dict | None = None  # label as the data has it -> class number, for `labels` that are not known
     shards: tuple[int, ...] = ()  # how many images lie in each file of several images, in their order
     transformed = multi_label = False
     reading = DEFAULT  # how its images are read
@@ -57,7 +57,7 @@ class Source:
         return str(index)
 
     def content(self, index: int) -> object:
-        """The holder of an image, as `identity.stamp` has it; None where the data does not say."""
+        """The path, bytes or object that holds an image, as `identity.stamp` takes it; None if unknown."""
 
 
 class Subset(Source):

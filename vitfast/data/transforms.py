@@ -38,7 +38,7 @@ CROPS = {"rrc": RandomResizedCropAndInterpolation, "squash": SquashedCrop}
 class Trim:
     """Cuts an image of extreme shape to its middle, 16 times as long as a central crop of `size` sees.
 
-    16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
+    An image of 16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
     """
 
     def __init__(self, size: tuple[int, int]):

@@ -20,7 +20,7 @@ logger = logging.getLogger("vitfast")
 def loader_processes(
     config: Config, img_size: tuple[int, int], evaluated: int, ranks: Ranks, step_bytes: int | None = None
 ) -> int:
-    """For each rank: `config.workers`, else none for data in memory, else one a core up to eight.
+    """How many loader processes each rank has: by default 0 for data in memory, else one a core up to 8.
 
     `config.workers` is lowered, with a warning, to four for each core and to as many as half of the memory holds with
     the batches that they read ahead; ranks on one machine share both. Raises InputError for a batch that the memory

@@ -37,7 +37,7 @@ logger = logging.getLogger("vitfast")
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; what was training trains again at the end."""
+    """Puts the model in eval mode; modules that were training are in training mode again at the end."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -100,11 +100,11 @@ def evaluate(model: nn.Module, data: Data, on_logits: Callable[[Tensor, Tensor],
 
 
 def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
-    """The rows (n, K) of all ranks, which take turns, on the CPU.
+    """The rows (n, K) of all ranks, on the CPU, in the order of the set: the ranks take turns in it.
 
     A rank with fewer rows than others adds rows of PADDING.
     """
-    missing = ranks.agree(len(mine)) - len(mine)  # none but in Shards: elsewhere all have equally many
+    missing = ranks.agree(len(mine)) - len(mine)  # only in Shards: elsewhere all ranks have equally many rows
     everyone = mine.new_zeros(ranks.world, len(mine) + missing, mine.shape[1])
     everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)
     return ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()
@@ -149,7 +149,7 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
     They are from "Are we done with ImageNet?" (Beyer et al., 2020). path: its real.json, one list of classes for each
     image from ILSVRC2012_val_00000001.JPEG on; "" stands for timm's copy. Raises InputError if the file is not of that
-    form, or the validation images are others.
+    form, or the validation images are not ILSVRC2012's.
     """
     names = [Path(data.val.name(i)).name for i in range(len(data.val))]
     try:
@@ -169,7 +169,7 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
 
 def cut_as_told(config: Config, model: nn.Module) -> Config:
-    """The config, with the fields of CROP that it does not set from the model's weights."""
+    """The config, in which fields of CROP that it does not set are those of the model's weights."""
     told = {name: getattr(model, name, None) for name in CROP if not getattr(config, name)}
     told = {name: value for name, value in told.items() if value is not None}
     if set(told.values()) - set(CROP.values()):  # these are the defaults
@@ -198,7 +198,7 @@ def run_record(weights: str) -> dict:
 def run_images(weights: str, part: str) -> list[np.ndarray]:
     """The times of modification and hashes of the images of a run's split; [] where it has none."""
     path, names = locate(weights).weights.parent / "state" / "state.safetensors", ("modified", "hashes")
-    with suppress(OSError, SafetensorError), safe_open(path, "np") as file:  # its state may be gone
+    with suppress(OSError, SafetensorError), safe_open(path, "np") as file:  # the user may have removed its state
         return [file.get_tensor(f"images.{part}_{name}") for name in names]
     return []
 
@@ -209,9 +209,8 @@ def compare_pillow(weights: str) -> None:
     if theirs != INSTALLED:
         other = f"its run resized images as Pillow {theirs} does, and Pillow {PIL.__version__} is installed"
         remedy = "pip install 'pillow<13'" if INSTALLED == "13" else "pip install 'pillow>=13'"
-        logger.warning(
-            "%s: %s: at about a third of all sizes some pixels differ (as before: %s)", weights, other, remedy
-        )
+        said = "%s: %s: at about a third of all sizes some pixels differ (as before: %s)"
+        logger.warning(said, weights, other, remedy)
 
 
 def open_weights(
@@ -219,7 +218,7 @@ def open_weights(
 ) -> tuple[nn.Module, Data]:
     """(model, data) to evaluate `config.weights` on `config.data`.
 
-    split: of `evaluate_weights`, whose classes are the model's; None: the classes are the data's own.
+    split: as in `evaluate_weights`, where the classes are the model's; None: the classes are the data's own.
     """
     device = choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
@@ -255,7 +254,7 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
             return False
         found, modified = fingerprint(source)
         same = "sizes" in found and all(index.get(f"{part}_{kind}") == value for kind, value in found.items())
-        if not same or not (saved := run_images(config.weights, part)):  # they may be gone
+        if not same or not (saved := run_images(config.weights, part)):  # the user may have removed them
             return same
         return not len(replaced(source, modified, *saved))
 
@@ -276,10 +275,10 @@ def measures_share(config: Config, split: str, share: Subset | None, whole: Sour
 def evaluate_weights(
     config: Config, img_size: int | tuple[int, int] | None = None, real: str | None = None, split: str = ""
 ) -> dict:
-    """Accuracy of `config.weights` on the validation split of `config.data`.
+    """The accuracy of `config.weights` on the validation split of `config.data`.
 
-    Classes are compared by their names where weights and data have names. real: the path for `real_labels`; adds
-    `real_accuracy` over the `real_images` that have such labels. split: what is measured of data without a validation
+    Classes are compared by their names where weights and data have names. real: the path for `real_labels`; it adds
+    `real_accuracy` over the `real_images` that have such labels. split: what is measured where data has no validation
     split: "all" images, "val" for the share that training holds out, "" for that share if the weights' own run trained
     on this data, else all. Raises InputError if weights and data do not fit.
     """

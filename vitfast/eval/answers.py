@@ -17,15 +17,15 @@ from .accuracy import logits_of, of_all_ranks
 
 @dataclass
 class Answers:
-    """The most probable class of each of n validation images, those that could be read; all on the CPU.
+    """The most probable class of each of the n validation images that could be read; all on the CPU.
 
-    index (n,): the places of the images in the set, where that is not Shards. labels: class numbers (n,), or (n, K)
-    bool where images have any number of classes; named is (n, K) bool then, a probability above one half.
+    index (n,): the places of the images in the set, if that is not Shards. labels: class numbers (n,), or (n, K) bool
+    if images have any number of classes; named is (n, K) bool then, where a probability is above one half.
     """
 
     index: Tensor
     found: Tensor  # (n,)
-    probability: Tensor  # (n,) of the class that was found
+    probability: Tensor  # (n,) that of the most probable class
     labels: Tensor
     named: Tensor | None = None
 
@@ -72,15 +72,15 @@ class Collector:
         self.sigmoid, self.batches = objective == "sigmoid", []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Notes a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING where none counts."""
-        found = logits.argmax(-1, keepdim=True)  # not of the probabilities, which saturate
+        """Adds a batch: logits (B, K); labels (B,) or zeros and ones (B, K), PADDING if it does not count."""
+        found = logits.argmax(-1, keepdim=True)  # the largest logits: probabilities saturate
         probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         columns = [found, probabilities.gather(-1, found), labels if labels.dim() == 2 else labels[:, None]]
         columns += [logits > 0] if labels.dim() == 2 else []
         self.batches.append(torch.cat([column.float() for column in columns], 1))  # exact for up to 2^24 classes
 
     def gather(self, data: Data) -> Answers:
-        """The answers of all ranks, each of which calls this."""
+        """The answers of all ranks; every rank must call this."""
         several = data.multi_label
         width = 2 + (2 * len(data.classes) if several else 1)
         mine = torch.cat([torch.empty(0, width, device=data.device), *self.batches])
@@ -93,7 +93,7 @@ class Collector:
 
 @torch.no_grad()
 def look(model: nn.Module, data: Data, most: int) -> tuple[Answers, list[Tensor]]:
-    """The answers to at most about `most` validation images; of Shards also the images.
+    """The answers to at most about `most` validation images, and in case of Shards the images too.
 
     model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
     """

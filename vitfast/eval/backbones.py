@@ -20,15 +20,15 @@ from ..ops import reference as ref
 from .pixels import at_one_size, library_of, own_sizes, processor_of, timm_pixels
 
 POOLS = ("token", "avg", "map")
-MOST_PATCHES = 4096  # of an image at its own size; a larger one is made smaller
-NAFLEX_PATCHES = 576  # the same of timm's NaFlexViT, as timm's validation has it
+MOST_PATCHES = 4096  # the most of an image at its own size; a larger image is made smaller
+NAFLEX_PATCHES = 576  # the same for timm's NaFlexViT, as in timm's validation
 
 
 @dataclass(frozen=True)
 class OwnSize:
     """Resizes whole images, each to a size of its own: uint8 (C, H, W) of any sizes -> a list."""
 
-    size_of: Callable[[int, int], tuple[int, int]]  # of (height, width)
+    size_of: Callable[[int, int], tuple[int, int]]  # from that of an image
     resample: str
 
     def __call__(self, images: Sequence[Tensor]) -> list[Tensor]:
@@ -41,7 +41,7 @@ class Backbone:
 
     prepare: uint8 images (3, H, W) of any sizes -> uint8, (B, 3, *size) or, by OwnSize, a list. embed: what `prepare`
     returns -> (B, D). size: (height, width) of the model's own images. prefix: tokens besides the patches. mean, std:
-    of the pixels, for a record of the embeddings.
+    those of the pixels, for a record of the embeddings.
     """
 
     model: nn.Module
@@ -84,9 +84,9 @@ class Backbone:
 def backbone(model: nn.Module, pool: str | None, sizes: str | None, processor=None) -> Backbone:
     """The Backbone of a ViT or of a model of timm or transformers.
 
-    pool: how tokens become one vector, one of POOLS; None: as the model does. sizes: "native" keeps each image's own
-    size. processor: transformers' image processor, its dict, or a folder that has its JSON. Raises InputError for what
-    the model lacks.
+    pool: how tokens become one vector, one of POOLS; None: as in the model. sizes: "native" keeps each image's own
+    size. processor: transformers' image processor, its dict, or a folder that has its JSON. Raises InputError where the
+    model cannot do so.
     """
     if pool not in (None, *POOLS):
         raise InputError(f"pool must be one of {', '.join(POOLS)}, or None for the model's own; got {pool!r}")
@@ -185,7 +185,7 @@ def _naflexvit(model: nn.Module, pool: str | None) -> Backbone:
 
 
 def _padded(images: list[Tensor], patch: tuple[int, int]) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
-    """Padded patches (B, N, P*Q*C) of images (C, h, w); their grids; which are no padding (B, N)."""
+    """Padded patches (B, N, P*Q*C) of images (C, h, w); their grids; (B, N) bool, False for padding."""
     cut = [x.unflatten(2, (-1, patch[1])).unflatten(1, (-1, patch[0])).permute(1, 3, 2, 4, 0) for x in images]
     grids = [(x.shape[0], x.shape[1]) for x in cut]
     patches = nn.utils.rnn.pad_sequence([x.flatten(2).flatten(0, 1) for x in cut], batch_first=True)
@@ -199,7 +199,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 # ---- transformers
 
-_PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"}  # parameters that are one token each
+_PREFIX = {"cls_token", "class_embedding", "class_token", "distillation_token"}  # parameters: each is one token
 
 
 def _transformers(model: nn.Module, pool: str | None, sizes: str | None, processor) -> Backbone:
@@ -243,7 +243,7 @@ def _siglip2(model: nn.Module, run, pool: str | None, processor, patch: tuple[in
 
 
 def _vector(output, pool: str | None, prefix: int, valid: Tensor | None = None) -> Tensor:
-    """(B, D) of what a model of transformers returns."""
+    """The vectors (B, D) in the output of a model of transformers."""
     if isinstance(output, Tensor):
         return output
     tokens, pooled = output.get("last_hidden_state"), output.get("image_embeds")

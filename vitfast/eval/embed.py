@@ -3,12 +3,12 @@
     embeddings-00000.npy      (n, D) fp32, the vectors of the images of this shard that could be read
     index-00000.parquet       id, row, height, width, error of each image; row is null where it could not be read;
                               bytes, modified, content: its size, time of modification (ns) and `content_hash`
-    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards, and
-                              those of each part: the images of the first time, and of each time that some were new
+    manifest.json             the model's hash, the preprocessing, versions; at the end, how many images and shards, in
+                              all and by parts: those of the first run, and of each run that found new images
 
 The images that are in no shard yet, in the order of the source, fill the shards that are absent, in the order of their
-numbers. So a shard holds the same images whoever computes it, and whichever others are there: ranks need not talk, a
-job that was killed goes on, and new images become shards at the end. Its two files are there once they are whole.
+numbers. So a shard holds the same images whoever computes it, and whichever others exist: ranks need not communicate, a
+job that was killed goes on, and new images become shards at the end. A shard's two files exist once both are whole.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ from .embed_shards import FILE, JOB, ShardImage, Written, other_job, paths_of, s
 from .embedder import Embedder
 
 MANIFEST = "manifest.json"
-LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # by a process that was killed
-TOTALS = ("images", "shards", "parts")  # in the manifest of a job that has ended
-MAY_DIFFER = ("versions", "device")  # from one run of a job to the next, with a warning
+LEFT = re.compile(rf"{re.escape(SCRATCH)}(shard|manifest)-(\d+)(-\w+)?")  # what a process left that was killed
+TOTALS = ("images", "shards", "parts")  # entries of the manifest of a job that has ended
+MAY_DIFFER = ("versions", "device")  # entries that may differ between runs of a job, with a warning
 logger = logging.getLogger("vitfast")
 
 
@@ -53,8 +53,8 @@ class Progress:
 
     images: int = 0  # computed, or found unreadable
     unreadable: int = 0
-    kept: int = 0  # in shards that were there already
-    waiting: float = 0.0  # seconds without an image that is read
+    kept: int = 0  # images in shards that were there already
+    waiting: float = 0.0  # seconds in which no image that had been read was there to compute
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -79,16 +79,15 @@ def embed_to(
     This process, `rank` of `world`, computes every world-th shard. resume: keep the shards that are there; False
     starts again. on_progress(progress, error): called after each image; error: why it could not be read, or None.
 
-    Images are known by their names. What was written stays as it is, but that the shard of an image whose file was
-    replaced is computed again. Raises InputError if the folder holds embeddings of other weights or settings, or of
-    images that are gone, and OSError if the folder cannot be written.
+    Images are known by their names. Shards that are there stay as they are, except that the shard of an image whose
+    file was replaced is computed again. Raises InputError if the folder holds embeddings of other weights or settings,
+    or of images that are gone, and OSError if the folder cannot be written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not folder.is_dir():
         raise InputError(f"--output {folder} is a file; give a folder")
     with locked(folder, f"rank-{rank}.lock"):
-        progress = Progress()
-        manifest = dict(describe(embedder), shard_size=shard_size)
+        progress, manifest = Progress(), dict(describe(embedder), shard_size=shard_size)
         _remove(folder, LEFT, rank, world)
         before = {}
         if resume:
@@ -97,62 +96,68 @@ def embed_to(
             _manifest_of(folder)
             _remove(folder, FILE, rank, world)
             _write_manifest(folder, manifest, rank)
-        written = Written(folder, _job(manifest), resume)
-        absent = (shard for shard in itertools.count() if shard not in written.counts)
-        waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
-        counts, images = dict(written.counts), 0  # of images, by shard
-
-        def begin(shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
-            counts[shard] = len(part)
-            if shard % world == rank:
-                waiting[shard] = [ShardImage(record) for record in part]
-                yield from ((shard, image, image.id) for image in list(waiting[shard]))
-
-        def wanted() -> Iterator[tuple[int, object, str]]:
-            nonlocal images
-            new: list[Record] = []
-            for record in records:
-                images += 1
-                shard, whole = written.place(record)
-                if shard is None:
-                    new.append(record)
-                elif whole and shard % world == rank:
-                    if written.is_same(shard, whole):
-                        progress.kept += len(whole)
-                    else:
-                        yield from begin(shard, whole)
-                while written.missing == 0 and len(new) >= shard_size:  # before, this may be another source
-                    yield from begin(next(absent), new[:shard_size])
-                    del new[:shard_size]
-            if gone := written.gone() if images else []:
-                advice = "bring them back, give another --output, or --resume never to embed all again"
-                said = f"{len(gone)} images in {folder} are no longer in the source ({first_of(gone)})"
-                raise InputError(f"{said}; nothing new was embedded; {advice}")
-            for first in range(0, len(new), shard_size):
-                yield from begin(next(absent), new[first : first + shard_size])
-
-        results = embedder.stream_groups(wanted(), progress)
+        plan = _Plan(Written(folder, _job(manifest), resume), shard_size, rank, world)
+        results = embedder.stream_groups(plan.items(records, progress), progress)
         for shard, group in itertools.groupby(results, key=itemgetter(0)):
             computed = []
-            for _, found in group:
+            for _, embedded in group:
                 progress.images += 1
-                progress.unreadable += found.error is not None
-                on_progress(progress, found.error)
-                computed.append(found)
-            written.write(shard, waiting.pop(shard), computed, embedder)
-        if not images:
+                progress.unreadable += embedded.error is not None
+                on_progress(progress, embedded.error)
+                computed.append(embedded)
+            plan.written.write(shard, plan.waiting.pop(shard), computed, embedder)
+        if not plan.images:
             raise InputError("there is no image to embed")
-        for shard in itertools.takewhile(lambda shard: shard < max(counts), absent):  # of images that are gone since
-            if shard % world == rank:
-                written.write(shard, [], [], embedder)
-        ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
-        ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
-        parts = [
-            dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)
-        ]
-        totals = dict(images=images, shards=ends[-1], parts=parts)
-        _write_manifest(folder, manifest | totals, rank)
+        for shard in plan.empty():
+            plan.written.write(shard, [], [], embedder)
+        _write_manifest(folder, manifest | _totals(plan, before), rank)
         return progress
+
+
+class _Plan:
+    """Which shard holds which images: those of existing shards stay there, new ones fill absent shards."""
+
+    def __init__(self, written: Written, shard_size: int, rank: int, world: int):
+        self.written, self.shard_size, self.rank, self.world = written, shard_size, rank, world
+        self.absent = (shard for shard in itertools.count() if shard not in written.counts)
+        self.waiting: dict[int, list[ShardImage]] = {}  # the shards that are being read
+        self.counts, self.images = dict(written.counts), 0  # how many images each shard has, and the source
+
+    def items(self, records: Iterable[Record], progress: Progress) -> Iterator[tuple[int, object, str]]:
+        """Yields (shard, image, name) of each image that this rank has to compute."""
+        new: list[Record] = []
+        for record in records:
+            self.images += 1
+            shard, whole = self.written.place(record)
+            if shard is None:
+                new.append(record)
+            elif whole and self._is_mine(shard):
+                if self.written.is_same(shard, whole):
+                    progress.kept += len(whole)
+                else:
+                    yield from self._begin(shard, whole)
+            while self.written.missing == 0 and len(new) >= self.shard_size:  # until then the source may be another one
+                yield from self._begin(next(self.absent), new[: self.shard_size])
+                del new[: self.shard_size]
+        if gone := self.written.gone() if self.images else []:
+            advice = "bring them back, give another --output, or --resume never to embed all again"
+            said = f"{len(gone)} images in {self.written.folder} are no longer in the source ({first_of(gone)})"
+            raise InputError(f"{said}; nothing new was embedded; {advice}")
+        for first in range(0, len(new), self.shard_size):
+            yield from self._begin(next(self.absent), new[first : first + self.shard_size])
+
+    def empty(self) -> Iterator[int]:
+        """Yields this rank's absent shards below the last one, whose images are gone since."""
+        return filter(self._is_mine, itertools.takewhile(lambda shard: shard < max(self.counts), self.absent))
+
+    def _begin(self, shard: int, part: list[Record]) -> Iterator[tuple[int, object, str]]:
+        self.counts[shard] = len(part)
+        if self._is_mine(shard):
+            self.waiting[shard] = [ShardImage(record) for record in part]
+            yield from ((shard, image, image.id) for image in list(self.waiting[shard]))
+
+    def _is_mine(self, shard: int) -> bool:
+        return shard % self.world == self.rank
 
 
 def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
@@ -189,10 +194,9 @@ def read(folder: str | Path) -> tuple[list[str], np.ndarray]:
 
 
 def describe(embedder: Embedder) -> dict:
-    """A manifest's record of an Embedder: all that its vectors depend on, and the versions."""
+    """The manifest's record of an Embedder: everything that its vectors depend on, and the versions."""
     model, dtype = embedder.backbone.model, embedder.dtype or next(embedder.backbone.model.parameters()).dtype
-    own = embedder.device
-    device = torch.cuda.get_device_name(own) if own.type == "cuda" else own.type
+    device = torch.cuda.get_device_name(embedder.device) if embedder.device.type == "cuda" else embedder.device.type
     versions = dict(vitfast=__version__, torch=torch.__version__, pillow=PIL.__version__)
     versions |= dict(python=platform.python_version())
     return dict(
@@ -223,13 +227,13 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def _job(manifest: dict) -> bytes:
-    """A hash of what the vectors of a job have in common."""
+    """A hash of all in a manifest that must be the same for all vectors of a job."""
     common = {name: value for name, value in manifest.items() if name not in (*MAY_DIFFER, *TOTALS)}
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest().encode()
 
 
 def _manifest_of(folder: Path) -> dict | None:
-    """The content of a manifest, None where there is none. Raises InputError for any other file."""
+    """The content of a folder's manifest, None without one. Raises InputError for any other file."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(content, dict) and "weights_sha256" in content and isinstance(content.get("shards", 0), int):
@@ -242,7 +246,7 @@ def _manifest_of(folder: Path) -> dict | None:
 
 
 def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
-    """The manifest, written if there is none. Raises InputError where it is another job's."""
+    """Returns the folder's manifest, or writes this one. Raises InputError if it is another job's."""
     before, now = _manifest_of(folder), json.loads(json.dumps(manifest))
     if before is None:
         if shards_in(folder):
@@ -260,6 +264,15 @@ def _check_manifest(folder: Path, manifest: dict, rank: int) -> dict:
             said = f"{json.dumps(before.get(name))} before, {json.dumps(now[name])} now"
             logger.warning("%s: %s; vectors may differ from shard to shard by rounding", name, said)
     return before
+
+
+def _totals(plan: _Plan, before: dict) -> dict:
+    """The entries TOTALS of a job that has ended. before: the manifest of the job's last run."""
+    counts = plan.counts
+    ends = {before.get("shards", 0), *itertools.accumulate(part["shards"] for part in before.get("parts", []))}
+    ends = [*sorted(end for end in ends if 0 < end <= max(counts)), max(counts) + 1]
+    parts = [dict(images=sum(counts.get(i, 0) for i in range(a, b)), shards=b - a) for a, b in zip([0, *ends], ends)]
+    return dict(images=plan.images, shards=ends[-1], parts=parts)
 
 
 def _write_manifest(folder: Path, content: dict, rank: int) -> None:

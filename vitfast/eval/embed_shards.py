@@ -32,7 +32,7 @@ def shards_in(folder: Path) -> list[int]:
 
 
 class ShardImage:
-    """An image of a shard as an Embedder takes it; once it is read, its hash is all that is kept."""
+    """An image of a shard, from which an Embedder reads; then it keeps its hash and drops its content."""
 
     def __init__(self, record: Record):
         self.id, self.content, self.size, self.modified = record
@@ -54,9 +54,9 @@ class Written:
 
     def __init__(self, folder: Path, job: bytes, resume: bool):
         self.folder, self.job = folder, job
-        self.counts: dict[int, int] = {}  # of images, by shard
-        self.met: dict[int, dict[int, Record]] = {}  # the images of the source by shard and row, until all are there
-        places = [np.empty((0, 3), np.int64)]  # a hash of the name, the shard and the row of each image
+        self.counts: dict[int, int] = {}  # how many images each shard has
+        self.met: dict[int, dict[int, Record]] = {}  # the source's images by shard and row, until one is complete
+        places = [np.empty((0, 3), np.int64)]  # for each image: the hash of its name, its shard and its row
         for shard in shards_in(folder) if resume else ():
             if all(path.is_file() for path in paths_of(folder, shard)):
                 ids = self._ids(shard)
@@ -81,7 +81,7 @@ class Written:
         return table.column("id").to_pylist()
 
     def place(self, record: Record) -> tuple[int | None, list[Record]]:
-        """The shard of an image, None where it is new; and all images of that shard if this is the last."""
+        """(shard of an image, None for a new one; the images of that shard if this is its last, else [])."""
         key = hash(record.id)
         at = np.searchsorted(self.keys, key)
         while at < len(self.keys) and self.keys[at] == key and self.used[at]:  # a name may be there twice
@@ -98,15 +98,15 @@ class Written:
         return shard, [record for _, record in sorted(self.met.pop(shard).items())]
 
     def gone(self) -> list[str]:
-        """The names of the images that no `place` was asked for."""
+        """The names of the images for which `place` was never called: the source has them no longer."""
         lost = self.places[~self.used]
         ids = {shard: self._ids(shard) for shard in np.unique(lost[:, 1]).tolist()}
         return [ids[shard][row] for _, shard, row in lost[np.lexsort(lost.T[1:][::-1])].tolist()]
 
     def is_same(self, shard: int, part: list[Record]) -> bool:
-        """Whether the images of a shard, in its order, are what they were; where not, it is logged.
+        """Whether the images of a shard, in its order, are unchanged; a warning says which are not.
 
-        Those whose files were modified at another time are read.
+        Only images whose files were modified at another time are read.
         """
         import pyarrow.parquet as pq
 
@@ -143,9 +143,9 @@ class Written:
         with staged(self.folder, paths[0], name=f"shard-{shard:05d}-") as scratch:
             np.save(scratch / paths[0].name, np.stack(vectors) if vectors else np.empty((0, embedder.dim), np.float32))
             pq.write_table(table, scratch / paths[1].name)
-            paths[0].unlink(missing_ok=True)  # of images that were replaced since
+            paths[0].unlink(missing_ok=True)  # the vectors of images that were replaced since
 
 
 def other_job(folder: Path, shard: int) -> InputError:
-    """Of a rank that was to start again and never began."""
+    """The error for a shard that a rank left which was to start again and never began."""
     return InputError(f"shard {shard} in {folder} is of another job than manifest.json; run again with --resume never")

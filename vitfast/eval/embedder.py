@@ -1,4 +1,4 @@
-"""Embeddings of images: decoded, resized as the weights say, batched by tokens, in the order given."""
+"""Embeddings of images, which are decoded, resized as the weights say and batched by their tokens."""
 
 import itertools
 import os
@@ -31,13 +31,13 @@ from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow, evaluating
 from .backbones import backbone
 
-TOKENS = {"cuda": 65_536, "cpu": 8_192}  # of a batch, unless told otherwise
+TOKENS = {"cuda": 65_536, "cpu": 8_192}  # in a batch, by default
 AHEAD = 4  # images that each worker reads ahead
 CHUNK = 1 << 28  # bytes of images that are resized together on the device
 
 
 class Embedded(NamedTuple):
-    """One image's result: its vector (D,) fp32 and size in pixels, or why there is none."""
+    """The result of one image: its vector (D,) fp32 and its size in pixels, or why there is none."""
 
     vector: np.ndarray | None
     height: int | None
@@ -121,7 +121,7 @@ class Embedder:
             model = load_any("", model, img_size).to(self.device, dtype or autocast_dtype("auto", self.device)).eval()
             self.dtype = None
         self.pool, self.normalize, self.decode = pool, normalize, decode
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share them
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share cores
         self.workers = min(16, max(1, cores)) if workers is None else workers
         self.tokens = tokens or TOKENS[self.device.type]
         self._made_from, self._dim = (model, pool, sizes, processor), None
@@ -172,10 +172,10 @@ class Embedder:
     def stream_groups(
         self, items: Iterable[tuple[object, ImageLike, str]], progress=None
     ) -> Iterator[tuple[object, Embedded]]:
-        """(group, result) of each item (group, image, name) in order; no batch has images of two groups.
+        """Yields (group, result) of each item (group, image, name) in order; a batch is of one group.
 
-        So what is computed together does not depend on the groups before. The seconds without an image that is read are
-        added to `progress.waiting`.
+        So what is computed together does not depend on the groups before. The seconds in which computing waits for
+        images are added to `progress.waiting`.
         """
         batches = self._batches(self._prepared(self._read_ahead(iter(items))))
         while True:
@@ -201,7 +201,7 @@ class Embedder:
         self.backbone = backbone(*self._made_from)
 
     def _read_ahead(self, items: Iterator[tuple[object, ImageLike, str]]) -> Iterator["_Read"]:
-        """The image of each item (group, image, name), read, in order; threads read ahead."""
+        """Yields each item (group, image, name) in order, its image read; threads read ahead."""
         if self.workers:
             items = ((group, own(image, self.reading), name) for group, image, name in items)
         first = list(itertools.islice(items, 2))
@@ -232,12 +232,12 @@ class Embedder:
         except Unreadable as error:
             return _Read(group, name, error=str(error))
         pixels = found
-        if found.content.dim() == 3 and self.device.type == "cpu":  # in this thread, while others do the same
+        if found.content.dim() == 3 and self.device.type == "cpu":  # here, while other threads do the same
             pixels = self.backbone.prepare([found.content.cpu()])[0]
         return _Read(group, name, pixels, found.height, found.width)
 
     def _prepared(self, read: Iterator["_Read"]) -> Iterator["_Read"]:
-        """The images in order, decoded and resized: on the device as many together as CHUNK bytes allow."""
+        """Yields the images decoded and resized, on the device as many together as CHUNK bytes allow."""
         chunk, held = [], 0
         for one in read:
             chunk.append(one)
@@ -248,7 +248,7 @@ class Embedder:
         yield from self._on_device(chunk)
 
     def _on_device(self, chunk: list["_Read"]) -> list["_Read"]:
-        """The same, what is not prepared yet decoded and resized on the device."""
+        """Decodes and resizes on the device the images of a chunk that are not prepared yet; returns all."""
         waiting = [one for one in chunk if isinstance(one.pixels, Encoded)]
         decoded = decode_jpegs([one.pixels for one in waiting], [one.name for one in waiting], self.device)
         good = [image for image in decoded if isinstance(image, Tensor)]
@@ -262,7 +262,7 @@ class Embedder:
         return chunk
 
     def _batches(self, read: Iterator["_Read"]) -> Iterator[list["_Read"]]:
-        """Images of one group together, as many as `tokens` allow and one at least."""
+        """Yields batches: images of one group, as many as `tokens` allow, at least one."""
         batch, held = [], 0
         for one in read:
             count = 0 if one.error else self.backbone.tokens(one.height, one.width)
@@ -288,7 +288,7 @@ class Embedder:
         return found
 
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
-        """(B, D) of prepared images."""
+        """The vectors (B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
         with self._lock, evaluating(self.backbone.model):
             try:
@@ -300,7 +300,7 @@ class Embedder:
         return vectors.cpu().numpy()
 
     def _forward(self, given: Tensor | list[Tensor]) -> Tensor:
-        """(B, D) fp32. On CUDA a full batch of images of one size is a graph, from the second one on."""
+        """The vectors (B, D) fp32. From the second full batch of one size on, CUDA replays a graph."""
 
         def run(x: Tensor | list[Tensor]) -> Tensor:
             with autocast(self.device, self.dtype):
@@ -323,7 +323,7 @@ class Embedder:
 
     @property
     def _full(self) -> int:
-        """As many images of the model's own size as `tokens` allow."""
+        """How many images of the model's own size fill a batch of `tokens`."""
         return max(1, self.tokens // self.backbone.own_tokens)
 
 
@@ -334,6 +334,6 @@ class _Read:
     group: object
     name: str
     pixels: Tensor | Encoded | None = None  # (3, H, W) uint8, prepared; Encoded where they are not prepared yet
-    height: int | None = None  # of the image as it was
+    height: int | None = None  # this and the width are those before it was resized
     width: int | None = None
     error: str | None = None

@@ -1,4 +1,4 @@
-"""Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe.
+"""Few-shot evaluation of frozen features by least squares in closed form, k-NN or a linear probe.
 
 x (n, D) features, y (n,) class numbers 0 .. K-1. Every classifier takes the training pairs and the features of the
 images to classify, and returns their classes (m,).
@@ -30,12 +30,12 @@ BIAS = 100.0  # the constant feature: so large that the regularisation hardly to
 
 
 class Features(NamedTuple):
-    """Features of the images of a source that could be read."""
+    """The features of those images of a source that could be read."""
 
     x: Tensor  # (n, D) fp32, on the CPU
     y: Tensor  # (n,) class numbers
     index: Tensor  # (n,) which images of the source they are
-    unreadable: int  # how many are left out
+    unreadable: int  # how many images are left out
 
 
 @torch.inference_mode()
@@ -108,7 +108,7 @@ def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float) -> Ten
     whiten = whitening(x)
     design, others = (F.pad(whiten(part), (0, 1), value=BIAS).numpy() for part in (x, queries))
     model = Ridge(l2, fit_intercept=False, copy_X=False).fit(design, 2.0 * F.one_hot(y, classes).double().numpy() - 1)
-    scores = model.predict(others).reshape(len(others), classes)  # of one class scikit-learn gives a vector
+    scores = model.predict(others).reshape(len(others), classes)  # for one class scikit-learn returns a vector
     return torch.from_numpy(scores.argmax(1))
 
 
@@ -145,8 +145,8 @@ def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.nd
 def training_features(model, data: Data, shots: list[int | None], seeds: int) -> tuple[Features, dict]:
     """The features of all training images that were drawn, and the rows of each draw, by (shots, seed).
 
-    Where the labels are known beforehand only those images are read; `None` shots are all images. An image drawn that
-    cannot be read is missing in its draw.
+    Where labels are known beforehand, only the images drawn are read; `None` shots stands for all images. A draw lacks
+    an image that cannot be read.
     """
 
     def draws(labels: np.ndarray) -> dict:
@@ -173,7 +173,7 @@ def few_shot(
     l2: float | None = None,
     img_size: int | tuple[int, int] | None = None,
 ) -> dict:
-    """Accuracy of `config.weights`, frozen, on `config.data`, given few labelled training images a class.
+    """The accuracy of frozen `config.weights` on `config.data` with few labelled images of each class.
 
     It is measured on the validation split. method: one of METHODS. shots: numbers of images a class, None for all (the
     default of knn and linear; that of ridge is SHOTS). seeds: draws of each number. Raises InputError for wrong input.

@@ -1,4 +1,4 @@
-"""How the images of a model are prepared: those of our ViT, of timm's models and of transformers'.
+"""How images are prepared for a model: our ViT, a model of timm or one of transformers.
 
 `transform(model)` is public, as vitfast.transform.
 """
@@ -60,7 +60,7 @@ def transform(model: nn.Module, processor=None) -> Transform:
     """
     inner = model
     while isinstance(within := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
-        inner = within  # of torch.compile's wrapper, DDP's or AveragedModel's
+        inner = within  # the model in the wrapper of torch.compile, DDP or AveragedModel
     if (chans := getattr(inner, "in_chans", 3)) != 3:
         raise InputError(f"transform: images have 3 channels, and the model takes {chans}")
     config = getattr(inner, "config", None)
@@ -85,7 +85,7 @@ def at_one_size(model: nn.Module, processor) -> Transform:
 
 
 def library_of(model: nn.Module) -> Literal["vitfast", "timm", "transformers"]:
-    """Whose model it is. Raises InputError for any other."""
+    """The library that a model is from. Raises InputError for a model of any other."""
     if isinstance(model, ViT):
         return "vitfast"
     if hasattr(model, "forward_head") and hasattr(model, "forward_features"):
@@ -107,7 +107,7 @@ def timm_pixels(model: nn.Module) -> tuple[tuple[int, int], dict, tuple, tuple]:
     patches = getattr(model, "patch_embed", None)  # img_size= and set_input_size leave the configuration as it is
     fixed = patches.img_size if getattr(patches, "strict_img_size", False) else None
     size = tuple(getattr(model, "image_size", fixed or told["input_size"][1:]))  # image_size of a baseline
-    mean, std = (vars(model).get(name, told[name]) for name in ("mean", "std"))  # a baseline has its own
+    mean, std = (vars(model).get(name, told[name]) for name in ("mean", "std"))  # a baseline has its own configuration
     return size, {name: vars(model).get(name) or told[name] for name in CROP}, mean, std
 
 
@@ -120,9 +120,9 @@ def own_sizes(config) -> bool:
 
 
 def processor_of(model: nn.Module, processor) -> tuple[dict, Sequence[float], Sequence[float]]:
-    """The dict of the processor of a model of transformers, mean and std.
+    """(the dict of the processor of a model of transformers, mean, std).
 
-    Raises InputError where nothing says one of them.
+    Raises InputError where one of them cannot be found.
     """
     told, where = _processor(model, processor)
     found = hugging_face.statistics(told)
@@ -133,17 +133,17 @@ def processor_of(model: nn.Module, processor) -> tuple[dict, Sequence[float], Se
 
 
 def of_processor(told: dict) -> EvalTransform:
-    """The transform of a processor; DINOv3's resizes by torchvision, here it is by Pillow."""
+    """The transform of a processor. DINOv3's resizes as torchvision does; here it is as Pillow does."""
     kind = told.get("image_processor_type") or told.get("feature_extractor_type")
     if kind and not kind.startswith("DINOv3ViT"):
         return EvalTransform.hugging_face(told)
     if kind:
         logger.warning("%s resizes by torchvision; here Pillow's pixels are taken, which differ by rounding", kind)
-    return EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))  # files of old name none
+    return EvalTransform.hugging_face(told | dict(image_processor_type="ViTImageProcessor"))  # old files name no class
 
 
 def _processor(model: nn.Module, given) -> tuple[dict, str]:
-    """preprocessor_config.json of `given`, the model's folder or the hub's cache; and where it is."""
+    """(preprocessor_config.json of `given`, the model's folder or the hub's cache; the place of it)."""
     if given is not None and not isinstance(given, (str, Path)):
         given = getattr(given, "image_processor", given)  # a processor of images and texts
         return (given if isinstance(given, dict) else given.to_dict()), "processor"
@@ -161,7 +161,7 @@ def _processor(model: nn.Module, given) -> tuple[dict, str]:
 
 
 def _found(name: str, file: str) -> Path | None:
-    """A file of a folder, or of a repository as far as it is in the hub's cache."""
+    """A file of a folder, or of a repository if the hub's cache has it; else None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, in a stream of which a few batches are held."""
+"""Classes and probabilities of image files, as a stream: only a few batches are in memory."""
 
 import csv
 import itertools
@@ -48,12 +48,11 @@ def best_classes(
     try:
         logits = logits_of(model, images, device, dtype)
     except torch.OutOfMemoryError:
-        many = (
-            f"{len(images)} images" if isinstance(images, Tensor) else f"{max(len(i.patches) for i in images)} patches"
-        )
+        patches = () if isinstance(images, Tensor) else [len(packed.patches) for packed in images]
+        many = f"{max(patches)} patches" if patches else f"{len(images)} images"
         raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    classes = logits.topk(count).indices  # not of the probabilities, which saturate
+    classes = logits.topk(count).indices  # the largest logits: probabilities saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
 
 
@@ -68,9 +67,8 @@ def predict(
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
     eval_batch_size, amp, workers, exif_orientation, max_pixels, crop_mode and crop_pct (unset: the model's), sizes and
-    tokens_per_step matter.
-    sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises InputError if the model has no
-    head, or its device too little memory.
+    tokens_per_step matter. sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises
+    InputError if the model has no head, or its device too little memory.
     """
     config = cut_as_told(config or Config(task="eval"), model)
     check_sizes(model, config)
@@ -113,7 +111,7 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Writes rows `image, label_1, probability_1, ...` of `count` classes; for an error, the image alone.
+    """Writes rows `image, label_1, probability_1, ...` of `count` classes; an error's has the image only.
 
     A spreadsheet would run a cell such as =cmd() as a formula. So a path that begins like one is written with ./ before
     it, which names the same file, and a label with an apostrophe before it (OWASP, "CSV injection").

@@ -17,7 +17,7 @@ VARIANTS = [(kind, place) for kind in NAMES for place in (PLACES if kind.startsw
 
 
 def positions(config: Config, seeds: int = 3) -> list[dict]:
-    """Trains every variant of Table 8: accuracies, their mean and spread over seeds.
+    """Trains every variant of Table 8. Returns their accuracies, with mean and spread over seeds.
 
     Writes positions.csv, positions.json and positions.md.
     """

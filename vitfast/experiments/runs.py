@@ -35,7 +35,7 @@ def finish(config: Config, resume: str = "auto") -> dict:
 
 
 def ended(summary: dict) -> dict:
-    """The summary of a run that came to its end. Raises Stopped, also where it was asked to stop there."""
+    """Returns the summary of a finished run. Raises Stopped if it is unfinished or was asked to stop."""
     if not summary["finished"] or summary.get("asked_to_stop"):
         raise Stopped
     return summary

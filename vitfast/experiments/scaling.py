@@ -25,7 +25,7 @@ from .runs import finish, output_of, write_records
 
 logger = logging.getLogger("vitfast")
 
-SHOTS = 5  # of the few-shot accuracies in the paper's figures
+SHOTS = 5  # images of each class for the few-shot accuracies in the paper's figures
 METHODS = {"fewshot": f"{SHOTS}-shot accuracy", "finetune": "accuracy after fine-tuning"}
 # Settings of a pre-training that its transfers share.
 SHARED = "seed device amp compile workers eval_batch_size data_dir decode parallel max_pixels max_unreadable".split()
@@ -51,7 +51,7 @@ def scaling(
     transfer: SPECs of data; each pre-training is followed by few-shot evaluation on them ("fewshot") or by fine-tuning
     to them ("finetune"), with these `settings` of its config, such as its recipe; the figure shows their mean accuracy.
     Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of Figure 5.
-    Raises InputError for what is wrong with any of the runs before the first begins.
+    Raises InputError, before the first run begins, if anything is wrong with any of them.
     """
     output, runs, records = output_of(config), [], []
     for model, epochs in itertools.product(models, lengths):
@@ -96,7 +96,7 @@ def scaling(
 
 
 def _transfer_config(config: Config, spec: str, method: str, settings: dict) -> Config:
-    """The Config of a transfer from this pre-training: from its last checkpoint until it has finished."""
+    """The Config of a transfer from the weights that the pre-training of `config` keeps."""
     shared = {name: getattr(config, name) for name in SHARED}
     folder = f"{method}-{''.join(c if c.isalnum() else '-' for c in spec)}"
     own = dict(data=spec, weights=str(kept_weights(Path(config.output))), output=str(Path(config.output) / folder))

@@ -43,7 +43,7 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
 
 
 def _check_rates(config: Config) -> None:
-    """Raises InputError where there is nothing to try, or nothing to try it on."""
+    """Raises InputError where there are no rates to try, or no held-out images to try them on."""
     if len(config.sweep_lr) < 2:
         advice = "give some with --set sweep_lr=0.003,0.01,0.03"
         raise InputError(f"recipe {config.name!r} has no learning rates to try; {advice}")
@@ -82,7 +82,7 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
 
 
 def _of_seeds(config: Config, runs: int) -> list[Config]:
-    """A run for each seed N, from the config's on, in OUTPUT/seed-N."""
+    """The Configs of `runs` runs, one for each seed N from the config's on, in OUTPUT/seed-N."""
     seeds = range(config.seed, config.seed + runs)
     return [dataclasses.replace(config, seed=n, output=str(Path(config.output) / f"seed-{n}")) for n in seeds]
 

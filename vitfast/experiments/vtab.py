@@ -38,7 +38,7 @@ from .runs import ended
 logger = logging.getLogger("vitfast")
 
 EXAMPLES = 1000
-COLUMNS = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")  # of vtab.csv
+COLUMNS = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")  # columns of vtab.csv
 # The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does,
 # as train/*.tar and test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
 VTAB = {
@@ -70,7 +70,7 @@ VTAB = {
 }
 # Without svhn (mirrored digits are no digits, and a crop may lose the one in the middle) and the structured tasks.
 FLIPPED = frozenset([*VTAB["natural"], *VTAB["specialized"]]) - {"svhn"}
-CROPPED = FLIPPED - {"patch_camelyon"}  # its label is about the central third alone, which a crop would move
+CROPPED = FLIPPED - {"patch_camelyon"}  # its label is about the central third only, which a crop would move
 CROP_SIDE = 384 / 448  # BiT's, as the released code has it (big_vision, configs/transfer.py)
 GET = "hf download --repo-type dataset clip-benchmark/{0} --local-dir {1}/{0}"
 # The values that are tried where no l2 is given; among equals the first one is taken, which regularises most.
@@ -132,10 +132,8 @@ def read_tasks(path: Path) -> list[Task]:
             raise InputError(f"--tasks {path}: a task without data: {item}")
         name = str(settings.pop("name", Path(str(settings["data"])).name))
         if not name or name != Path(name).name or name.startswith("."):
-            advice = "give one without a slash, and without a dot in front"
-            raise InputError(
-                f"--tasks {path}: the name {name!r} of a task is no name of a folder in --output; {advice}"
-            )
+            problem = f"the name {name!r} of a task is no name of a folder in --output"
+            raise InputError(f"--tasks {path}: {problem}; give one without a slash, and without a dot in front")
         tasks.append(Task(name, str(settings.pop("group", "tasks")), settings))
     if len({task.name for task in tasks}) < len(tasks):
         raise InputError(f"--tasks {path}: two tasks have the same name")
@@ -143,9 +141,9 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
-    """The regularisation in L2 that, trained on four fifths, is right most often on the rest.
+    """The value of L2 whose classifier, fitted to four fifths, is right most often on the other fifth.
 
-    Of a single image nothing can be held out: it is the first of them.
+    A single image leaves none to hold out: the first value of L2 is returned.
     """
     cut = len(x) * 4 // 5
     if not cut:
@@ -160,7 +158,7 @@ def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
 def evaluate_frozen(
     config: Config, method: str, examples: int, l2: float | None = None, img_size: int | None = None
 ) -> dict:
-    """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
+    """The accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     if config.sizes:
         raise InputError("vtab takes images of one size: leave sizes out")
     model, data = open_weights(config, img_size)

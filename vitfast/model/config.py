@@ -9,8 +9,7 @@ from dataclasses import Field, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from ..errors import InputError
-from ..values import LEAST_STD, MOST_PIXEL, Activation
+from ..errors import LEAST_STD, MOST_PIXEL, Activation, InputError
 from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, only, optional, some, whole
 
 Keep = Literal["auto", "all", "least"]  # see activation_memory.py

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..values import LEAST_STD, MOST_PIXEL
+from ..errors import LEAST_STD, MOST_PIXEL
 from . import checks as check
 from . import packed
 from . import reference as ref

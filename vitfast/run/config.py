@@ -17,8 +17,8 @@ from ..errors import InputError, both_ends
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
 NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
-MAX_PIXELS = 250_000_000  # of an image: more than the 200 million of a telephone's largest photographs
-MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
+MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
+MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes
 
 
 def plain(default, meaning: str):
@@ -65,7 +65,7 @@ def span(default: tuple[float, float], high: float, meaning: str):
 
 
 def _sizes(value: str) -> bool:
-    """ "128:256": two sides in pixels, the smaller first; or "native"."""
+    """Whether a text is "", "native" or two sides in pixels, the smaller first, such as "128:256"."""
     low, _, high = value.partition(":")
     return value in ("", "native") or (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 16384)
 
@@ -320,7 +320,7 @@ def is_none(value) -> bool:
 
 
 def allowed(each: dataclasses.Field, value):
-    """`value`, perhaps given as text, in the field's type. Raises InputError if the field forbids it."""
+    """Returns `value`, which may be text, in the field's type. Raises InputError if the field forbids it."""
     options = typing.get_args(_TYPES[each.name]) if isinstance(_TYPES[each.name], types.UnionType) else ()
     if type(None) in options and is_none(value):
         return None
@@ -393,7 +393,7 @@ def changes(before: dict, now: dict, inside: str = "") -> list[str]:
 
 
 def check_run(config: Config) -> None:
-    """Raises InputError for settings that contradict each other, or tell no length."""
+    """Raises InputError for settings that contradict each other or give the run no length."""
     if config.objective == "masked" and (config.mixup or config.cutmix):
         raise InputError("masked patch prediction takes its targets from the images: set mixup=0 cutmix=0")
     if config.epochs is None and config.steps is None:

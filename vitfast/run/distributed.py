@@ -124,8 +124,8 @@ class Ranks:
     def check_same(self, facts: dict[str, object], listed: dict[str, Callable[[], list]] | None = None) -> None:
         """Raises the same InputError on every rank where a fact is not the same on all of them.
 
-        facts: JSON's values by name, in one order. Ranks exchange hashes, and the values of the first that differs.
-        listed: functions that list what facts that are hashes themselves stand for.
+        facts: values of JSON by name, in one order on all ranks. Ranks exchange hashes, and the values of the first
+        fact that differs. listed: for facts that are hashes themselves, functions that list what was hashed.
         """
         if self.world == 1:
             return
@@ -137,7 +137,7 @@ class Ranks:
 
 
 def _difference(values: list, rank: int) -> str:
-    """How a rank differs from the first rank: in a place of a list, in up to three entries of a dict."""
+    """Says how a rank differs from the first: in one place of a list, or in up to three of a dict."""
 
     def entries(value: object) -> dict:
         named = {f"place {i}": each for i, each in enumerate(value, 1)} if isinstance(value, list) else {"it": value}
@@ -152,7 +152,7 @@ def _difference(values: list, rank: int) -> str:
 
 
 def run_facts(config: Config) -> dict[str, dict]:
-    """The versions and the settings that every rank of a run needs alike."""
+    """The versions and the settings that must be the same on every rank of a run."""
     versions = dict(vitfast=__version__, Pillow=PIL.__version__, PyTorch=str(torch.__version__))
     return dict(versions=versions, settings={k: v for k, v in as_plain(config).items() if k not in OWN})
 

@@ -37,7 +37,7 @@ def staged(folder: Path, wanted: Path | None = None, name: str = "") -> Iterator
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, place)
                 sync(place.parent)
-            sync(folder)  # it may have got a new folder
+            sync(folder)  # for a new folder that the files may have brought
     except OSError as error:
         if error.errno is None:
             raise
@@ -92,7 +92,7 @@ def free_name(path: Path) -> Path:
 
 
 def not_ours(path: Path, writer: str = "this run") -> InputError:
-    """The refusal to replace a file or folder."""
+    """The error that refuses to replace a file or folder which `writer` did not write."""
     return InputError(f"{path} is damaged, or {writer} did not write it; move it away, or choose another --output")
 
 

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers: its libraries try for minutes, for each file again."""
+"""Whether the Hugging Face hub answers: its own libraries try for minutes, again for each file."""
 
 import os
 import threading
@@ -9,11 +9,11 @@ from functools import lru_cache
 
 from ..errors import InputError, both_ends
 
-CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated"  # where the hub refuses
+CHECK = "check the name and the network, and set HF_TOKEN for what is private or gated"  # said where the hub refuses
 
 
 def unreachable(lacking: str, why: str) -> InputError:
-    """The error where the hub's cache lacks something, and the hub does not answer, as `silence` says."""
+    """The error for what the hub's cache lacks while the hub does not answer; `why` is from `silence`."""
     from huggingface_hub import constants
 
     advice = "check the network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder"
@@ -31,7 +31,7 @@ def silence(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def _ask(url: str, minute: float) -> str:
-    """`silence` about an address, by a thread: the look-up of a name has a limit of its own."""
+    """`silence` about an address. A thread asks, since the look-up of a host's name may take longer."""
     from huggingface_hub.utils import get_session
 
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 4))
@@ -41,7 +41,7 @@ def _ask(url: str, minute: float) -> str:
         try:
             status = get_session().head(url, timeout=seconds).status_code
             found.append(f"status {status}" if status in (407, 429) or status >= 500 else "")
-        except Exception as error:  # of one library or another
+        except Exception as error:  # each library raises errors of its own
             found.append(both_ends(f"{type(error).__name__}: {error}", 160))
 
     thread = threading.Thread(target=ask, daemon=True)

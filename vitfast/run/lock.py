@@ -21,7 +21,7 @@ _held: set[str] = set()  # the folders that this process holds: the system would
 def locked(run: Path, name: str = LOCK) -> Iterator[None]:
     """Holds a folder, making it where there is none. Raises InputError where it is held already.
 
-    name: of the file; processes with different names do not exclude each other. The system's lock on the file ends with
+    name: the file's; processes with different names do not exclude each other. The system's lock on the file ends with
     its process, however that ends: a file that was left behind on this machine is taken over. That lock may not reach
     from one machine to another: there the content of the file decides.
     """
@@ -54,7 +54,7 @@ def _take(path: Path, handle: int) -> None:
     here = host == socket.gethostname()
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = _is_same(path, handle)  # else its owner has removed it since it was opened
+        free = _is_same(path, handle)  # else its owner removed the file after it was opened here
     except OSError as error:  # held, or on a file system that has no locks
         free = error.errno not in (errno.EACCES, errno.EAGAIN) and not (pid and here and _is_alive(pid))
     if not free or not here:

@@ -58,7 +58,7 @@ class Results:
             os.rename(path, kept := free_name(path))
             logger.warning("%s existed already; it was renamed to %s", path, kept.name)
         contents = {content, path.read_bytes() if path.exists() else content}
-        self.digests[name] = sorted(map(_digest, contents))  # both contents': a kill may come between the two writes
+        self.digests[name] = sorted(map(_digest, contents))  # of both contents: a kill may come between the writes
         write_text(self.origin, json.dumps(dict(settings=self.settings, files=self.digests), indent=2) + "\n")
         write_atomically(path, lambda temporary: temporary.write_bytes(content))
 

@@ -13,7 +13,7 @@ from ..errors import InputError
 class Lost(Exception):
     """A process that gave no result: "died with exit code 3", "took longer than 25 s".
 
-    A function may raise it, with its own words, where its process is of no more use.
+    A function may raise it, with words of its own, where its process has become useless.
     """
 
 
@@ -30,7 +30,7 @@ class Children:
         self.running: set = set()
 
     def run(self, seconds: float | None, function: Callable, *arguments, hear: Callable | None = None):
-        """Returns function(*arguments), computed in a new process. Any thread may call.
+        """Returns function(*arguments), computed in a new process. Any thread may call this.
 
         hear: if given, the function gets a further first argument, `send`, and each `send(*what)` calls hear(*what)
         here. Raises an InputError or Lost that the function raises, and Lost where the process ends without a result

@@ -61,7 +61,7 @@ def check_operation(
             torchs = run(function, tensors, upstream)
         with ops.use_kernels("on"):
             before, error = launches_made(), 0.0
-            for _ in range(1 if INTERPRETED else 3):  # the third by plans (kernels/plans.py)
+            for _ in range(1 if INTERPRETED else 3):  # the third call goes by plans (kernels/plans.py)
                 ours = run(function, tensors, upstream)
                 error = max(error, worst(ours, truth))
             result = Result(name, label, error, worst(torchs, truth), True)
@@ -94,7 +94,7 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-PROCESS_BYTES = 4 * 2**30  # of GPU memory for a process: CUDA's context, and 2 GiB of inputs and float64 at most
+PROCESS_BYTES = 4 * 2**30  # GPU memory for a process: CUDA's context, and at most 2 GiB of inputs and float64
 
 
 def most_processes() -> int:
@@ -124,7 +124,7 @@ def prepare() -> None:
 def dtypes(wanted: str = "") -> list[str]:
     """The names of the dtypes that run here, or of the one that is wanted.
 
-    Raises InputError where that is bfloat16, which cannot run here.
+    Raises InputError if that is bfloat16 and it cannot run here.
     """
     known = ["bfloat16", "float16", "float32"]
     if INTERPRETED and not launch.bfloat16_mended:
@@ -154,7 +154,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
 
 
 def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
-    """Has kernels of ours make the products that are cuBLAS's by the rules."""
+    """Lets our kernels compute the products that the rules give to cuBLAS."""
     stack, like, shape = contextlib.ExitStack(), torch.empty(0, dtype=dtype, device=device()), "768x768f"
     for op in ("linear_fwd", "input_grad", "linear_gelu_fwd", "linear_residual_fwd"):
         if tiles.shipped(op, like, shape).provider in ("cublas", "cublaslt"):
@@ -163,10 +163,10 @@ def own_products(dtype: torch.dtype) -> contextlib.ExitStack:
 
 
 def perform(task: Task, timed: bool = False) -> Result:
-    """Does one task, at small shapes in the interpreter."""
+    """Performs one task; in the interpreter, at small shapes."""
     name, dtype = task[0], getattr(torch, task[1])
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
-    with own_products(dtype) if INTERPRETED else contextlib.nullcontext():  # or PyTorch is compared with itself
+    with own_products(dtype) if INTERPRETED else contextlib.nullcontext():  # else PyTorch is compared with itself
         return check_operation(name, function, inputs, dtype, device(), timed)
 
 

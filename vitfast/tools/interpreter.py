@@ -54,7 +54,7 @@ def mend_bfloat16() -> None:
             return fma(self, x, y, z)
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         single = exact.astype(np.float32)
-        tie = (single.view(np.uint32) & 0xFFFF) == 0x8000  # of two bfloat16 numbers; what fp32 rounded off decides
+        tie = (single.view(np.uint32) & 0xFFFF) == 0x8000  # between two bfloat16 numbers; what fp32 rounded off decides
         beyond = np.where(np.abs(exact) > np.abs(single), np.float32(np.inf), np.float32(0))
         single = np.where(tie & (exact != single), np.nextafter(single, np.copysign(beyond, single)), single)
         return TensorHandle(single.astype(bfloat16), z.dtype.scalar)

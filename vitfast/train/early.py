@@ -1,7 +1,7 @@
 """The best evaluation of a run, and when to wait no longer for a better one.
 
 RUN/best/ is the checkpoint of the best evaluation, as `checkpoints/last/` is that of the last. The paper's 4.3: models
-pre-trained on small sets use early stopping, and the best validation accuracy counts. With `early_stop` N a run ends
+pre-trained on small sets use early stopping, and the best validation accuracy counts. With `early_stop=N` a run ends
 after N evaluations in a row without a better accuracy than the best before them. A resumed run reads its earlier
 evaluations from metrics.csv, up to the step that it goes on from.
 """
@@ -22,7 +22,7 @@ class EarlyStop:
 
     def __init__(self, config: Config, checkpoint: Path | None, step: int):
         self.patience, run = config.early_stop, Path(config.output)
-        self.step, self.accuracy, self.since = None, -1.0, 0  # step and accuracy of the best; evaluations since
+        self.step, self.accuracy, self.since = None, -1.0, 0  # step and accuracy of the best; evaluations since then
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(run.resolve())
         if checkpoint and not own and self.patience:
             whose = checkpoint.resolve().parents[1]
@@ -30,7 +30,7 @@ class EarlyStop:
         for record in read_metrics(run) if own else ():
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])
-        if self.step != step and not (run / BEST).is_dir():  # was removed: the next is the best
+        if self.step != step and not (run / BEST).is_dir():  # best/ was removed: the next evaluation is the best
             self.step, self.accuracy = None, -1.0
 
     def add(self, step: int, accuracy: float) -> None:
@@ -43,7 +43,7 @@ class EarlyStop:
 
     @property
     def over(self) -> bool:
-        """Whether the run waited long enough."""
+        """Whether the run has waited for a better evaluation long enough."""
         return self.patience is not None and self.since >= self.patience
 
     def summary(self) -> dict:

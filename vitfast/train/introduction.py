@@ -19,7 +19,7 @@ logger = logging.getLogger("vitfast")
 
 
 def introduce(config: Config, model: nn.Module, data: Data) -> None:
-    """Logs what a run is about to do, and warns of lengths that mislead; on the first rank."""
+    """Logs, on the first rank, what a run is about to do, and warns of lengths that mislead."""
     if not data.ranks.first:
         return
     steps, images = total_steps(config, len(data.train), data.images_per_step), len(data.train)
@@ -51,7 +51,7 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
 
 def model_in_words(config: Config, model: nn.Module) -> str:
     """The name and the size of a run's model."""
-    vit = getattr(model, "vit", model)  # of masked patch prediction
+    vit = getattr(model, "vit", model)  # the model of masked patch prediction
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if not isinstance(vit, ViT):
         return f"{config.model} ({parameters})"

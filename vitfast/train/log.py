@@ -1,4 +1,4 @@
-"""The log of a run: a progress bar, metrics.csv, TensorBoard events, the user's function, its speed."""
+"""The log of a run: progress bar, metrics.csv, TensorBoard, the user's function; and the run's speed."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def _read_metrics(path: Path) -> tuple[list[dict], int]:
     if not path.exists():
         return [], 0
     header, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rest = lines.pop() if lines else ""  # after the last line's end
+    rest = lines.pop() if lines else ""  # after the last line break
     columns, records = header.split(","), []
     for line in lines:
         cells = line.split(",")
@@ -65,7 +65,7 @@ class Events:
         self.records.flush()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """The scalars of a step, by their names."""
+        """Writes the scalars of a step, by their names."""
         scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self.summary(value=scalars))
 
@@ -74,7 +74,7 @@ class Events:
 
 
 class OnMetrics:
-    """A function of the user that gets each record as a dictionary of its own.
+    """A function of the user, which is called with a copy of each record.
 
     An error at the first record of a split, where little is lost, stops the run: InputError. After that an error is a
     warning, and so is a call that takes a second or longer, because training waits for it.
@@ -134,7 +134,7 @@ class Metrics:
         return ",".join(text(record.get(name)) for name in COLUMNS) + "\n"
 
     def write(self, **record) -> None:
-        """Writes one record; the columns that it lacks stay empty. Raises InputError by `on_metrics`."""
+        """Writes one record; columns that it lacks stay empty. Raises the InputError of `on_metrics`."""
         if self.on_metrics:  # first: a resumed run repeats an evaluation that metrics.csv lacks, and no other one
             self.on_metrics({name: record[name] for name in COLUMNS if record.get(name) is not None})
         self.file.write(self._line(record))
@@ -165,7 +165,7 @@ class Progress:
             logger.info("%s: step %d/%d, %s", self.name, step, self.total, text)
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Writes a line above the bar."""
         if self.bar.disable:
             logger.info(text)
         else:
@@ -176,7 +176,7 @@ class Progress:
 
 
 class Meter:
-    """Speed of the training steps alone: evaluation, saving, the first window (compilation) do not count."""
+    """The speed of training steps: evaluation, saving and the first window (compilation) do not count."""
 
     def __init__(self):
         self.begun = self.window = time.perf_counter()
@@ -194,7 +194,7 @@ class Meter:
     def end_window(self, images: int) -> float:
         """Ends a window of `images` (the device is idle now); returns its images per second."""
         seconds = max(time.perf_counter() - self.window, 1e-9)
-        if self.windows == 1:  # from the second window on the first one is forgotten
+        if self.windows == 1:  # from the second window on, the first one no longer counts
             self.spent, self.images, self.waited = 0.0, 0, 0.0
         self.windows += 1
         self.spent += seconds

@@ -25,7 +25,7 @@ def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 
 
 def correct(logits: Tensor, target: Tensor) -> Tensor:
-    """How many most probable classes are right: the target (B,), or one that is 1 in a target (B, K)."""
+    """How many images have a right most probable class: their target (B,), or one that is 1 in (B, K)."""
     guess = logits.detach().argmax(-1)
     return ((guess == target) if target.dim() == 1 else target.gather(1, guess[:, None]) == 1).sum()
 
@@ -33,7 +33,7 @@ def correct(logits: Tensor, target: Tensor) -> Tensor:
 def mix(mixup: float, cutmix: float, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes images (B, C, H, W) and targets (B, K) with any number of ones, as timm's Mixup does.
 
-    timm gets the indices of the images as their classes, and so returns the share (B, B) of each image in each result.
+    timm gets the images' indices as their classes. So it returns the share (B, B) that each image has in each result.
     """
     mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=len(images))
     images, shares = mixer(images, torch.arange(len(images), device=images.device))

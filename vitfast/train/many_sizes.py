@@ -1,4 +1,4 @@
-"""Counts of a run on images of many sizes: kept in its checkpoints, told in its summary."""
+"""Counts of a run on images of many sizes, which its checkpoints and its summary hold."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from .resume import unreadable
 class PackedTotals:
     """Counts of the steps taken, on all ranks: the stream of images, and how many patches they had.
 
-    padded: how many they would have had if each batch had been filled up to its longest image.
+    padded: how many patches they would have had if each batch had been padded to its longest image.
     """
 
     progress: Progress = field(default_factory=Progress)

@@ -2,7 +2,7 @@
 
 A share of the patch embeddings is corrupted as BERT does with words: 80 % become a learnable [mask], 10 % the embedding
 of another patch, 10 % stay as they are. Prefix tokens and positions are added afterwards (the paper corrupts "patch
-embeddings", to which its Eq. 1 adds the positions), so a corrupted patch still knows its place. The output of every
+embeddings", to which its Eq. 1 adds the positions), so a corrupted patch keeps its position. The output of every
 corrupted patch predicts what was there.
 """
 
@@ -26,7 +26,7 @@ CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours
 
 
 class Corruption(NamedTuple):
-    """A plan for the N patches of each of B images."""
+    """Which of the N patches of each of B images are corrupted, and how."""
 
     chosen: Tensor  # (B, K) int64: the corrupted patches, whose outputs are trained
     masked: Tensor  # (B, N) bool: [mask] stands there
@@ -42,7 +42,7 @@ def corruption(noise: Tensor, share: float) -> Corruption:
     patches = noise.shape[-1]
     chosen = pick.argsort(dim=1, stable=True)[:, : max(1, round(share * patches))]
     what = torch.ones_like(what).scatter(1, chosen, what.gather(1, chosen))  # 1 where nothing happens
-    # Others come from the next patch of a random circle: none is taken twice, so that no gradient depends on the order
+    # Another patch is the next one in a random circle: none is taken twice, so that no gradient depends on the order
     # of atomic additions.
     circle = order.argsort(dim=1, stable=True)
     other = torch.empty_like(circle).scatter(1, circle, circle.roll(1, 1))
@@ -128,9 +128,8 @@ class MaskedPatches(nn.Module):
         """
         vit = self.vit
         if images.dtype != torch.uint8:
-            raise TypeError(
-                f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}"
-            )
+            form = "raw uint8, whose colours are the targets"
+            raise TypeError(f"MaskedPatches: images must be {form}, got {images.dtype}")
         expected = (vit.in_chans, *vit.patch_embed.img_size)
         if tuple(images.shape[1:]) != expected:
             shape = ", ".join(map(str, expected))

@@ -13,7 +13,7 @@ from ..run.config import Config
 def learning_rate(config: Config, step: int, total: int) -> float:
     """The rate of optimiser step `step` (from 0) of `total`.
 
-    Linear warm-up, then cosine or linear decay to lr_end, or none.
+    It warms up linearly, then decays to lr_end by a cosine or a line, or stays.
     """
     top = config.lr * (config.batch_size / config.scale_lr if config.scale_lr else 1)
     warmup = max(config.warmup_steps, round(config.warmup_ratio * total))
@@ -27,10 +27,10 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused, or timm's LAMB.
+    """The optimiser of a run: torch's AdamW or SGD, fused, or timm's LAMB.
 
-    Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out. With `layer_decay` a
-    layer's rate is that times the next layer's, and the head's is whole (`lr_scale` of the groups), by timm's rules.
+    Weight decay acts on kernels; not on biases, norms, tokens and positions. Frozen parameters are left out. With
+    `layer_decay` a layer has that share of the next layer's rate (`lr_scale` of the groups), by timm's rules.
     """
     spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     options = dict(weight_decay=config.weight_decay, no_weight_decay_list=spared)

@@ -36,7 +36,7 @@ _JFT = dict(weight_decay=0.1, **_SIGMOID, **_TABLE_3)
 _IMAGENET21K = dict(lr=1e-3, weight_decay=0.03, dropout=0.1, **_SIGMOID, **_TABLE_3)
 _IMAGENET = dict(epochs=300, lr=3e-3, lr_decay="cosine", weight_decay=0.3, dropout=0.1, clip_norm=1.0, **_TABLE_3)
 
-# Model, epochs, learning rate; then of Table 6: accuracy after fine-tuning on ImageNet and on CIFAR-100, exaFLOPs.
+# Model, epochs, learning rate; from Table 6: accuracy after fine-tuning on ImageNet and on CIFAR-100, exaFLOPs.
 _JFT_ROWS = (
     ("B/32", 7, 8e-4, (80.73, 90.49, 55)),
     ("B/16", 7, 8e-4, (84.15, 91.87, 224)),

@@ -1,6 +1,6 @@
-"""The recipes by name, a run's Config out of them, and the arguments of its ViT.
+"""The recipes by name, the Config that a run makes of one, and the arguments of its ViT.
 
-A Config comes out of a recipe, a file and flags. All of this needs no PyTorch.
+A Config is made of a recipe, a file and flags. Nothing here needs PyTorch.
 """
 
 import logging
@@ -12,7 +12,7 @@ from ..model.presets import preset
 from ..run.config import FIELDS, Config, Recipe, as_plain, check_run, is_none
 from .paper import PAPER
 
-# Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
+# Recipes are data: each is written out, here as in paper.py, even where two agree in many fields.
 DIGITS = (
     Recipe(
         name="digits",
@@ -75,22 +75,22 @@ SMALL = Recipe(
 RECIPES = {recipe.name: recipe for recipe in (*DIGITS, SMALL, *PAPER)}
 # The recipe of a run that names none: on digits, and on other data.
 DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", SMALL.name))
-LARGE = "finetune/imagenet"  # in place of SMALL, for more training images than FEW
-# Of so many images the 100 epochs of SMALL see as many as the 20,000 steps of 512 images of LARGE do. The paper
+LARGE = "finetune/imagenet"  # used in place of SMALL for more training images than FEW
+# With so many images, the 100 epochs of SMALL see as many as the 20,000 steps of 512 images of LARGE do. The paper
 # fine-tunes on fewer, CIFAR's 50,000, for as many epochs (Table 4).
 FEW = 20_000 * 512 // 100
 logger = logging.getLogger("vitfast")
 
 
 def get(name: str) -> Recipe:
-    """The recipe of this name; InputError with the nearest names where there is none."""
+    """The recipe of this name. Raises InputError, with the nearest names, where there is none."""
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
     return RECIPES[name]
 
 
 def _for_its_size(config: Config) -> str:
-    """The recipe of a fine-tuning that names none: that of its run, else one by its training images."""
+    """The recipe of a fine-tuning that names none: its run's, else one by the number of its images."""
     from ..data.counting import count_images  # here, because these import torch, NumPy and YAML
     from ..run.distributed import is_first_rank
     from .run_folder import read_settings
@@ -111,12 +111,12 @@ def _for_its_size(config: Config) -> str:
 
 
 def resolve(task: str, *layers: dict) -> Config:
-    """A Config from the recipe that the layers name, then each layer of fields over the one before it.
+    """A Config from the recipe that the layers name, over which each layer sets its fields in turn.
 
-    An evaluation starts from no recipe, because a default one would say nothing about weights that another trained. A
-    fine-tuning that names none takes one by the number of its training images, for which its data is looked at.
-    `epochs` of a layer replaces `steps` of an earlier one, and the other way round. Raises InputError for a field that
-    does not exist, a value that a field does not allow, two lengths in one layer, or a missing length.
+    An evaluation starts from no recipe, because a default one would say nothing about weights that another trained. For
+    a fine-tuning that names none, the training images are counted, and their number decides. `epochs` of a layer
+    replaces `steps` of an earlier one, and the other way round. Raises InputError for a field that does not exist, a
+    value that a field does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
     fields = as_plain(Recipe(steps=1) if task == "eval" else get(DEFAULTS[task][data != "digits"]))
@@ -144,7 +144,7 @@ def resolve(task: str, *layers: dict) -> Config:
 
 
 def model_arguments(config: Config, loaded: bool = False) -> dict:
-    """ViT arguments that a recipe decides; `loaded`: those that it may change on loaded weights."""
+    """The ViT arguments that a recipe decides; `loaded`: only those that loaded weights let it change."""
     rates = dict(pos_drop_rate=config.dropout, proj_drop_rate=config.dropout, drop_path_rate=config.drop_path)
     same = ["residual_in_fp32", "drop_path_mode", *(["img_size"] if config.img_size or not loaded else [])]
     if loaded:  # img_size 0: the weights keep their own

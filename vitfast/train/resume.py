@@ -55,16 +55,16 @@ def save_checkpoint(run: Path, train_step: TrainStep, record: dict, images: dict
     """Writes a checkpoint and makes it the last one; the one before it is kept.
 
     record: where the run is and what it trains: the keys of RECORD (`unreadable` has the messages on images that could
-    not be read), `pillow` (of data/resize.py) and, for images of many sizes, `packing`. images: what `run_data` knows
-    of each. Every rank calls this, and the first one writes. The other checkpoints stay as they are until the new one
-    is whole.
+    not be read), `pillow` (of data/resize.py) and, for images of many sizes, `packing`. images: the arrays of
+    `run_data`. Every rank calls this, and the first one writes. The other checkpoints stay until the new one is
+    whole.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
     sections["images"] = {name: torch.from_numpy(values.copy()) for name, values in images.items()}
     if train_step.optimizer.state:  # before the first step torch would invent the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
-        named = train_step.model.named_parameters()  # those without a gradient yet have no state
+        named = train_step.model.named_parameters()  # parameters that had no gradient yet have no state
         sections["optimizer"]["stateless"] = [name for name, p in named if p not in train_step.optimizer.state]
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
 
@@ -146,7 +146,7 @@ def read_training_state(checkpoint: Path) -> dict:
     record = read_record(checkpoint)
     with reading(checkpoint), safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
         step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
-        if step != str(record["step"]):  # copied while the run wrote it
+        if step != str(record["step"]):  # the checkpoint was copied while the run wrote it
             raise ValueError(f"state.json is of step {record['step']}, state.safetensors of {step}")
         if not _is_of(tensors, checkpoint / "model.safetensors"):
             raise ValueError(f"model.safetensors is not the model of step {step}, of which state/ is")
@@ -163,7 +163,7 @@ def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
 
 
 def unreadable(checkpoint: Path, reason: object) -> InputError:
-    """The refusal to go on from a checkpoint. It names the one before it where that can be read."""
+    """The error that refuses to go on from a checkpoint; it names the previous one if that can be read."""
     advice = f"start again with --resume never, or from its model: --weights {checkpoint} and another --output"
     previous = checkpoint.with_name(PREVIOUS)
     with contextlib.suppress(InputError):
@@ -174,7 +174,7 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
 
 
 def check_settings(config: Config, saved: dict, source: Path) -> None:
-    """Raises InputError if `saved`, the settings of `source`, differs in one that decides a run's course.
+    """Raises InputError if `saved`, the settings of `source`, differ in one that decides a run's course.
 
     The name of the data does not count: its images are compared.
     """
@@ -245,6 +245,6 @@ def finished_summary(config: Config, resume: str, compare: Callable[[], object])
 
 
 def _longer(config: Config, summary: dict) -> int | None:
-    """The steps of this config where they are more than a run took that did not stop early."""
+    """The steps of this config, if a run that did not stop early took fewer; else None."""
     whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
     return whole if summary["steps"] < whole and not summary.get("stopped_early") else None

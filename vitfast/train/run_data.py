@@ -1,7 +1,7 @@
 """The data of a run: recorded with each checkpoint, and compared between ranks and on resuming.
 
-Where the data lies does not matter. A checkpoint holds the classes and the `fingerprint` of both splits, and of each
-image when its file was modified and its `content_hash`. These are of the first rank; the others may read copies.
+Where the data lies does not matter. A checkpoint holds the classes and the `fingerprint` of both splits, and for each
+image its file's time of modification and its `content_hash`, as the first rank has them; other ranks may read copies.
 """
 
 import logging
@@ -27,9 +27,9 @@ logger = logging.getLogger("vitfast")
 
 
 def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, dict[str, np.ndarray]]:
-    """The record of a run's data; and SPLIT_modified and SPLIT_hashes of its images, (N,) int64.
+    """(the record of a run's data; SPLIT_modified and SPLIT_hashes of its images, (N,) int64).
 
-    Of the hashes some may be UNKNOWN at first. record: that of the checkpoint that the run goes on from, or {}. Every
+    Some hashes may be UNKNOWN at first. record: that of the checkpoint that the run goes on from, or {}. Every
     rank asks for the size of each file. Raises InputError where ranks differ in the data or in the step of the
     checkpoint, and where the checkpoint has other data.
     """
@@ -38,7 +38,7 @@ def run_data(data: Data, record: dict, checkpoint: Path | None) -> tuple[dict, d
     sources = dict(train=data.train, val=data.val)
     for split, source in sources.items():
         found, times = fingerprint(source)
-        found["shards"] = str(source.shards) if len(source) > WINDOW else ""  # as `epoch_order` goes by them
+        found["shards"] = str(source.shards) if len(source) > WINDOW else ""  # `epoch_order` depends on them
         index |= {f"{split}_images": len(source)} | {f"{split}_{kind}": value for kind, value in found.items()}
         images |= {f"{split}_modified": times, f"{split}_hashes": np.full_like(times, UNKNOWN)}
         facts[SPLITS[split]] = [len(source), found]

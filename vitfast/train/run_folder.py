@@ -4,7 +4,7 @@
     vitfast.lock                       while a process trains there
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
-                .writing  .removing    one that is not whole yet, or no longer
+                .writing  .removing    a checkpoint that is not whole yet, or no longer
     best/                              the checkpoint of the best evaluation, hard-linked from last/
                 state/best.json            its step and accuracy; by this file the run recognises its own best/
 
@@ -34,28 +34,28 @@ BEST, BEST_RECORD = "best", "state/best.json"
 _FILE = r"(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json|\.tmp\w+)"
 PARTS = re.compile(rf"state|(state/)?({re.escape(SCRATCH)}\w+(/{_FILE})?|{_FILE})")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
-FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
+FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # how metrics.csv begins
 logger = logging.getLogger("vitfast")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder was written as a checkpoint, be it damaged since."""
+    """Whether a folder was written as a checkpoint, even if it has been damaged since."""
     return any(os.path.lexists(path / "state" / name) for name in ("state.json", "state.safetensors"))
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a folder holds nothing but files of a checkpoint: what a kill leaves of one."""
+    """Whether a folder holds nothing but files of a checkpoint, as a kill leaves it."""
     held = (each.relative_to(path).as_posix() for each in path.rglob("*"))
     return path.is_dir() and not path.is_symlink() and all(map(PARTS.fullmatch, held))
 
 
 def _is_own_best(best: Path) -> bool:
-    """Whether this run wrote best/: it is no other checkpoint, and none of another run."""
+    """Whether this run wrote best/, and not another run or the user."""
     try:
         own = read_settings(best.parent) or _saved_settings(find_checkpoint(best.parent))
         here, there = (course(settings | dict(data="")) for settings in (own, _saved_settings(best)))
         return (best / BEST_RECORD).is_file() and here == there
-    except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
+    except (OSError, ValueError, KeyError, TypeError):  # InputError is a ValueError
         return False
 
 
@@ -77,20 +77,19 @@ def read_settings(run: Path) -> dict | None:
 
 def read_summary(run: Path) -> dict | None:
     """The content of summary.json, None where there is none. Raises InputError for other content."""
-    return _read(
-        run / "summary.json", json.loads, {"finished", "steps", "train_images", "accuracy", "images_per_second"}
-    )
+    names = {"finished", "steps", "train_images", "accuracy", "images_per_second"}
+    return _read(run / "summary.json", json.loads, names)
 
 
 def _read(path: Path, parse: Callable, names: set[str]) -> dict | None:
-    """The mapping in a file; None where it is not there or empty: then there is nothing to lose."""
+    """The mapping in a file; None if the file is absent or empty, so that nothing can be lost."""
     if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
         return None
     try:
         content = parse(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and content.keys() >= names:
             return content
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: no JSON, no UTF-8
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: it is no JSON or no UTF-8
         pass
     raise not_ours(path)
 
@@ -123,9 +122,9 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
-    """Makes the folder ready for a run; a `fresh` one starts from the beginning, so an earlier one goes."""
+    """Makes the folder ready for a run. A `fresh` run removes what an earlier one left there."""
     has_best, text = _is_own_best(run / BEST), yaml.safe_dump(as_plain(config), sort_keys=False)
-    write_text(run / "config.yaml", text)  # comes first: where the disk is full, nothing has been removed
+    write_text(run / "config.yaml", text)  # this comes first: if the disk is full, nothing has been removed
     for name in ("summary.json", "report.html"):
         (run / name).unlink(missing_ok=True)
     if fresh:
@@ -142,7 +141,7 @@ def new_checkpoint(run: Path) -> Iterator[Path]:
     """Yields an empty folder that becomes the last checkpoint, while the last becomes the previous one.
 
     Where the block raises, both stay as they are. A kill leaves one of them whole at any moment: between two renames
-    `last` is missing, and `previous` is the one that was last.
+    `last` is missing, and `previous` is the checkpoint that was last.
     """
     work, last, previous = (run / "checkpoints" / name for name in (WRITING, LAST, PREVIOUS))
     _free(work, _is_part(work))
@@ -157,7 +156,7 @@ def new_checkpoint(run: Path) -> Iterator[Path]:
         os.rename(work, last)
         sync(work.parent)
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # it is left where something failed: a full disk gets its room back
+        shutil.rmtree(work, ignore_errors=True)  # if anything failed, a full disk gets its room back
 
 
 def keep_as_best(run: Path, record: dict) -> None:
@@ -194,7 +193,7 @@ def _free(path: Path, ours: bool) -> None:
     if path.is_symlink():
         path.unlink()
     elif ours:
-        os.replace(path, removing)  # so that it is never half a checkpoint
+        os.replace(path, removing)  # renamed first, so that `path` is never half a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
     elif os.path.lexists(path):
         os.rename(path, kept := free_name(path))

@@ -1,4 +1,4 @@
-"""From a Config to the network and the data of a run. Nothing is written here."""
+"""The network and the data of a run, made from its Config. Nothing is written here."""
 
 import logging
 from pathlib import Path
@@ -30,10 +30,10 @@ def set_up(
     checkpoint: Path | None = None,
     examples: int | None = None,
 ) -> tuple[nn.Module, Data]:
-    """The network and the data of a run, every input checked. Raises InputError.
+    """The network and the data of a run, whose inputs are all checked. Raises InputError.
 
     checkpoint: where the run continues; the network has its architecture, and its weights are still to be loaded.
-    examples: train on this many images alone.
+    examples: train on this many images only.
     """
     seed_everything(config.seed)
     if source := checkpoint or config.weights:
@@ -64,7 +64,7 @@ def set_up(
             logger.warning("the head of %s is replaced: its classes are not those of %s", source, config.data)
         replace_head(model, len(data.classes))
     model = model.to(device)
-    # Kept in the checkpoint's config.json: who evaluates it later needs to know.
+    # The checkpoint's config.json keeps these, because a later evaluation needs them.
     for name, default in CROP.items():
         setattr(model, name, getattr(config, name) or default)
     if config.objective == "masked":

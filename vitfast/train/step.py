@@ -1,4 +1,4 @@
-"""One optimiser step: model, objective, optimiser and average, on one device or on many."""
+"""One optimiser step: model, objective, optimiser and moving average, on one device or on many."""
 
 import copy
 import logging
@@ -57,9 +57,9 @@ class TrainStep:
         self.scaled, self.skipping = dtype == torch.float16, config.non_finite == "skip"
         factor = 2.0**16 if self.scaled else 1.0
         self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
-        self.grad_norm = torch.zeros((), device=device)  # the last step's, where it must be finite
+        self.grad_norm = torch.zeros((), device=device)  # the last step's, if it must be finite
         self.masked = config.objective == "masked"
-        self.objective = OBJECTIVES.get(config.objective)  # a masked model has its own
+        self.objective = OBJECTIVES.get(config.objective)  # a masked model has its own loss
         self.mixup = None
         if mixing:
             smoothing = config.label_smoothing
@@ -123,7 +123,7 @@ class TrainStep:
         return result
 
     def _measure_gradients(self) -> None:
-        """Clips the gradients to clip_norm, where that is set; notes their norm, where it has to be finite."""
+        """Clips the gradients to clip_norm if that is set; keeps their norm if it must be finite."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if self.config.clip_norm:
@@ -163,7 +163,7 @@ class TrainStep:
         if self.mixup:
             mean, std = self.model.mean, self.model.std
             images = ref.normalize(images, mean, std, torch.float32)
-            if labels.dim() == 2:  # any number of classes an image
+            if labels.dim() == 2:  # an image has any number of classes
                 images, target = mix(self.config.mixup, self.config.cutmix, images, target)
             else:
                 images, target = self.mixup(images, target)
@@ -194,5 +194,5 @@ class TrainStep:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 sharded; other tensors as they are."""
+    """Returns this rank's part of a tensor that FSDP2 sharded, and other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -9,13 +9,13 @@ import sys
 class Stopper:
     """Makes SIGTERM and the first Ctrl-C a request to stop after the step.
 
-    The second Ctrl-C stops at once. This lasts until `stack` closes. told: whether this process says so, at once, on
-    standard error.
+    The second Ctrl-C stops at once. This lasts until `stack` closes. told: whether this process confirms a request at
+    once on standard error.
     """
 
     def __init__(self, stack: contextlib.ExitStack, told: bool):
         self.wanted, self.interrupted, self.told, self.hook = False, False, told, sys.unraisablehook
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
+        with contextlib.suppress(ValueError):  # only the main thread may handle signals
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, self._stop))
             stack.callback(setattr, sys, "unraisablehook", self.hook)

@@ -40,7 +40,7 @@ MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run
 class Trainer:
     """A run: its step, its data, its folder, and how far it is.
 
-    examples: train on this many images alone. on_metrics: as `train` has it.
+    examples: train on this many images only. on_metrics: as in `train`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trainer:
         self.train_step = TrainStep(config, model, self.data)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
-        self.answers = None  # those of the last evaluation, for the report
+        self.answers = None  # the answers of the last evaluation, for the report
         self.saved = None  # the step of the run's last checkpoint
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
@@ -83,15 +83,15 @@ class Trainer:
         self.save_every = config.save_every or self.eval_every
         self.early = EarlyStop(config, self.checkpoint, self.step)
         self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
-        self.ranks.agree(GO)  # every rank has read what the first may now replace
+        self.ranks.agree(GO)  # now every rank has read the files, and the first may replace them
 
     def fit(self) -> dict:
         """Runs to the end and returns summary.json's content, or {finished: False, ...} after SIGTERM.
 
         Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved. A run that SIGTERM reached at its end has
-        asked_to_stop=True beside the summary: no other one is to follow.
+        asked_to_stop=True beside the summary: no other run is to follow it.
         """
-        self.meter, self.metrics = Meter(), None  # metrics: on the first rank alone
+        self.meter, self.metrics = Meter(), None  # only the first rank has metrics
         with contextlib.ExitStack() as stack:
             stopper = Stopper(stack, self.ranks.first)
             self._write(".", self.ranks.on_first, self._open_folder, stack)
@@ -176,14 +176,14 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         record = dict(step=self.step, seconds=self.seconds, settings=as_plain(self.config), data=self.index)
-        record |= dict(pillow=INSTALLED)  # the order in which evaluations resized
+        record |= dict(pillow=INSTALLED)  # the order of resize's passes in evaluations
         self.unreadable = record["unreadable"] = self.ranks.union(self.unreadable)
         record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
         self._write("checkpoints", save_checkpoint, self.run, self.train_step, record, self.images)
         self.saved = self.step
 
     def evaluate(self) -> dict:
-        """Loss and accuracy of the model that is kept, on the validation set."""
+        """The loss and accuracy, on the validation set, of the model that is kept."""
         if self.train_step.masked:
             return evaluate_masked(self.train_step.averaged, self.data)
         self.answers = Collector(self.config.objective)
@@ -260,7 +260,7 @@ class Trainer:
         return result
 
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
-        """The out-of-memory message: which size did not fit, and which does, where trying found one."""
+        """The out-of-memory message: which size did not fit, and which does if trying shows one."""
         accumulate, same = self.config.accumulate, "with the same result except for random numbers, such as dropout's"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
@@ -275,7 +275,7 @@ class Trainer:
 
     def _last_good(self) -> str:
         for kept in (self.run / "checkpoints" / name for name in (LAST, PREVIOUS)):
-            with contextlib.suppress(InputError):  # there is none, or a damaged one
+            with contextlib.suppress(InputError):  # no checkpoint, or a damaged one
                 return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
         return "there is no checkpoint yet"
 
@@ -342,7 +342,7 @@ class Trainer:
         if record:
             self._record(split="val", loss=loss, accuracy=accuracy)
             self.early.add(self.step, accuracy)
-        self.answers = self.answers if self.done else None  # those of many classes take memory
+        self.answers = self.answers if self.done else None  # answers of many classes take memory
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 

@@ -10,14 +10,14 @@ DPI = 110
 
 
 def as_png(figure: Figure, transparent: bool = False) -> bytes:
-    """The figure as a PNG file. transparent: where nothing is drawn, in place of white."""
+    """The figure as a PNG file. transparent: its background is transparent, not white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", transparent=transparent)
     return buffer.getvalue()
 
 
 def mosaic(tiles: np.ndarray) -> np.ndarray:
-    """Tiles (rows, columns, h, w, ...) side by side: (rows (h+1) - 1, columns (w+1) - 1, ...).
+    """Lays tiles (rows, columns, h, w, ...) side by side: (rows (h+1) - 1, columns (w+1) - 1, ...).
 
     NaN lies between the tiles, and is not drawn.
     """
@@ -35,7 +35,7 @@ def _blank(figure: Figure, rows: int = 1, columns: int = 1) -> np.ndarray:
 
 
 def draw_filters(components: np.ndarray) -> Figure:
-    """Components (n, C, P, Q) as tiles, seven in a row, each of full contrast. C is 1 or 3."""
+    """Draws components (n, C, P, Q) as tiles of full contrast, seven in a row. C is 1 or 3."""
     n, _, height, width = components.shape
     columns, rows = min(7, n), -(-n // 7)
     low, high = (reduce(components, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
@@ -49,16 +49,16 @@ def draw_filters(components: np.ndarray) -> Figure:
 
 
 def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure:
-    """A grid of grids from (h, w, h, w): for each patch its position's cosine similarity to all others.
+    """Draws a grid of grids from (h, w, h, w): the cosine similarity of each position to all others.
 
-    pixels: if a side of it would have more values, it draws only every second, third, ... row and column of patches.
+    pixels: if a side would have more values, only every second, third, ... row and column of patches is drawn.
     """
     grid = np.array(similarity.shape[:2])
     step = 1 if pixels is None else -(-grid.max() // max(1, pixels // (grid.max() + 1)))
     similarity = similarity[step // 2 :: step, step // 2 :: step]
     rows, columns = similarity.shape[:2]
     picture = mosaic(similarity)
-    # Within the margins there is at least a pixel for each value, or gaps would vanish.
+    # Each value has at least one pixel within the margins, or gaps would vanish.
     side = max(5.4, 1.7 * max(picture.shape) / DPI)
     figure = Figure(figsize=(side * min(1, columns / rows) + 1, side * min(1, rows / columns)))
     axis = figure.subplots()
@@ -74,7 +74,7 @@ def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure
 
 
 def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
-    """Dots for distances (L, H), in pixels, above their layers; a line at that of even attention."""
+    """Draws distances (L, H) in pixels as dots above their layers; even attention's is a line."""
     layers, heads = distance.shape
     figure = Figure(figsize=(7, 4.5))
     axis = figure.subplots()
@@ -90,7 +90,7 @@ def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
 
 
 def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
-    """Images (n, C, H, W) above how much of each patch reaches the output, (n, h, w); eight in a row."""
+    """Draws images (n, C, H, W) above how much of each patch reaches the output, (n, h, w)."""
     columns, rows = min(8, len(images)), -(-len(images) // 8)
     height, width = images.shape[2:]
     figure = Figure(figsize=(1.25 * columns, 2.6 * rows * height / width))
@@ -106,7 +106,7 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
 
 
 def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = None) -> Figure:
-    """Loss, accuracy and learning rate of each run against its epochs, by the records of its metrics.csv.
+    """Draws loss, accuracy and learning rate of runs against epochs, from the records of metrics.csv.
 
     Numbers that are missing or not finite leave a gap. best: the epochs of the runs' best evaluations, which a line
     marks.
@@ -129,7 +129,7 @@ def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = Non
 
 
 def draw_counts(counts: dict[int, int], across: str, up: str) -> Figure:
-    """Bars of counts by number. across, up: the labels of the axes."""
+    """Draws counts by number as bars. across, up: the labels of the axes."""
     figure = Figure(figsize=(5.4, 2.6))
     axis = figure.subplots()
     apart = min((b - a for a, b in zip(sorted(counts), sorted(counts)[1:])), default=1)

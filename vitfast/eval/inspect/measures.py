@@ -24,7 +24,7 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
     """Principal components of the patch filters, (n, C, P, Q), and their shares of the variance, (n,).
 
     Components have unit length; the largest share comes first. Their sign, which is free, makes the entry of largest
-    size positive. n is `count` or, if smaller, the rank of the centred filters. It computes in float64. Figure 7, left.
+    size positive. n is `count` or, if smaller, the rank of the centred filters. Computed in float64. Figure 7, left.
     """
     weight = model.patch_embed.proj.weight
     filters = weight.double().flatten(1)
@@ -40,7 +40,7 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
 def position_similarity(model: ViT) -> Tensor:
     """Cosine similarity of each patch's position embedding to all others: (h, w, h, w) over the grid.
 
-    If every layer has a table of its own, it is that of the first. Raises InputError if the model adds no positions to
+    If every layer has a table of its own, the first one is taken. Raises InputError if the model adds no positions to
     its patches. Figure 7, middle; Figure 10.
     """
     table = positions.absolute(model.config["pos_embed"], model.state_dict())
@@ -116,7 +116,7 @@ def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
     components, share = filter_components(model)
     if len(components) and components.shape[1] in (1, 3):
         found.update(filters=components, share=share)
-    with suppress(InputError):  # it adds none to its patches
+    with suppress(InputError):  # it adds no positions to its patches
         found["positions"] = position_similarity(model)
     return found
 

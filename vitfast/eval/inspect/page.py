@@ -80,13 +80,13 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> str:
 
 
 def sentences(*texts: str) -> str:
-    """A <p> of the sentences that are not empty, "" where all are."""
+    """A <p> of the texts that are not empty; "" where all are empty."""
     text = " ".join(filter(None, texts))
     return f"<p>{html.escape(text)}</p>" if text else ""
 
 
 def fold(summary: str, content: str) -> str:
-    """Content that a click on its summary shows."""
+    """Content that is folded until its summary is clicked."""
     return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"
 
 

@@ -149,7 +149,7 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
         "numbers.json": json.dumps(numbers, indent=2) + "\n",
         "report.html": page("vitfast inspect", facts | {"rollout from": numbers["rollout_from"]}, sections),
     }
-    for name in numbers["not_drawn"]:  # figures of other weights that had this name before
+    for name in numbers["not_drawn"]:  # figures of other weights that an earlier call wrote
         results.remove(f"{name}.png")
     for name, content in files.items():
         results.write(name, content)

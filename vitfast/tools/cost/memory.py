@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def kept_bytes(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> dict[str, int]:
-    """Bytes that vitfast.ops keeps of uint8 images for backward, by kind, without the parameters.
+    """The bytes that vitfast.ops keeps for backward, by kind, on uint8 images, without the parameters.
 
     keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
     outputs, the activation, and masks.
@@ -37,7 +37,7 @@ def kept_bytes(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "l
     }
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropped else keep).items()}
     each = 4 * (1 + block.norm_biases)
-    kept["statistics"] += each * (m if norm else read)  # of the last norm
+    kept["statistics"] += each * (m if norm else read)  # the last norm's
     if c.pre_norm:
         kept["norm before the blocks"] = m * (d * size + each)
     if c.rope is not None:  # cos and sin, fp32

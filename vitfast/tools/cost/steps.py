@@ -3,7 +3,7 @@
 By convention training counts as three times the forward pass. The operations, however, are counted as they run: without
 a gradient of the images, and with attention's backward computing the scores again.
 
-A model is a ViT or its arguments alone, for which PyTorch is not imported: that takes longer than the rest.
+A model is a ViT, or its arguments only. For these PyTorch is not imported, which would take longer than all else.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ def arguments_of(model: ViT | ViTConfig) -> ViTConfig:
 
 
 def tokens_of(model: ViT | ViTConfig) -> int:
-    """Tokens of an image. Raises InputError where blocks run on smaller or PyTorch's operations."""
+    """The tokens of an image. Raises InputError if blocks run on smaller operations or on PyTorch's."""
     c = arguments_of(model)
     if c.pos_embed == "relative":
-        raise InputError(
-            "cost: relative positions run on PyTorch's attention, which is not counted; take other positions"
-        )
+        reason = "relative positions run on PyTorch's attention, which is not counted"
+        raise InputError(f"cost: {reason}; take other positions")
     for name in ("qk_norm", "scale_mlp_norm"):
         if getattr(c, name) and not (name == "scale_mlp_norm" and c.swiglu_mlp):
             raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; leave it out")
@@ -72,8 +71,8 @@ def dropout(model: ViT | ViTConfig) -> float:
 def operations(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> list[Operation]:
     """The operations of a training step on `batch` images, in order.
 
-    Images are uint8. size: bytes of a number; keep: "least" or "all", which dropout overrules. Of a hybrid, `model`
-    must be the ViT itself.
+    Images are uint8. size: bytes of a number; keep: "least" or "all", which dropout overrules. For a hybrid,
+    `model` must be the ViT itself.
     """
     c, n = arguments_of(model), tokens_of(model)
     sizes, depth, d, m = Sizes(c), c.depth, c.embed_dim, batch * n
@@ -139,7 +138,7 @@ def resnet(backbone: nn.Module, batch: int, image: tuple[int, int, int], size: i
         x, convolution = inputs[0], isinstance(module, torch.nn.Conv2d)
         flops = 2.0 * output.numel() * module.weight[0].numel() if convolution else 0.0
         moved = size * (x.numel() + output.numel() + (module.weight.numel() if convolution else 0))
-        gradients = 2 if forward else 1  # of a convolution; the first one needs none for its input, the images
+        gradients = 2 if forward else 1  # products of a convolution: the images, input of the first, need no gradient
         forward.append((flops, moved))
         norm = (0.0, size * (2 * x.numel() + output.numel()))
         backward.extend([(flops, moved)] * gradients if convolution else [norm])
@@ -162,7 +161,7 @@ def resnet(backbone: nn.Module, batch: int, image: tuple[int, int, int], size: i
 
 
 def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = False) -> Operation:
-    """Clipping by norm and the update, in fp32."""
+    """The Operation of clipping by norm and of the update, in fp32."""
     return Operation("clipping + update", 1, (), work.update(parameters, optimizer, averaged))
 
 

@@ -48,7 +48,7 @@ def estimate(
 ) -> dict:
     """The cost of training this model on the device, as JSON holds it: times in seconds, sizes in bytes.
 
-    model: it may be on the meta device, or its arguments alone. batch_size: the images of an optimiser step over all
+    model: a ViT, maybe on the meta device, or its arguments only. batch_size: the images of an optimiser step over all
     GPUs; if they do not fit into memory, gradients are accumulated. images: how many are seen in the whole training.
     efficiency: the assumed share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The
     time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks keep for

@@ -98,8 +98,8 @@ def add_layer_norm(m: int, d: int, size: int) -> Work:
 def linear(m: int, n: int, k: int, size: int, extra: int = 0, kept: int = 0, dx: int = 0, dw: int = 0) -> Work:
     """Y = X W^T + b, Y (m, n). Backward: dX = dY W, dW = dY^T X, and db in the same kernel.
 
-    The rest are numbers that move in addition, for the work that is folded in. extra: in every forward, such as a
-    residual. kept: written by a training forward only. dx and dw: in the two products of the backward.
+    The other arguments count numbers that move in addition, for work that is folded in. extra: in every forward, such
+    as a residual. kept: only in a training forward. dx and dw: in the two products of the backward.
     """
     forward, training = (product(m, n, k, size, n + extra + more) for more in (0, kept))
     return Work(forward, training, product(m, k, n, size, dx) + product(n, k, m, size, dw + n))
@@ -161,7 +161,7 @@ def patch_embed(patches: int, length: int, m: int, d: int, added: int, size: int
 
 
 def update(parameters: int, optimizer: str = "adamw", averaged: bool = False, size: int = 4) -> Kernels:
-    """Clipping by norm and the update.
+    """The kernels of clipping by norm and of the update.
 
     Gradients are read for their norm; p, g, m (and v) are read, p, m (and v) written; an average takes 3 passes more.
     """

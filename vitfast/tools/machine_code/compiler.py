@@ -26,8 +26,8 @@ from ...kernels.archives import settle
 from ...kernels.launch import INTERPRETED, Launch
 from ..child import Children, Lost
 
-SECONDS = 25  # after which a compilation counts as failed, if nothing else is said; it takes one or two
-triton_key()  # takes half a second here, which processes forked from one that has imported this file are spared
+SECONDS = 25  # by default, a compilation that takes longer counts as failed; one or two are usual
+triton_key()  # takes half a second; it is done here, so that processes that are forked later need not do it
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ _go_by_name(JITFunction)
 
 
 def detached(launch: Launch) -> Launch:
-    """The launch of tensors that autograd knows nothing of: only such can be sent to other processes."""
+    """The launch with tensors detached from autograd: only such can be sent to other processes."""
 
     def free(value):
         if type(value) is tuple:
@@ -128,7 +128,7 @@ class Compiler:
     def __init__(self, capability: int, processes: int = 0, cache: Path | None = None, seconds: float = SECONDS):
         """`processes`: how many compile at a time; unless given, one for each core but two, from 1 to 14.
 
-        cache: the folder of Triton's cache, in place of TRITON_CACHE_DIR. seconds: after which one counts as failed.
+        cache: the folder of Triton's cache, in place of TRITON_CACHE_DIR. seconds: what takes longer counts as failed.
         """
         if INTERPRETED:
             raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")

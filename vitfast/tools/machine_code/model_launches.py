@@ -1,4 +1,4 @@
-"""Records on meta tensors what a model launches on a GPU: no GPU, no memory, no compilation."""
+"""Records what a model launches on a GPU, by meta tensors: without a GPU, memory or compilation."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ def launching_on_meta() -> Iterator[None]:
 
 
 def model(preset: str, image: int, train: bool, amp: bool, **changes) -> ViT:
-    """A preset in bf16, on meta. amp: what the operations leave in fp32 under autocast is fp32."""
+    """A preset in bf16 on meta. amp: the parameters that autocast leaves in fp32 are in fp32."""
     with META:
         vit = ViT.from_preset(preset, img_size=image, **changes).bfloat16().train(train)
     if amp:
@@ -52,7 +52,7 @@ def model(preset: str, image: int, train: bool, amp: bool, **changes) -> ViT:
 def step(vit: ViT, batch: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """The launches of a training step, or of an inference if the model is in eval mode.
 
-    dtype: of the images. Whatever blocks may keep for backward, its launches are there.
+    dtype: that of the images. The launches of each choice of what blocks keep for backward are included.
     """
     images = torch.empty(batch, vit.in_chans, *vit.patch_embed.img_size, dtype=dtype, device=META)
 
@@ -72,8 +72,8 @@ def step(vit: ViT, batch: int, dtype: torch.dtype = torch.bfloat16) -> list[Laun
 def model_launches(preset: str, image: int) -> Iterable[Launch]:
     """All that training, inference and embedding with a preset launch in bf16, at any batch.
 
-    Images are floats or raw uint8. Three blocks stand for all, which are alike. Call it where `launching_on_meta` and
-    `tiles.using(sm=...)` apply.
+    Images are floats or raw uint8. Three blocks stand for all, since blocks are alike. It needs `launching_on_meta` and
+    `tiles.using(sm=...)` around it.
     """
     for train in (False, True):
         for amp in (False, True):

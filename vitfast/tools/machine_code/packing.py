@@ -16,7 +16,7 @@ from ...version import __version__
 from .compiler import Compiler
 from .model_launches import launching_on_meta, model_launches
 
-SECONDS = 300  # for a kernel, also on a busy machine
+SECONDS = 300  # enough for a kernel, even on a busy machine
 NEEDED = (".cubin", ".json")  # what a launch reads; the stages before it are left out
 
 

@@ -33,16 +33,16 @@ MODELS = {
     "H/14": Sizes.of_preset("H/14", batch=48),
 }
 OPERATIONS = tuple(tiles.operations())
-SECONDS = 400  # for each model
+SECONDS = 400  # by default, for each model
 HANGS = 60  # seconds past a problem's time after which a kernel is taken to hang
 
 
 @contextlib.contextmanager
 def machine(dtype: torch.dtype) -> Iterator[Tuner]:
-    """Holds a tuner of this GPU, under a lock. Raises InputError without a GPU or in the interpreter."""
+    """Yields this GPU's only tuner, under a lock. Raises InputError without a GPU or in the interpreter."""
     if not torch.cuda.is_available():
         raise InputError("tuning measures times on a GPU, and there is none here")
-    from ..machine_code.compiler import Compiler  # whose import takes half a second
+    from ..machine_code.compiler import Compiler  # its import takes half a second
 
     device = torch.device("cuda")
     name = f"tuning-{torch.cuda.get_device_properties(device).uuid}.lock"
@@ -54,7 +54,7 @@ def machine(dtype: torch.dtype) -> Iterator[Tuner]:
 def tune(models: list[str], dtype: torch.dtype, only: list[str], seconds: float | None, batch_size: int | None) -> None:
     """Tunes these models on this GPU and prints what came of it.
 
-    only: the operations whose name contains one of these, or all. seconds: for all models, SECONDS each unless given.
+    only: the operations whose name contains one of these, or all. seconds: for all models together; None: SECONDS each.
     Raises InputError for wrong options, a damaged table, and what keeps `machine` from tuning.
     """
     end = monotonic() + (seconds or SECONDS * len(models))
@@ -69,7 +69,7 @@ def tune(models: list[str], dtype: torch.dtype, only: list[str], seconds: float 
             raise unknown("operation", name, OPERATIONS)
     sizes = [dataclasses.replace(MODELS[name], batch=batch_size or MODELS[name].batch) for name in models]
     with machine(dtype) as tuner:
-        user_table.read()  # so that a damaged table is said before anything is timed
+        user_table.read()  # a damaged table is an error now, before anything is timed
         problems = [p for p in tuner.problems(sizes) if any(name in p.op for name in only or [""])]
         try:
             for number, problem in enumerate(problems):

@@ -44,7 +44,7 @@ class Problem:
     op: str
     bits: str
     shape: str
-    launcher: Launcher  # it is timed with this one
+    launcher: Launcher  # a tile is timed by this one
     start: KernelConfig
     candidates: list[KernelConfig]  # of other kernels and of cuBLAS
     times: dict[KernelConfig, float] = field(default_factory=dict)  # seconds, infinite for those in failures
@@ -97,7 +97,7 @@ class Tuner:
         try:
             self._wait([])
             judge = Judge(p.launcher, self.dtype, self.device)
-            p.times[p.start] = self._seconds(p, p.start, judge)  # whatever the compiler says: it is what runs today
+            p.times[p.start] = self._seconds(p, p.start, judge)  # even if it does not compile: it is what runs today
             print(f"    {_ms(p.times[p.start])} as it was", flush=True)
             self._try(p, p.candidates, judge)
             for config in sorted(p.times, key=p.times.get):

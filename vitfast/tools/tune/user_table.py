@@ -14,12 +14,12 @@ from ...errors import InputError
 from ...kernels import tiles
 from ...run import files
 
-KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
+KEY = ("op", "gpu", "bits", "shape")  # the fields of an entry beside its tile
 
 
 @contextlib.contextmanager
 def lock(name: str, taken: str = "") -> Iterator[None]:
-    """Locks a file beside the table. taken: the error where another has it, in place of waiting."""
+    """Locks a file beside the table. taken: do not wait for another, but raise InputError(taken)."""
     path = tiles.user_table.path().with_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:

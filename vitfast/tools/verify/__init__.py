@@ -27,9 +27,9 @@ ELEMENT = 10
 def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
     """(the largest error of a row of the first axis, the largest error of a number).
 
-    A row's error is that of its norm, relative to its own norm or to the average one if that is larger. A number's is
-    relative to its size plus the average size in its row. The norm of the whole is not used, as it hardly changes at
-    full size when a tile is lost. Both are infinite where one has an infinity that the other lacks, or actual has NaN.
+    A row's error is the norm of its difference, relative to the row's norm or to the average one if that is larger. A
+    number's is relative to its size plus the average size in its row. The norm of the whole is not used, as it hardly
+    changes when a tile is lost. Both are infinite where one has an infinity that the other lacks, or actual has NaN.
     """
     finite = truth.isfinite()
     same = actual.shape == truth.shape and torch.equal(actual[~finite].double(), truth[~finite].double())
@@ -51,7 +51,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32.
+    """Keeps PyTorch's fp32 convolutions, by whose errors ours are judged, from their default of TF32.
 
     backend: torch.backends.cuda.matmul does so for products, ours too, which use TF32 if the user has asked for it.
     """
@@ -85,7 +85,7 @@ def poisoned() -> Iterator[None]:
 
     settle_lookups()
     patched = mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like))
-    with patched, tiles.using():  # no plans of before, which allocate by themselves
+    with patched, tiles.using():  # without earlier plans, which allocate by themselves
         yield
 
 
@@ -133,35 +133,37 @@ class Judge:
 PACKED_TOKENS = 1024
 
 
+def scaled(operation: Callable, **fixed) -> Callable:
+    """The operation as a function whose last two tensors are the layer scale and the drop path."""
+    return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
+
+
+def packed_offsets(tokens: int, device: torch.device) -> Tensor:
+    """The offsets of three samples: two thirds of the tokens, one token, and the rest."""
+    return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
+
+
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin, ops.reference."""
 
-    def scaled(operation: Callable, **fixed) -> Callable:
-        """The operation with the layer scale and the drop path as its last two tensors."""
-        return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
-
-    def inner_normed(*t: Tensor) -> Tensor:
+    def gated_mlp_inner_norm(*t: Tensor) -> Tensor:
         return ops.gated_mlp(*t[:-2], inner_norm_weight=t[-2], inner_norm_bias=t[-1], activation="gelu")
 
-    def turned(qkv: Tensor, angles: Tensor) -> Tensor:
+    def attention_rope(qkv: Tensor, angles: Tensor) -> Tensor:
         return ops.attention(qkv, rope=(angles.cos(), angles.sin()), num_prefix=1)
 
-    def masked(qkv: Tensor, bias: Tensor) -> Tensor:
+    def attention_bias(qkv: Tensor, bias: Tensor) -> Tensor:
         lengths = 1 + torch.arange(s.batch, device=qkv.device) * 7 % s.tokens
         return ops.attention(qkv, bias=bias, key_lengths=lengths)
 
-    def packed_offsets(tokens: int, device: torch.device) -> Tensor:
-        """Three samples: nearly all tokens, one, and the rest."""
-        return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
-
-    def together(qkv: Tensor) -> Tensor:
+    def attention_packed(qkv: Tensor) -> Tensor:
         return ops.attention(*qkv.unbind(1), offsets=packed_offsets(len(qkv), qkv.device), longest=len(qkv))
 
-    def block_together(x: Tensor, *t: Tensor) -> Tensor:
+    def block_packed(x: Tensor, *t: Tensor) -> Tensor:
         packed = dict(offsets=packed_offsets(len(x), x.device), longest=len(x))
-        return ops.attention_block(x, *t[:-2], num_heads=s.heads, layer_scale=t[-2], drop_path=t[-1], **packed)
+        return scaled(ops.attention_block, num_heads=s.heads, **packed)(x, *t)
 
-    def embed_together(patches: Tensor, *t: Tensor) -> Tensor:
+    def embed_packed(patches: Tensor, *t: Tensor) -> Tensor:
         return ops.patch_embed(patches, *t, mean=0.5, std=0.5, offsets=packed_offsets(len(patches), patches.device))
 
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
@@ -173,6 +175,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
     stream = [("fp32", (s.batch, s.tokens, d)), ("fp32", (d,)), ("fp32", (d,))]  # as autocast leaves it: x and the norm
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
+    patches, block = ("uint8", (s.rows, 3, s.patch, s.patch)), functools.partial(ops.attention_block, num_heads=s.heads)
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
         "rms_norm": (ops.rms_norm, [x, vector]),
@@ -180,38 +183,29 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "attention": (ops.attention, [packed]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         # These are attention too, but have names of their own: the smallest check on a GPU is of attention alone.
-        "rope": (turned, [packed, ("factor", angles)]),
-        "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
-        "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
-        "packed": (together, [values(packed_tokens, 3, s.heads, s.head)]),
+        "rope": (attention_rope, [packed, ("factor", angles)]),
+        "rope, learned tables": (attention_rope, [packed, values(s.heads, *angles)]),
+        "bias, key lengths": (attention_bias, [packed, values(s.heads, s.tokens, s.tokens)]),
+        "packed": (attention_packed, [values(packed_tokens, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "mlp, quick_gelu": (functools.partial(ops.mlp, activation="quick_gelu"), [x, *fc1, *fc2]),
         "gated_mlp": (ops.gated_mlp, [x, *fc1, *fc1, *fc2]),
-        "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
+        "gated_mlp, inner norm": (gated_mlp_inner_norm, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
         "patch_embed, fp32 images": (ops.patch_embed, [("fp32", pixels), *embed]),
-        "patch_embed, packed": (
-            embed_together,
-            [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
-        ),
-        "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
-        "attention_block, fp32 stream": (
-            scaled(ops.attention_block, num_heads=s.heads, residual_in_fp32=True),
-            [*stream, *qkv, *proj, vector, drop],
-        ),
+        "patch_embed, packed": (embed_packed, [patches, *embed[:3], values(s.rows, d)]),
+        "attention_block": (scaled(block), [x, *norm, *qkv, *proj, vector, drop]),
+        "attention_block, fp32 stream": (scaled(block, residual_in_fp32=True), [*stream, *qkv, *proj, vector, drop]),
         "attention_block, packed": (
-            block_together,
+            block_packed,
             [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
         ),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
-        "mlp_block, fp32 stream": (
-            scaled(ops.mlp_block, residual_in_fp32=True),
-            [*stream, *fc1, *fc2, vector, drop],
-        ),
+        "mlp_block, fp32 stream": (scaled(ops.mlp_block, residual_in_fp32=True), [*stream, *fc1, *fc2, vector, drop]),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }
 

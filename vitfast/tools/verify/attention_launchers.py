@@ -18,7 +18,7 @@ PREFIX = 1  # tokens that rotary positions do not rotate
 def attention_formula(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse); +inf for a query that sees no key, as the kernels have it."""
+    """(o, lse); lse is +inf for a query that sees no key, as in the kernels."""
     if options.offsets is not None:
         return _each_sample(q, k, v, scale, options)
     lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options.keywords).logsumexp(-1)
@@ -27,7 +27,7 @@ def attention_formula(
 
 def _each_sample(q, k, v, scale: float, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """`attention_formula` of packed samples, one after the other; q, k, v (1, tokens, H, Dh)."""
-    if options.offsets.is_meta:  # shapes alone
+    if options.offsets.is_meta:  # only shapes matter
         return torch.empty_like(q), q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q))
     found, ends = [], options.offsets.tolist()
     for first, end in zip(ends, ends[1:]):
@@ -55,7 +55,7 @@ def for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, options
 
 
 def attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward of each kind, and the parts of the backward."""
+    """The launchers of the forward and backward of each kind of attention, and of the backward's parts."""
     scale, found = s.head**-0.5, {}
     packed = lambda t: dict(offsets=t.offsets(2 * s.batch, s.rows), longest=s.rows)  # noqa: E731
     for name, options in {
@@ -78,7 +78,7 @@ def qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
 def pair(
     qkv: Callable[[Draw], tuple], scale: float, options: Callable[[Draw], AttentionOptions]
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward; q, k and v are slices of one tensor, and the bias's gradient is made."""
+    """(forward, backward), with q, k and v as slices of one tensor, and a gradient of the bias."""
 
     def make_backward(t: Draw) -> tuple:
         drawn = options(t)

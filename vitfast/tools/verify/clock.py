@@ -24,7 +24,7 @@ def cold(flushed: Tensor, lead: float) -> None:
     written, read = flushed
     written.zero_()
     read.sum()
-    torch.cuda._sleep(int(2e9 * lead))  # in clock cycles
+    torch.cuda._sleep(int(2e9 * lead))  # counted in clock cycles
 
 
 def head_start(run: Callable[[], object], margin: float) -> float:

@@ -44,7 +44,7 @@ class Sizes:
 
 @dataclass
 class Draw:
-    """Draws random inputs; on the meta device they have shapes alone."""
+    """Draws random inputs; on the meta device they have only shapes."""
 
     dtype: torch.dtype
     device: torch.device

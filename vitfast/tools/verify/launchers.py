@@ -109,7 +109,7 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
 
 
 def workspaces(*shapes: tuple[int, int], dtype: torch.dtype | None = None) -> Launcher:
-    """The sums of workspaces' rows. dtype: of the sums, that of the products unless it is given."""
+    """The sums of workspaces' rows. dtype: that of the sums; None: that of the products."""
 
     def make(t: Draw) -> tuple:
         return t.values(0, dtype=dtype), *(t.workspace(*shape) for shape in shapes)
@@ -161,7 +161,7 @@ def patch_embedding(
     """
     d, tall = s.width, s.image // s.patch
     patches = tall * (across or tall)
-    count = s.batch * patches  # of patches of all images
+    count = s.batch * patches  # the patches of all images
     positions = (count, d) if together else (1, patches if across else prefix + patches, d)
     pixels = (count, 3, s.patch, s.patch) if together else (s.batch, 3, s.image, patches // tall * s.patch)
     upstream = (count + 2 * s.batch, d) if together else (s.batch, prefix + patches, d)

@@ -24,7 +24,7 @@ def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool 
 
 
 def added_up(found: tuple, count: int = 1) -> tuple:
-    """The results of a backward, with the sums of the workspaces that are the last `count` of them."""
+    """The results of a backward, the last `count` of which, workspaces, are replaced by their sums."""
     return *found[:-count], *column_sums(found[-1], found[-count:])
 
 

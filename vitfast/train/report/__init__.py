@@ -37,7 +37,7 @@ logger = logging.getLogger("vitfast")
 
 @contextmanager
 def optional():
-    """Turns an error in the block into one warning: a run counts as finished without a report too."""
+    """Turns an error in the block into a warning: a run counts as finished even without a report."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def optional():
 def write_report(config: Config, data: Data, summary: dict, answers: Answers | None = None) -> None:
     """Writes report.html into the folder of a run that has its checkpoint, or says why not.
 
-    answers: those of the run's last evaluation, gathered; else the model looks at up to LOOKED validation images.
+    answers: those of the run's last evaluation, of all ranks; None: the model looks at up to LOOKED validation images.
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
     model = load_any(config.model, last).to(data.device).eval()  # not compiled, not sharded
@@ -70,7 +70,7 @@ def write_report(config: Config, data: Data, summary: dict, answers: Answers | N
 
 @optional()
 def complete(config: Config, summary: dict) -> None:
-    """Writes the report that a finished run lacks, as after a kill, and removes the lock that one left."""
+    """Writes the report that a finished run lacks after a kill, and removes the lock that a kill left."""
     run = Path(config.output)
     if not is_first_rank() or ((run / "report.html").exists() and not (run / LOCK).exists()):
         return
@@ -99,7 +99,7 @@ def introduction(config: Config, model: nn.Module, data: Data, summary: dict) ->
 
 
 def best_weights(run: Path, summary: dict) -> Path:
-    """The folder of a run's best model, which is the last one where none was better."""
+    """The folder of a run's best model, which is that of the last where no other was better."""
     last, best = run / "checkpoints" / LAST, summary.get("best_accuracy")
     return run / BEST if best is not None and best > summary["accuracy"] else last
 
@@ -135,9 +135,9 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
 
 
 def model_sections(model: nn.Module, data: Data, answers: Answers | None = None) -> dict[str, tuple[str, str]]:
-    """The sections on a model's answers, where it has a head, and on the inside of a ViT.
+    """The sections on a model's answers, if it has a head, and on a ViT's attention and positions.
 
-    model: in eval mode. answers: those to the whole validation set; else it looks at up to LOOKED images.
+    model: in eval mode. answers: those to the whole validation set; None: it looks at up to LOOKED images.
     """
     sections = {}
     if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
@@ -154,7 +154,7 @@ def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     from ...eval.inspect.figures import as_png, draw_attention, draw_similarity
     from ...eval.inspect.report import SECTIONS
 
-    grey = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "0.48")  # reads on white and on black
+    grey = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), "0.48")  # legible on white and on black
     rollout = draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy())
     pictures = dict(rollout=picture(as_png(rollout, transparent=True), SECTIONS["rollout"][0]))
     with suppress(InputError), rc_context(grey):  # InputError: the model adds no positions to its patches

@@ -19,11 +19,11 @@ from ...data.sources import Subset
 from ...eval.answers import Answers, evenly, look
 from ...eval.inspect.page import columns, fold, gallery, matrix, picture
 
-SHOWN, OPEN = 200, 24  # wrong images; those of them that are not folded
-STREAMED = 512  # images of Shards among which the wrong ones are looked for: these cannot be read again by index
+SHOWN, OPEN = 200, 24  # how many wrong images are shown, and how many of them not folded
+STREAMED = 512  # the images of Shards that are searched for wrong ones, since they cannot be read again by index
 THUMBNAIL = 96  # pixels of the longer side: the pictures stay under 3 MB, whatever is in them
-WHOLE = 30  # classes that tables and the matrix show whole
-LISTED = 1000  # classes that a folded table lists
+WHOLE = 30  # the most classes that tables and the matrix show whole
+LISTED = 1000  # the most classes that a folded table lists
 PAIRS = 10
 
 
@@ -43,7 +43,7 @@ def answer_sections(answers: Answers, model: nn.Module, data: Data) -> dict[str,
 
 
 def _classes(answers: Answers, data: Data) -> tuple[str, str]:
-    """The names of the classes, their numbers of images, and how well each is told."""
+    """The classes: their names, their numbers of images, and how often each is recognised."""
     names, trained = data.classes, _training_counts(data)
     if answers.named is None:
         header, (images, right) = ("accuracy",), answers.by_class(len(names))
@@ -76,7 +76,7 @@ def _classes(answers: Answers, data: Data) -> tuple[str, str]:
 
 
 def _training_counts(data: Data) -> np.ndarray | None:
-    """How many training images each class has; None where only reading them would tell."""
+    """How many training images each class has; None if they would have to be read for that."""
     labels = data.train.labels
     if labels is None:
         return None

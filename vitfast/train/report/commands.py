@@ -26,7 +26,7 @@ def program() -> list[str]:
 
 
 def origin() -> dict[str, str]:
-    """The command, the versions and the commit that make a page."""
+    """The command, the versions and the commit that a page was made with."""
     libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, timm, numpy))
     versions = f"vitfast {__version__}{_commit()}, {libraries}, Python {platform.python_version()}"
     return dict(command=shlex.join([*program(), *sys.argv[1:]]), versions=versions)

@@ -10,7 +10,7 @@ from ...model.baselines import is_baseline
 from ...run.config import Config
 from ..log import read_metrics
 
-ROWS = 40  # of the table of evaluations
+ROWS = 40  # in the table of evaluations
 RISE = 0.02  # the least rise of a validation loss that counts, as a share of its minimum
 
 
@@ -64,8 +64,8 @@ def with_number(records: list[dict], split: str, name: str) -> list[dict]:
 def overfitting(records: list[dict]) -> str:
     """A sentence on whether the validation loss rises; "" where that cannot be told.
 
-    Medians of three neighbours are compared: it rises where the last one is above the lowest one by more than RISE and
-    by more than the noise, four standard deviations of one value, which second differences tell without the trend.
+    Medians of three neighbours are compared: the loss rises if the last one exceeds the lowest by more than RISE and by
+    more than four standard deviations of one value, estimated by second differences, which do not hold the trend.
     """
     evaluations = with_number(records, "val", "loss")
     losses = [each["loss"] for each in evaluations]
@@ -74,7 +74,7 @@ def overfitting(records: list[dict]) -> str:
     threes = list(zip(losses, losses[1:], losses[2:]))
     medians = [statistics.median(three) for three in threes]
     noise = statistics.median(abs(a - 2 * b + c) for a, b, c in threes) / (0.6745 * 6**0.5)
-    first = medians.index(min(medians))  # of the three values around the lowest one
+    first = medians.index(min(medians))  # the first of the three values around the lowest median
     lowest, end = min(range(first, first + 3), key=losses.__getitem__), medians[-1]
     if end - medians[first] <= max(RISE * abs(losses[lowest]), 4 * noise) or lowest == len(losses) - 1:
         return "The validation loss does not rise: there is no sign of overfitting."
@@ -101,7 +101,7 @@ def _training_loss(records: list[dict], step: int) -> float | None:
 
 
 def about_losses(records: list[dict], reasons: list[str]) -> str:
-    """Why the training loss lies above the validation loss at the end; "" where it does not.
+    """A sentence on why the training loss ends above the validation loss; "" where it does not.
 
     reasons: those of `harder`.
     """

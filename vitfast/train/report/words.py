@@ -3,7 +3,7 @@
 from ...model.baselines import is_baseline
 from ...run.config import Config, as_plain
 
-# Fields whose names with spaces for underscores do not say it.
+# Fields whose names, with spaces for underscores, do not say what they are.
 FIELDS = dict(
     name="recipe",
     img_size="image size",
@@ -86,12 +86,12 @@ RESULTS = dict(
     threads="CPU threads",
 )
 FORMS = dict(images_per_second="{:,.0f} images/s", waiting_for_data="{:.0%}", top5="{:.4f}", accuracy="{:.4f}")
-# Not in the table of results: said elsewhere, or not for readers.
+# Entries that the table of results leaves out: they are said elsewhere, or not for readers.
 ELSEWHERE = frozenset("finished task sizes device ranks threads precision".split())
 
 
 def value_in_words(name: str, value) -> str:
-    """The value of a field of a Config as one reads it."""
+    """The value of a field of a Config as readable text."""
     if name == "img_size" and not value:
         return "that of the weights"
     if value in (None, "", [], ()):
@@ -147,5 +147,5 @@ def results(summary: dict) -> dict[str, str]:
 
 
 def with_error(accuracy: float, images: int) -> str:
-    """An accuracy on so many images, as text with its binomial standard error."""
+    """An accuracy on `images` images, as text with its binomial standard error."""
     return f"{accuracy:.4f} ± {(accuracy * (1 - accuracy) / images) ** 0.5:.4f}"
