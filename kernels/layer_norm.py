@@ -34,6 +34,7 @@ from .rows import (
     column_sums,
     contiguous_or_none,
     load_rows,
+    plus_chunk,
     row_alignment,
     row_factor,
     row_mask,
@@ -106,9 +107,7 @@ def layer_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / D + eps)
 
     for i in tl.static_range(CHUNKS):
-        y = times_chunk(z[i] * rstd, w, i)
-        if b_ptr is not None:
-            y += b[i].to(tl.float32)
+        y = plus_chunk(times_chunk(z[i] * rstd, w, i), b, i)
         store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=rows < M)
@@ -202,11 +201,9 @@ def layer_norm_bwd_kernel(
             xhat = _standardised(z[i], mean, rstd)
             dw_more = dw_more + (g * xhat,)
             g = times_chunk(g, w, i)
-            y = times_chunk(xhat, w, i)
             g_total += g
             gx_total += g * xhat
-            if b_ptr is not None:
-                y += b[i].to(tl.float32)
+            y = plus_chunk(times_chunk(xhat, w, i), b, i)
             store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
         dw = _add(dw_ptr, dw, dw_more, CHUNKS)
         db = _add(db_ptr, db, dy, CHUNKS)
@@ -219,9 +216,7 @@ def layer_norm_bwd_kernel(
             for i in tl.static_range(CHUNKS):
                 g = times_chunk(dy[i].to(tl.float32), w, i)
                 xhat = _standardised(z[i], mean, rstd)
-                dres = (g - g_mean - xhat * gx_mean) * rstd
-                if dz_ptr is not None:
-                    dres += dz[i].to(tl.float32)
+                dres = plus_chunk((g - g_mean - xhat * gx_mean) * rstd, dz, i)
                 store_chunk(dres_ptr, dres, rows, M, i, D, BLOCK_D)
                 if dp_ptr is not None:
                     dres *= dp

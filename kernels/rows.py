@@ -55,6 +55,12 @@ def times_chunk(x, chunks, i: tl.constexpr):
 
 
 @triton.jit
+def plus_chunk(x, chunks, i: tl.constexpr):
+    """x + chunks[i] in fp32, or x where chunks is None."""
+    return x if chunks is None else x + chunks[i].to(tl.float32)
+
+
+@triton.jit
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes chunk i of rows of a contiguous (M, D) matrix, if ptr is not None."""
     if ptr is not None:
@@ -143,12 +149,12 @@ def column_sums(
     """
     dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes
     outs = [None if ws is None else ws.new_empty(ws.shape[1], dtype=dtype) for ws, dtype in zip(workspaces, dtypes)]
-    given = [ws for ws in workspaces if ws is not None]
-    if given:
-        (P, D), (MORE_P, MORE_D) = given[0].shape, given[-1].shape
-        config, FIRST = tiles.lookup("column_sums", x, f"d{D}"), sum(ws.shape == (P, D) for ws in given)
-        blocks = sum(cdiv(ws.shape[1], config["BLOCK_D"]) for ws in given)
-        pointers = dict(ws_ptrs=tuple(given), out_ptrs=tuple(out for out in outs if out is not None))
+    present = [ws for ws in workspaces if ws is not None]
+    if present:
+        (P, D), (MORE_P, MORE_D) = present[0].shape, present[-1].shape
+        config, FIRST = tiles.lookup("column_sums", x, f"d{D}"), sum(ws.shape == (P, D) for ws in present)
+        blocks = sum(cdiv(ws.shape[1], config["BLOCK_D"]) for ws in present)
+        pointers = dict(ws_ptrs=tuple(present), out_ptrs=tuple(out for out in outs if out is not None))
         sizes = dict(P=P, MORE_P=MORE_P, D=D, MORE_D=MORE_D, FIRST=FIRST)
         launch(column_sums_kernel, (blocks,), **pointers, **sizes, **config.meta)
     return outs

@@ -3,8 +3,9 @@
     python tests/reading.py                  files and lines of every operation
     python tests/reading.py mlp_block        the files of one, and what runs in each
 
-The operation runs in Triton's interpreter, where kernels are Python too, for the first time with its arguments, since
-a plan would run later calls. A file counts whole if one of its functions runs, and not at all if it is only imported.
+The operation runs in fp32 in Triton's interpreter, where kernels are Python too, with weights and biases and without
+other options. It is its first call with such arguments: a plan would run the third. A file counts whole if one of its
+functions runs, and not at all if it is only imported.
 """
 
 import os
@@ -22,16 +23,20 @@ from vitfast import ops
 from vitfast.tools.verify.draw import Draw
 
 ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = {"layer_scale", "drop_path", "cos", "sin"}  # of `draw`; and attention's bias
 
 
 def functions_run(name: str) -> dict[Path, set[str]]:
     """The functions that run, by our files, in one forward and backward of an operation of OPERATIONS in fp32."""
     operation, codes = OPERATIONS[name], set()
     tensors = operation.draw(Draw(torch.float32, torch.device("cpu")))
+    left_out = OPTIONS | ({"bias"} if "cos" in tensors else set())
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    trained = [name for name in operation.trained if name in tensors]
     sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
     try:
         with ops.use_kernels("on"):
-            results(operation.function, tensors, operation.trained)
+            results(operation.function, tensors, trained)
     finally:
         sys.setprofile(None)
     run = defaultdict(set)
@@ -42,17 +47,17 @@ def functions_run(name: str) -> dict[Path, set[str]]:
     return run
 
 
-def lines(paths) -> int:
+def count_lines(paths) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
 def main(names: list[str]) -> None:
     for name in names or OPERATIONS:
         run = functions_run(name)
-        print(f"{name:<24}{len(run):>3} files {lines(run):>6} lines")
+        print(f"{name:<24}{len(run):>3} files {count_lines(run):>6} lines")
         if names:
             for path, functions in sorted(run.items()):
-                print(f"    {path.relative_to(ROOT)!s:<42}{lines([path]):>5}  {', '.join(sorted(functions))}")
+                print(f"    {path.relative_to(ROOT)!s:<42}{count_lines([path]):>5}  {', '.join(sorted(functions))}")
 
 
 if __name__ == "__main__":

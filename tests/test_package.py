@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import reading
 
 ROOT = Path(__file__).parent.parent
 
@@ -254,19 +255,11 @@ def test_no_room_uses_a_private_name_of_another_one():
     assert not wrong
 
 
-def needed(module: str) -> set[str]:
-    """The files that a module imports, with itself and all that they import."""
-    found, todo, known = set(), [module], imports()
-    while todo:
-        if (name := todo.pop()) not in found:
-            found.add(name)
-            todo += known[name]
-    return found
-
-
-@pytest.mark.parametrize(("operation", "most"), [("layer_norm", 12), ("attention_block", 29)])
-def test_an_operation_imports_what_it_needs_alone(operation, most):
-    assert len(needed(f"vitfast.ops.{operation}")) <= most, sorted(needed(f"vitfast.ops.{operation}"))
+@pytest.mark.parametrize("operation, files, lines", [("layer_norm", 8, 1900), ("mlp_block", 13, 3000)])
+def test_an_operation_is_read_in_one_sitting(operation, files, lines):
+    """From the call to the kernel and back."""
+    run = reading.functions_run(operation)
+    assert len(run) <= files and reading.count_lines(run) <= lines, sorted(map(str, run))
 
 
 @pytest.mark.slow

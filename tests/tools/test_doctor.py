@@ -91,7 +91,7 @@ def test_on_a_gpu_doctor_names_ptxas_and_what_is_missing(monkeypatch, major=9):
     assert f"release {facts['ptxas']}," in said and list(facts)[2:4] == ["triton", "ptxas"]
     assert "launcher" not in facts and facts["cublaslt"] == "built, for linear_residual" and "tiles" not in facts
     gpu.major, gpu.minor = 8, 6
-    monkeypatch.setattr(launch, "generation", lambda _: 89)
+    monkeypatch.setattr(tiles, "generation", lambda _: 89)
     assert doctor.machine()["tiles"].startswith("those of sm_89, as sm_86 has no table of its own")
     monkeypatch.setenv("CC", "no-such-compiler")
     reason = "Triton cannot build any that is not in its cache: CC is 'no-such-compiler', which is not a program"

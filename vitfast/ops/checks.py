@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..values import Activation
+from ..errors import Activation
 
 Approximate = Literal["none", "tanh"]  # the kinds of GELU, in torch's words
 

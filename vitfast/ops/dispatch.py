@@ -175,8 +175,8 @@ def autocasts(*keep: str) -> Callable[[Function], Function]:
 
             with torch.autocast(device, enabled=False):
                 # Where there are too many arguments, the function itself is to refuse them.
-                given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
-                return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
+                args = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
+                return function(*args, **{name: cast(name, a) for name, a in kwargs.items()})
 
         return wrapper
 
@@ -193,23 +193,23 @@ def _key(leaves: list) -> tuple | None:
     """All that the checks of these arguments go by; None where it may be more."""
     if torch.compiler._is_exporting_flag or transformed():
         return None
-    found = [current_mode(), torch.is_grad_enabled(), tiles.state]
+    key = [current_mode(), torch.is_grad_enabled(), tiles.state]
     for x in leaves:
         kind = type(x)
         if kind in _NUMBERS:
-            found += kind, x
+            key += kind, x
         elif kind in _TENSORS and x.layout is torch.strided and (x.is_floating_point() or not at_hand(x)):
-            found += x.dtype, x.shape, x.device, x.requires_grad
+            key += x.dtype, x.shape, x.device, x.requires_grad
         else:  # the checks read what is in offsets that the host has
             return None
-    return tuple(found)
+    return tuple(key)
 
 
 def _route(call: Call, leaves: list) -> tuple | None:
     """An operation and its arguments, (index in leaves or -1, constant); None where it takes others."""
     at = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    made = any(isinstance(value, Tensor) and id(value) not in at for value in call.values)
-    if made or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor
+    computed = any(isinstance(value, Tensor) and id(value) not in at for value in call.values)
+    if computed or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor
         return None
     return call.operation, [(at[id(x)], None) if isinstance(x, Tensor) else (-1, x) for x in call.values]
 
@@ -230,13 +230,13 @@ def routed(function: Function) -> Function:
         if route is not None:
             operation, arguments = route
             return operation.run(*[value if i < 0 else leaves[i] for i, value in arguments])
-        found = function(*args, **kwargs)
-        if not isinstance(found, Call):
-            return found
+        result = function(*args, **kwargs)
+        if not isinstance(result, Call):
+            return result
         if key is not None:
             if len(routes) >= MOST:
                 routes.clear()
-            routes[key] = _route(found, leaves)
-        return found.run()
+            routes[key] = _route(result, leaves)
+        return result.run()
 
     return call  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..values import Activation
+from ..errors import Activation
 from . import blocks as block
 from . import checks as check
 from . import reference as ref

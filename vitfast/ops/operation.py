@@ -6,6 +6,7 @@ needed gradients, fake gradients and unpacking are made from the annotations of 
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -39,30 +40,26 @@ class _Field(NamedTuple):
 
 
 @functools.cache
-def _own_fields(arguments: type) -> list[_Field]:
-    found = []
-    for name, hint in get_type_hints(arguments, include_extras=True).items():
-        optional = type(None) in get_args(hint)
-        found.append(_Field(name, get_args(hint)[0] if optional else hint, optional))
-    return found
+def _top_fields(arguments: type) -> list[_Field]:
+    hints = [(name, hint, get_args(hint)) for name, hint in get_type_hints(arguments, include_extras=True).items()]
+    return [_Field(name, *((of[0], True) if type(None) in of else (hint, False))) for name, hint, of in hints]
 
 
 def _fields(arguments: type) -> list[_Field]:
     """The fields of a NamedTuple, those of NamedTuples in it included: an operation's arguments."""
-    parts = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _own_fields(arguments))
-    return [field for part in parts for field in part]
+    nested = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _top_fields(arguments))
+    return list(itertools.chain.from_iterable(nested))
 
 
 def _build(arguments: type, values: Iterator) -> Any:
     """A NamedTuple of this type from its next values, in the order of _fields."""
-    kinds = [field.kind for field in _own_fields(arguments)]
+    kinds = [field.kind for field in _top_fields(arguments)]
     return arguments._make([_build(k, values) if hasattr(k, "_fields") else next(values) for k in kinds])
 
 
 def flat(t: tuple) -> list:
     """The values of a NamedTuple in the order of _fields."""
-    parts = (flat(value) if isinstance(value, tuple) else [value] for value in t)
-    return [value for part in parts for value in part]
+    return [leaf for value in t for leaf in (flat(value) if isinstance(value, tuple) else (value,))]
 
 
 def needs_grad(*values: Any) -> bool:
@@ -201,7 +198,7 @@ class custom_op:
         self.arguments, self.saved = arguments, saved
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
-        tensors, options = ([f for f in fields if f.is_tensor is wanted] for wanted in (True, False))
+        tensors, options = ([f for f in fields if f.is_tensor is tensor] for tensor in (True, False))
         # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold places: of arguments
         # with gradients and of options, of what is saved among arguments and outputs, of arguments in the derivative.
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
@@ -216,10 +213,10 @@ class custom_op:
         self.operation = Registered(name, schemas, len(outputs), run, fake, *autograd)
         schemas = ["Tensor dout"] if len(results) == 1 else [f"Tensor? d{name}" for name in results]
         schemas += [*(f"Tensor? {name}" for name in order), *(f.schema for f in options), "bool[] needs"]
-        made = len(self.trained), self._backward, self._fake_backward, self._refuse, None
-        self.derivative = Registered(f"{name}_backward", schemas, *made)
+        functions = self._backward, self._fake_backward, self._refuse, None
+        self.derivative = Registered(f"{name}_backward", schemas, len(self.trained), *functions)
         # Dynamo, which traces backward where autograd is compiled, takes functions and no methods.
-        forward, backward = lambda *given: self._forward_eager(*given), lambda *given: self._differentiate(*given)
+        forward, backward = lambda *args: self._forward_eager(*args), lambda *args: self._differentiate(*args)
         eager = dict(forward=staticmethod(forward), backward=staticmethod(backward))
         self.function = type(name, (torch.autograd.Function,), eager)
 
@@ -230,13 +227,13 @@ class custom_op:
     def run(self, *values) -> Any:
         """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or _overridden(values):
-            found = self.operation.call(*values)
+            outputs = self.operation.call(*values)
         elif needs_grad(*values):
             return self.function.apply(*values)
         else:
             with _BelowAutograd():
-                found = self.operation.call(*values)
-        return _several(_as_tuple(found)[: len(self.results)])
+                outputs = self.operation.call(*values)
+        return _several(_as_tuple(outputs)[: len(self.results)])
 
     def build(self, values: Iterable) -> Any:
         """`arguments` from their values, flat."""
@@ -244,9 +241,9 @@ class custom_op:
 
     def _forward(self, function: Callable, *values) -> Any:
         """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
-        *outs, held = function(self.build(values))
-        held = flat(held)
-        return _several(outs + [outs[0].new_empty(_ABSENT) if held[i] is None else held[i] for i in self.written])
+        *outs, saved = function(self.build(values))
+        saved = flat(saved)
+        return _several(outs + [outs[0].new_empty(_ABSENT) if saved[i] is None else saved[i] for i in self.written])
 
     def _forward_eager(self, ctx, *values) -> Any:
         with _BelowAutograd():
@@ -279,36 +276,36 @@ class custom_op:
 
     def _differentiate(self, ctx, *douts) -> tuple[Tensor | None, ...]:
         douts = douts[: len(self.results)]
-        found = [*[None] * len(self.taken), *douts]  # the gradients of arguments, then of results, as ties count them
-        asked = [*ctx.needs_input_grad, *[False] * len(douts)]
-        tied = [(i, other) for i, other in ctx.ties if asked[i]]
+        grads = [*[None] * len(self.taken), *douts]  # of arguments, then of results, as ties count them
+        wanted = [*ctx.needs_input_grad, *[False] * len(douts)]
+        tied = [(i, other) for i, other in ctx.ties if wanted[i]]
         for i, other in tied:
-            asked[i], asked[other] = False, True
-        needs = [asked[i] for i in self.trained]
+            wanted[i], wanted[other] = False, True
+        needs = [wanted[i] for i in self.trained]
         if any(needs) and any(dout is not None for dout in douts):
-            given = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
+            inputs = *douts, *ctx.saved_tensors, *ctx.options, needs  # a checkpoint runs forward here, with autograd
             traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
             with contextlib.nullcontext() if traced else _BelowAutograd():
-                grads = _as_tuple(self.derivative.call(*given))
-            for i, gradient, need in zip(self.trained, grads, needs):
-                found[i] = gradient if need else None
+                outputs = _as_tuple(self.derivative.call(*inputs))
+            for i, gradient, need in zip(self.trained, outputs, needs):
+                grads[i] = gradient if need else None
         for i, other in tied:
-            found[i] = found[other]
-        return tuple(found[: len(self.taken)])
+            grads[i] = grads[other]
+        return tuple(grads[: len(self.taken)])
 
     def _backward(self, *values) -> Any:
         """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
         douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
-        t, held = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
-        found = self.backward(*douts, t, held, self._flags(needs))
+        t, saved = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
+        grads = self.backward(*douts, t, saved, self._flags(needs))
         dout = next(dout for dout in douts if dout is not None)
-        return _several([found[self.taken[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs)])
+        return _several([grads[self.taken[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs)])
 
     def _fake_backward(self, *values) -> Any:
         rest, needs = values[len(self.results) : -1], values[-1]
         dout = next(dout for dout in values if dout is not None)
-        given = (rest[self.at[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs))
-        like = (rest[self.saved_at.start] if x is None else x for x in given)
+        like = (rest[self.at[i]] if need else dout.new_empty(0) for i, need in zip(self.trained, needs))
+        like = (rest[self.saved_at.start] if x is None else x for x in like)
         return _several([torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like])
 
     def _refuse(self, ctx, *_):
