@@ -58,15 +58,6 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def stream(device: torch.device):
-    """The current stream, as Triton takes it; None in its interpreter."""
-    if INTERPRETED:
-        return None
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream(device.index)
-
-
 class _Taping(threading.local):
     tape = None
 

@@ -290,29 +290,12 @@ def layer_norm_fwd(
     z = None if residual is None else torch.empty((M, D), dtype=residual.dtype, device=x.device)
     mean = None if rms else torch.empty(M, dtype=torch.float32, device=x.device)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    launch(
-        layer_norm_fwd_kernel,
-        (cdiv(M, config["BLOCK_M"]),),
-        x_ptr=x,
-        res_ptr=residual,
-        ls_ptr=contiguous_or_none(layer_scale),
-        dp_ptr=contiguous_or_none(drop_path),
-        w_ptr=contiguous_or_none(weight),
-        b_ptr=contiguous_or_none(bias),
-        y_ptr=y,
-        z_ptr=z,
-        mean_ptr=mean,
-        rstd_ptr=rstd,
-        M=M,
-        rows_per_sample=rows_per_sample,
-        stride_x=row_stride(x),
-        stride_res=row_stride(residual),
-        eps=eps,
-        D=D,
-        ALIGN=row_alignment(x, residual),
-        BLOCK_D=chunk_width(D),
-        **config.meta,
-    )
+    vectors = dict(ls_ptr=layer_scale, dp_ptr=drop_path, w_ptr=weight, b_ptr=bias)
+    pointers = {name: contiguous_or_none(t) for name, t in vectors.items()}
+    pointers |= dict(x_ptr=x, res_ptr=residual, y_ptr=y, z_ptr=z, mean_ptr=mean, rstd_ptr=rstd)
+    sizes = dict(M=M, rows_per_sample=rows_per_sample, stride_x=row_stride(x), stride_res=row_stride(residual))
+    flags = dict(D=D, ALIGN=row_alignment(x, residual), BLOCK_D=chunk_width(D), **config.meta)
+    launch(layer_norm_fwd_kernel, (cdiv(M, config["BLOCK_M"]),), **pointers, **sizes, eps=eps, **flags)
     return y, z, mean, rstd
 
 
@@ -369,25 +352,11 @@ def layer_norm_bwd(
     dtypes = [*(None if t is None else t.dtype for t in summed), torch.float32 if want_dz_sum else None]
     workspaces = tuple(None if t is None else z.new_empty(programs, D, dtype=torch.float32) for t in dtypes)
     inputs = dy, z, dz, branch if want_layer_scale else None
-    launch(
-        layer_norm_bwd_kernel,
-        (programs,),
-        in_ptrs=inputs,
-        strides=tuple(map(row_stride, inputs)),
-        w_ptr=contiguous_or_none(weight),
-        b_ptr=contiguous_or_none(bias) if want_y else None,
-        mean_ptr=mean,
-        rstd_ptr=rstd,
-        ls_ptr=contiguous_or_none(layer_scale),
-        dp_ptr=contiguous_or_none(drop_path),
-        out_ptrs=(dres, dx, y),
-        ws_ptrs=workspaces,
-        M=M,
-        rows_per_sample=rows_per_sample,
-        D=D,
-        ALIGN=row_alignment(*inputs),
-        BLOCK_D=chunk_width(D),
-        **flags,
-    )
+    vectors = dict(w_ptr=weight, b_ptr=bias if want_y else None, ls_ptr=layer_scale, dp_ptr=drop_path)
+    pointers = {name: contiguous_or_none(t) for name, t in vectors.items()}
+    pointers |= dict(in_ptrs=inputs, mean_ptr=mean, rstd_ptr=rstd, out_ptrs=(dres, dx, y), ws_ptrs=workspaces)
+    sizes = dict(strides=tuple(map(row_stride, inputs)), M=M, rows_per_sample=rows_per_sample)
+    flags |= dict(D=D, ALIGN=row_alignment(*inputs), BLOCK_D=chunk_width(D))
+    launch(layer_norm_bwd_kernel, (programs,), **pointers, **sizes, **flags)
     sums = column_sums(z, (*workspaces, *more_sums), dtypes + [more_dtype] * len(more_sums))
     return Grads(dres, dx, *sums[:4], y, tuple(sums[4:]))

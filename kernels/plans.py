@@ -73,6 +73,26 @@ class Plan(NamedTuple):
     kernels: tuple
     launches: int
 
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody hooks a kernel, which then must be launched by Triton itself."""
+        return any(kernel.pre_run_hooks for kernel in self.kernels)
+
+    def __call__(self, values: Sequence, device: torch.device) -> Tensor | tuple[Tensor, ...]:
+        """The results of the operation for these arguments, on the current stream of the device."""
+        launch.count(self.launches)
+        with launch.on(device):
+            return self.run(*values, _stream(device))
+
+
+def _stream(device: torch.device):
+    """The current stream, as Triton takes it; None in its interpreter."""
+    if INTERPRETED:
+        return None
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream(device.index)
+
 
 class Recorder(TorchDispatchMode):
     """Writes the source of a plan while an operation runs.
@@ -227,3 +247,10 @@ def _tensors(values: Iterable) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
+
+
+def recorded(run: Callable, values: Sequence) -> tuple[Tensor | tuple[Tensor, ...], Plan | str]:
+    """The results of run(*values), and the plan that computes them, or why there can be none."""
+    with Recorder(values) as recorder, launch.taped(recorder):
+        outputs = run(*values)
+    return outputs, recorder.plan(outputs)

@@ -25,9 +25,7 @@ from . import user_table
 INVARIANT = ("triton", "tiled")
 
 
-# ---- GPU generations: those with configurations of their own, and what another GPU takes
-
-GENERATIONS = (80, 89, 90, 100, 120)
+GENERATIONS = (80, 89, 90, 100, 120)  # of GPUs, with configurations of their own
 # Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
 # sm_86 has no more shared memory than sm_89, and less than sm_80.
 TABLE_OF = {86: 89, 87: 80, 103: 100, 121: 120}
@@ -57,9 +55,6 @@ def generation(device: torch.device) -> int:
     if device.type != "cuda":
         return 90
     return _generation(torch.cuda.current_device() if device.index is None else device.index)
-
-
-# ---- modes of a thread
 
 
 class _Value:
@@ -107,9 +102,6 @@ BATCH_INVARIANT = ThreadMode("vitfast.batch_invariant", False)
 def batch_invariant() -> bool:
     """Whether bits of a sample must not depend on its batch; compiled code never runs in that mode."""
     return not torch.compiler.is_compiling() and BATCH_INVARIANT.current()
-
-
-# ---- configurations
 
 
 @dataclass(frozen=True)

@@ -97,13 +97,13 @@ def linear_kernel(
     PERSISTENT: tl.constexpr,
 ):
     pointers = (bias_ptr, res_ptr, ls_ptr, dp_ptr, out_ptr)
-    given = (a_ptr, b_ptr, pointers, (M, N, K), strides, rows_per_sample, stride_rm, stride_om)
+    operands = (a_ptr, b_ptr, pointers, (M, N, K), strides, rows_per_sample, stride_rm, stride_om)
     if PERSISTENT:  # the loop costs registers, which masked operands do not leave
         blocks = count_blocks(M, N, BLOCK_M, BLOCK_N)
         for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
-            linear_block(pid, *given, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
+            linear_block(pid, *operands, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
     else:
-        linear_block(tl.program_id(0), *given, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
+        linear_block(tl.program_id(0), *operands, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
 
 
 configures("linear_fwd")(linear_configs)
@@ -112,21 +112,15 @@ configures("input_grad")(linear_configs)
 
 @configures("linear_residual_fwd")
 def _residual_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """fc2 and its residual: flattened 329 us, where it was measured as above; cuBLASLt 320.
+    """fc2 and its residual: flattened 329 us, measured as linear_gelu in mlp.py was; cuBLASLt 320.
 
     Descriptors and a program for each block took 415. proj and its residual took 132 (139, 116). Blocks of 128 x 128
     run two programs on a multiprocessor, one's epilogue under the other's product. Flattened, they were faster only
     where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105 (113). What
     is read ahead would leave room for one program.
     """
-    narrow = shape.endswith("x384")
-    best = (
-        CUBLAS
-        if shape.endswith("f")
-        else persistent_config(4, columns=128, ahead=0)
-        if narrow
-        else persistent_config(4)
-    )
+    best = persistent_config(4, columns=128, ahead=0) if shape.endswith("x384") else persistent_config(4)
+    best = CUBLAS if shape.endswith("f") else best
     return linear_configs(shape, bits, sm, best if sm == 90 and bits == "16" else pointer_config(bits, sm), pieces=4)
 
 
@@ -155,28 +149,16 @@ def _launch_linear(
         launch_persistent(x, weight, config, kind, linear_epilogue, out, None, bias, early, others)
         return out
     grid, shared = row_product(x, weight, config, kind)
-    launch(
-        linear_kernel,
-        grid,
-        **shared,
-        bias_ptr=contiguous_or_none(bias),
-        res_ptr=residual,
-        ls_ptr=factors[0],
-        dp_ptr=factors[1],
-        out_ptr=out,
-        rows_per_sample=rows_per_sample,
-        stride_rm=stride_rm,
-        stride_om=n,
-        PERSISTENT=config.provider == "flattened",
-    )
+    shared |= dict(bias_ptr=contiguous_or_none(bias), res_ptr=residual, ls_ptr=factors[0], dp_ptr=factors[1])
+    sizes = dict(rows_per_sample=rows_per_sample, stride_rm=stride_rm, stride_om=n)
+    launch(linear_kernel, grid, **shared, out_ptr=out, **sizes, PERSISTENT=config.provider == "flattened")
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x (M, K), weight (N, K) -> (M, N) in x's dtype."""
-    config = tiles.lookup(
-        "linear_fwd", x, product_class(x.shape[1], weight.shape[0]), unfit(x, weight, columns=weight.shape[0])
-    )
+    n, k = weight.shape
+    config = tiles.lookup("linear_fwd", x, product_class(k, n), unfit(x, weight, columns=n))
     if config.provider == "cublas":
         return F.linear(x, weight, bias)
     return _launch_linear(x, weight, bias, config, "nt")

@@ -34,7 +34,7 @@ def launches_of_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(plans, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_compiled", compiled)
-    monkeypatch.setattr(launch, "stream", lambda device: 7)
+    monkeypatch.setattr(plans, "_stream", lambda device: 7)
     return found
 
 

@@ -182,7 +182,7 @@ def test_a_stream_is_read_at_each_call(monkeypatch):
         for _ in range(3):
             planned(x, 3)
         for stream in (5, 9):
-            monkeypatch.setattr(launch, "stream", lambda device, stream=stream: stream)
+            monkeypatch.setattr(plans, "_stream", lambda device, stream=stream: stream)
             planned(x, 3)
             assert launched[-1][1] == (3, 1, 1, stream)
 

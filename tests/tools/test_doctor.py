@@ -16,7 +16,7 @@ from processes import SERVER
 from tool_children import deadly
 from triton.backends.nvidia import compiler
 
-from vitfast.kernels import launch, tiles
+from vitfast.kernels import tiles
 from vitfast.kernels.attention import launchers as attention
 from vitfast.tools import child, doctor
 

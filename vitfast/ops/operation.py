@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..kernels import launch, tiles
-from ..kernels.plans import MOST, Plan, Recorder
+from ..kernels.plans import MOST, Plan, recorded
 
 Constant = Annotated[Tensor, "constant"]  # a tensor that never has a gradient
 _TENSORS = (Tensor, Constant)
@@ -91,21 +91,14 @@ def planned(run: Callable) -> Callable:
             return run(*values)
         key, device = _plan_key(values)
         plan = plans.get(key, "new")
+        if plan is None:
+            outputs, plans[key] = recorded(run, values)
+            return outputs
         if plan == "new":
             if len(plans) >= MOST:
                 plans.clear()
             plans[key] = None
-            return run(*values)
-        if plan is None:
-            with Recorder(values) as recorder, launch.taped(recorder):
-                outputs = run(*values)
-            plans[key] = recorder.plan(outputs)
-            return outputs
-        if isinstance(plan, str) or any(kernel.pre_run_hooks for kernel in plan.kernels):
-            return run(*values)
-        launch.count(plan.launches)
-        with launch.on(device):
-            return plan.run(*values, launch.stream(device))
+        return run(*values) if isinstance(plan, str) or plan.hooked else plan(values, device)
 
     call.plans = plans
     return call
@@ -346,8 +339,3 @@ def resized(x: Tensor, *shape: int) -> Tensor:
     The result is no view of x: a view that an operation returns may not be changed in place, and FSDP2 warns of it.
     """
     return x.resize_(shape)
-
-
-def meta_like(x: Tensor | None) -> Tensor | None:
-    """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
-    return None if x is None else x.new_empty(()).expand(x.shape)

@@ -11,11 +11,16 @@ from . import checks as check
 from . import packed
 from . import reference as ref
 from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted
-from .operation import Constant, NothingSaved, custom_op, meta_like, needs_grad
+from .operation import Constant, NothingSaved, custom_op, needs_grad
 
 if NO_TRITON is None:
     from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
     from ..kernels.patch_embed.forward import patch_embed_fwd
+
+
+def _meta_like(x: Tensor | None) -> Tensor | None:
+    """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
+    return None if x is None else x.new_empty(()).expand(x.shape)
 
 
 class _Arguments(NamedTuple):
@@ -58,8 +63,8 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
     """The arguments as backward reads them: vectors by shape and dtype, images only where needed."""
-    t = t._replace(images=t.images if needs.images or needs.weight else None, bias=meta_like(t.bias))
-    return t._replace(cls_token=meta_like(t.cls_token), pos_embed=meta_like(t.pos_embed))
+    t = t._replace(images=t.images if needs.images or needs.weight else None, bias=_meta_like(t.bias))
+    return t._replace(cls_token=_meta_like(t.cls_token), pos_embed=_meta_like(t.pos_embed))
 
 
 def _backward(dy: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
