@@ -1,4 +1,4 @@
-"""Proposes ops.mlp_block and ops.gated_mlp_block, and ops.mlp and ops.gated_mlp without the block."""
+"""Proposes ops.mlp_block and ops.gated_mlp_block; outside of blocks, ops.mlp and ops.gated_mlp."""
 
 import itertools
 import operator
@@ -9,7 +9,7 @@ from torch.fx import Node
 from .. import ops
 from ..ops.reference import ACTIVATIONS
 from .arguments import halves
-from .graph import Call, Positions, Proposal, Region, Unrecognised
+from .graph import Call, Candidate, Positions, Proposal, Unrecognised
 from .nodes import argument, name_of, shape_of
 from .parts import ATTENTIONS, Parts, call_block, common_arguments, linear_of, parts_of
 
@@ -17,7 +17,7 @@ GATES = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 
 
 def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
-    """The blocks that a region with linear layers and no attention may be."""
+    """Proposes MLP blocks for a region with linear layers and no attention."""
     inner_norm = [n for n in parts.norms if n in parts.after(parts.linears[0].node)]
     outer = [n for n in parts.norms if n not in inner_norm]
     if not set(parts.after(parts.linears[-1].node)).isdisjoint(parts.norms):
@@ -34,8 +34,8 @@ def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
         yield Proposal(f"{operation.replace('_', ' ').replace('mlp', 'MLP')} block", build)
 
 
-def mlp_alone(positions: Positions, out: Node) -> tuple[Region, Iterator[Proposal]] | None:
-    """The region that ends in this layer and may be an MLP; None where there is no layer in front."""
+def mlp_alone(positions: Positions, out: Node) -> Candidate | None:
+    """Proposes an MLP for the region that ends in `out`; None if that is no linear layer behind others."""
     source = _input_of_first_layers(out)
     nodes = [] if source is None else positions.between(source, out)
     if not nodes:
@@ -55,15 +55,15 @@ def mlp_alone(positions: Positions, out: Node) -> tuple[Region, Iterator[Proposa
 
 
 def _input_of_first_layers(out: Node) -> Node | None:
-    """The one tensor that all layers read which come just before this one."""
-    stack, seen, sources = [linear_of(out).x], set(), set()
+    """Returns the tensor that all linear layers just before this one read; None if there is no such one."""
+    stack, visited, sources = [] if (last := linear_of(out)) is None else [last.x], set(), set()
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        if len(seen) > 30 or name_of(node) in ATTENTIONS:
+        if len(visited) > 30 or name_of(node) in ATTENTIONS:
             return None
-        seen.add(node)
+        visited.add(node)
         if (layer := linear_of(node)) is not None:
             sources.add(layer.x)
         elif node.op != "placeholder" or len(shape_of(node) or ()) > 1:
@@ -72,7 +72,9 @@ def _input_of_first_layers(out: Node) -> Node | None:
 
 
 def _layers(parts: Parts, inner_norm: list[Node]) -> Iterator[tuple[str, Callable[[Call], tuple], dict]]:
-    """("mlp" or "gated_mlp", its layers' weights and biases in the operation's order, other arguments)."""
+    """Yields MLPs that the linear layers may be: (operation, layers, keyword arguments).
+
+    operation: "mlp" or "gated_mlp". layers(call): weights and biases in the operation's order."""
     if len(parts.linears) not in (2, 3) or len(inner_norm) > 1:
         raise Unrecognised(f"{len(parts.linears)} linear layers and no attention")
     *first, out = parts.linears
