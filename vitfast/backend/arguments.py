@@ -61,7 +61,7 @@ def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.d
 def shown_keys(mask: Tensor, hides: bool) -> Tensor:
     """Returns the number (B,) of keys that the first row of each sample's mask (B, ..., N) shows.
 
-    The mask is boolean, and `hides` if True hides a key, or it has the numbers 0 and -inf."""
+    A boolean mask shows keys by True, or by False if it `hides`; any other has 0 for shown keys, and -inf."""
     rows = mask.flatten(1, -2)[:, 0] if mask.dim() > 2 else mask
     rows = rows if rows.dtype == torch.bool else rows == 0
     return rows.shape[-1] - rows.sum(-1) if hides else rows.sum(-1)

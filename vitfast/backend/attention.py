@@ -40,20 +40,14 @@ def attention_alone(positions: Positions, node: Node) -> Candidate | None:
     shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
     if len({shape_of(q), shape, shape_of(v)}) != 1 or len(shape) not in (3, 4):
         raise Unrecognised("q, k and v of different shapes")
-    samples = shape[0] if len(shape) == 4 else 1
+    samples, dtype = shape[0] if len(shape) == 4 else 1, tensor_of(q).dtype
 
-    def proposals() -> Iterator[Proposal]:
-        for order in axes:
-            for masked in mask_arguments(masks, samples, partial(write_bias, -1, tensor_of(q).dtype)):
+    def build(order, masked, call):
+        keys = call(Tensor.transpose, k, -2, -1) if transposed else k
+        return call(attend, _multiplied(call, q, factors, dtype), keys, v, scale, order, **masked(call))
 
-                def build(call, order=order, masked=masked):
-                    keys = call(Tensor.transpose, k, -2, -1) if transposed else k
-                    queries = _multiplied(call, q, factors, tensor_of(q).dtype)
-                    return call(attend, queries, keys, v, scale, order, **masked(call))
-
-                yield Proposal("attention", build)
-
-    return positions.around(nodes, q), proposals()
+    ways = itertools.product(axes, mask_arguments(masks, samples, partial(write_bias, -1, dtype)))
+    return positions.around(nodes, q), (Proposal("attention", partial(build, *way)) for way in ways)
 
 
 def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
@@ -152,27 +146,27 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     candidates += [(axis, order) for axis in range(2) for order in orders]
     ways = _ways(parts, roles.tokens, roles.masks, partial(write_bias, roles.heads, tensor_of(out[0].node).dtype))
     ways = [(False, lambda call: packing)] if packing else ways
-    for rows, rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
-        def build(call, rows=rows, rope=rope, first=first, masked=masked):
-            weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
-            qkv = weights[0], biases[0]
-            if len(weights) > 1 or scale != 1 or roles.factors or rows != candidates[0]:
-                factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
-                both = call(pack_qkv, list(weights), list(biases), roles.heads, *rows, factor)
-                qkv = [call(operator.getitem, both, i) for i in range(2)]
-            options = keywords(call) | masked(call)
-            if rope is not None:
-                cos, sin, layout, prefix = rope
-                width = inner // roles.heads
-                options |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
-                prefix = call(tokens_without_row, parts.region.source, cos[0]) if prefix is None else prefix
-                options |= dict(rope_layout=layout, num_prefix=prefix)
-            layers = *qkv, *out[0].parameters(call)
-            options |= dict(num_heads=roles.heads, tokens_first=first)
-            return call_block(parts, call, ops.attention_block, affine, layers, **options)
+    def build(rows, rope, way, call):
+        weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
+        qkv, (tokens_first, masked) = (weights[0], biases[0]), way
+        if len(weights) > 1 or scale != 1 or roles.factors or rows != candidates[0]:
+            factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
+            both = call(pack_qkv, list(weights), list(biases), roles.heads, *rows, factor)
+            qkv = [call(operator.getitem, both, i) for i in range(2)]
+        options = keywords(call) | masked(call)
+        if rope is not None:
+            cos, sin, layout, prefix = rope
+            width = inner // roles.heads
+            options |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
+            prefix = call(tokens_without_row, parts.region.source, cos[0]) if prefix is None else prefix
+            options |= dict(rope_layout=layout, num_prefix=prefix)
+        layers = *qkv, *out[0].parameters(call)
+        options |= dict(num_heads=roles.heads, tokens_first=tokens_first)
+        return call_block(parts, call, ops.attention_block, affine, layers, **options)
 
-        yield Proposal("attention block", build)
+    for choice in itertools.product(candidates, _rope_candidates(parts, roles), ways):
+        yield Proposal("attention block", partial(build, *choice))
 
 
 def _ways(
@@ -203,13 +197,12 @@ def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
         tensors = [call(module_mask, mask.node, heads, mask.node is padding) for mask in masks]
         return call(logit_bias, tensors, [True] * len(masks), heads, tensor_of(_first_output(node)).dtype)
 
-    for first, masked in _ways(parts, shape_of(argument(node, 0, "query"))[0], masks, as_bias):
+    def build(tokens_first, masked, call):
+        options = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=tokens_first)
+        return call_block(parts, call, ops.attention_block, affine, layers, **options)
 
-        def build(call, first=first, masked=masked):
-            options = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=first)
-            return call_block(parts, call, ops.attention_block, affine, layers, **options)
-
-        yield Proposal("attention block", build)
+    for way in _ways(parts, shape_of(argument(node, 0, "query"))[0], masks, as_bias):
+        yield Proposal("attention block", partial(build, *way))
 
 
 def _first_output(node: Node) -> Node:

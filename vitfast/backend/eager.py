@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from ..kernels.launch import batch_invariant
 from ..ops.fusable import own_forward
 from . import replace_blocks
-from .packed import Lengths, lengths_as_symbols
+from .packed import CheckedSplits, lengths_as_symbols
 from .parts import Choices
 from .reports import Entry, Report
 
@@ -86,7 +86,7 @@ def _run(module, args, kwargs):
 
 
 def _run_with_lengths(module, args, kwargs):
-    with Lengths():
+    with CheckedSplits():
         return _run(module, args, kwargs)
 
 
@@ -234,7 +234,7 @@ class _Forward:
 
 
 def _text_of(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # of our own backend
+    error = getattr(error, "inner_exception", error)  # Dynamo wraps errors of our backend
     first = str(error).strip().partition("\n")[0]
     return f"it cannot be captured ({first or type(error).__name__})"
 

@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,21 +63,21 @@ def _proposals(
 
     chain: the nodes that normalise uint8 images. cropped: whether the convolution leaves out rows or columns of the
     images. as_image: whether the region ends in the convolution, so that its output is (B, D, H / P, W / Q)."""
+
+    def build(weight, call):
+        layer = [weight(call), bias]
+        if chain:
+            both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
+            layer = [call(operator.getitem, both, i) for i in (0, 1)]
+        if steps:
+            both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
+            layer += [call(operator.getitem, both, i) for i in (0, 1)]
+        images = call(whole_patches, source, layer[0]) if cropped else source
+        tokens = call(ops.patch_embed, images, *layer)
+        return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
+
     for weight in weights:
-
-        def build(call, weight=weight):
-            layer = [weight(call), bias]
-            if chain:
-                both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
-                layer = [call(operator.getitem, both, i) for i in (0, 1)]
-            if steps:
-                both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
-                layer += [call(operator.getitem, both, i) for i in (0, 1)]
-            images = call(whole_patches, source, layer[0]) if cropped else source
-            tokens = call(ops.patch_embed, images, *layer)
-            return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
-
-        yield Proposal("patch projection" if as_image else "patch embedding", build)
+        yield Proposal("patch projection" if as_image else "patch embedding", partial(build, weight))
 
 
 def _linear_of_patches(node: Node) -> tuple | None:

@@ -150,7 +150,7 @@ class Positions:
         return self._change_in_place(region, inside)
 
     def _change_in_place(self, region: Region, inside: set[Node]) -> str | None:
-        """Returns which change in place makes it wrong to compute the whole region at its output."""
+        """Returns which change in place forbids to compute the whole region where its output is, or None."""
         reads: dict[int | None, int] = {}
         for node in region.nodes:
             for a in (*node.all_input_nodes, node):

@@ -13,7 +13,7 @@ from .graph import Region, Unrecognised
 from .nodes import ADDS, CASTS, MULTIPLIES, argument, name_of, shape_of, size, tensor_of, value_of
 
 PACKED = "vitfast.backend.arguments.attend"  # the call that packed.join_pieces writes, before blocks are looked for
-MOST_PREFIX = 8  # the most tokens in front of the patches that are reckoned with
+MOST_PREFIX = 8  # tokens in front of the patches: class and register tokens
 # Functions whose whole numbers are all lengths: a new shape, or the sizes of axes and pieces.
 RESHAPES = frozenset({"view", "reshape", "expand", "unflatten", "_unsafe_view"})
 SIZED = frozenset({"layer_norm", "rms_norm", "multi_head_attention_forward", "split", "chunk"})
@@ -70,8 +70,7 @@ def ways_to_shrink(region: Region, numbers: Numbers) -> list[Lengths]:
     """Returns ways to shrink the lengths of a region for a run, to be tried in this order.
 
     proof._run checks that every tensor has its captured shape with the lengths replaced: then the region is the same
-    program on fewer tokens. Other whole numbers may be positions of tokens: if one is above MOST_PREFIX, none are left
-    out.
+    program on fewer tokens. Other whole numbers may be positions of tokens, and with one above MOST_PREFIX all stay.
     """
     places = [n for node in region.nodes if name_of(node) not in RESHAPES | SIZED for n in _numbers(node)]
     if packings_in(region):

@@ -36,7 +36,7 @@ def masks_of(nodes: list[Node], tokens: int) -> list[Mask]:
             masks |= {a: Mask(a) for a in node.all_input_nodes}
         elif name_of(node) in _FILLS:
             _, mask, hides = _filled(node)
-            if mask is None:  # a row whose keys are all hidden would have weights
+            if mask is None:  # softmax would give weights to a row whose keys are all hidden
                 raise Unrecognised("hidden keys have logits that are not -inf")
             masks[mask] = Mask(mask, hides)
     return [mask for node, mask in masks.items() if node not in inside and (shape_of(node) or ())[-1:] == (tokens,)]
@@ -73,9 +73,9 @@ def as_lengths(mask: Node) -> tuple[int, tuple[bool, ...]] | None:
 
 
 def random_mask(mask: Node, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draws a mask for a proof: by random lengths if it has a `direction`, else with both booleans in a row.
+    """Draws a mask for a proof: by random lengths if it has a `direction`, else one with both booleans.
 
-    In the latter case the seed 0 has one mask, and all other seeds have its negation."""
+    In the latter case seed 0 draws one mask, and all other seeds its negation."""
     if lengths := as_lengths(mask):
         way, expanded = lengths
         rows = [1 if same else n for n, same in zip(shape, expanded)]

@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch.fx import Node
 
@@ -14,6 +15,7 @@ from .nodes import argument, name_of, shape_of
 from .parts import ATTENTIONS, Parts, call_block, common_arguments, linear_of, parts_of
 
 GATES = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+KINDS = {"mlp": "MLP", "gated_mlp": "gated MLP"}
 
 
 def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
@@ -25,13 +27,13 @@ def mlp_blocks(parts: Parts) -> Iterator[Proposal]:
     if len(outer) != 1:
         raise Unrecognised(f"{len(parts.norms)} norms in an MLP block")
     affine, keywords = common_arguments(parts, outer[0], parts.linears[-1].node)
-    for operation, layers, extra in _layers(parts, inner_norm):
 
-        def build(call, operation=operation, layers=layers, extra=extra):
-            block = getattr(ops, f"{operation}_block")
-            return call_block(parts, call, block, affine, layers(call), **extra, **keywords(call))
+    def build(operation, layers, extra, call):
+        block = getattr(ops, f"{operation}_block")
+        return call_block(parts, call, block, affine, layers(call), **extra, **keywords(call))
 
-        yield Proposal(f"{operation.replace('_', ' ').replace('mlp', 'MLP')} block", build)
+    for mlp in _layers(parts, inner_norm):
+        yield Proposal(f"{KINDS[mlp[0]]} block", partial(build, *mlp))
 
 
 def mlp_alone(positions: Positions, out: Node) -> Candidate | None:
@@ -43,15 +45,10 @@ def mlp_alone(positions: Positions, out: Node) -> Candidate | None:
     region = positions.around(nodes, source)
     parts = parts_of(region)
 
-    def proposals():
-        for operation, layers, extra in _layers(parts, parts.norms):
+    def build(operation, layers, extra, call):
+        return call(getattr(ops, operation), source, *layers(call), **extra)
 
-            def build(call, operation=operation, layers=layers, extra=extra):
-                return call(getattr(ops, operation), source, *layers(call), **extra)
-
-            yield Proposal(operation.replace("_", " ").replace("mlp", "MLP"), build)
-
-    return region, proposals()
+    return region, (Proposal(KINDS[mlp[0]], partial(build, *mlp)) for mlp in _layers(parts, parts.norms))
 
 
 def _input_of_first_layers(out: Node) -> Node | None:
@@ -91,16 +88,16 @@ def _layers(parts: Parts, inner_norm: list[Node]) -> Iterator[tuple[str, Callabl
             raise Unrecognised("an inner norm that is no LayerNorm")
         names = dict(inner_norm_weight=(2, "weight"), inner_norm_bias=(3, "bias"), inner_eps=(4, "eps", 1e-5))
         extra = {key: argument(inner_norm[0], *place) for key, place in names.items()}
+
+    def layers(swapped, call):
+        if len(first) == 1:
+            both = call(halves, *first[0].parameters(call))
+            pieces = [call(operator.getitem, both, i) for i in range(4)]
+            gate, up = pieces[:2], pieces[2:]
+        else:
+            gate, up = (layer.parameters(call) for layer in first)
+        gate, up = (up, gate) if swapped else (gate, up)
+        return *up, *gate, *out.parameters(call)
+
     for activation, swapped in itertools.product(GATES, (False, True)):
-
-        def layers(call, swapped=swapped):
-            if len(first) == 1:
-                both = call(halves, *first[0].parameters(call))
-                pieces = [call(operator.getitem, both, i) for i in range(4)]
-                gate, up = pieces[:2], pieces[2:]
-            else:
-                gate, up = (layer.parameters(call) for layer in first)
-            gate, up = (up, gate) if swapped else (gate, up)
-            return *up, *gate, *out.parameters(call)
-
-        yield "gated_mlp", layers, dict(activation=activation, **extra)
+        yield "gated_mlp", partial(layers, swapped), dict(activation=activation, **extra)

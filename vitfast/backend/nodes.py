@@ -134,12 +134,10 @@ def layout_matters(node: Node) -> bool:
     """Whether the memory layout of a node's output may matter to a view, a random draw or the caller."""
     stack, visited = [node], set()
     while stack:
-        producer = stack.pop()
-        for user in producer.users:
+        node = stack.pop()
+        for user in node.users:
             name = name_of(user)
-            if user in visited or producer not in values_read(user):
-                continue
-            if name in _LAYS_OUT or name.startswith("vitfast."):
+            if user in visited or node not in values_read(user) or name in _LAYS_OUT or name.startswith("vitfast."):
                 continue
             if is_draw(user) or name not in _ANY_LAYOUT:
                 return True

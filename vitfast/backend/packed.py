@@ -22,7 +22,7 @@ from .. import ops
 from . import proof
 from .arguments import attend, logit_bias, offsets_of
 from .graph import Call, Positions, Region, Unrecognised
-from .lengths import Lengths as ShrunkLengths
+from .lengths import Lengths
 from .nodes import REARRANGEMENTS, VALUE_FREE, argument, is_draw, name_of, shape_of, storage_of, tensor_of, value_of
 
 # What stands between the splits and the concatenation of all pieces.
@@ -41,7 +41,7 @@ def lengths_as_symbols() -> Iterator[None]:
         yield
 
 
-class Lengths(TorchFunctionMode):
+class CheckedSplits(TorchFunctionMode):
     """Replaces torch.split by `split_pieces` in a function that Dynamo captures.
 
     Dynamo cuts the graph where a library compares a length with one, unless it is sure that pieces have more tokens.
@@ -182,7 +182,7 @@ def prove_pieces(pieces: Pieces) -> bool:
                 values[node] = proof._random(shape, generator).to(t.device).requires_grad_()
             env = dict(values)
             for node in pieces.region.nodes:
-                env[node] = proof._execute(node, env, ShrunkLengths({}, {}), last=False)
+                env[node] = proof._execute(node, env, Lengths({}, {}), last=False)
             theirs, call = env[node], functools.partial(proof._compute, values, proof._CASTS)
             upstream = proof._random(theirs.shape, generator).to(theirs.device)
             gradients = proof._gradients(theirs, values, upstream)

@@ -116,7 +116,8 @@ class _PackedGroup(Group):
 
     def patch_config(self, until_compiled: ExitStack, way: int) -> None:
         super().patch_config(until_compiled, way)
-        until_compiled.enter_context(torch._dynamo.config.patch(specialize_float=True))  # a varying eps hides a norm
+        numbers = torch._dynamo.config.patch(specialize_float=True)  # a symbolic eps would hide a norm
+        until_compiled.enter_context(numbers)
 
     def run_library(self, call: CompiledCall, args: tuple, kwargs: dict):
         raise Refused(call.why)

@@ -119,9 +119,7 @@ def is_number(value) -> bool:
 
 @functools.cache
 def default_eps(dtype: torch.dtype) -> float:
-    """Returns the eps that F.rms_norm takes by default for a dtype.
-
-    By PyTorch's version it is that of the dtype or of fp32; the call below tells which."""
+    """Returns the default eps of F.rms_norm: by PyTorch's version, it is that of the dtype or of fp32."""
     with _disable_current_modes(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x = torch.full((1, 4), 2.0**-10, dtype=dtype, device="cpu")
         error = lambda eps: (F.rms_norm(x, (4,)) - F.rms_norm(x, (4,), eps=eps)).abs().max()  # noqa: E731
@@ -294,7 +292,8 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
         options = dict(eps=eps, norm=kind)
         if scale is not None:
             shaped = scale if len(shape_of(scale)) == 1 else call(Tensor.flatten, scale)
-            shaped = call(Tensor.expand, shaped, width) if shape_of(scale) == (1,) else shaped  # a gate of the branch
+            if shape_of(scale) == (1,):  # one gate for the whole branch
+                shaped = call(Tensor.expand, shaped, width)
             options["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
         if drop_path is not None:
             options["drop_path"] = call(factors, drop_path, factor)

@@ -28,7 +28,7 @@ _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_forward", "conv2d"})
 
-ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample hides what mixes samples
+ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # with one, mixing of samples would be hidden
 OTHERS = (
     Numbers(samples=3, tokens=13, seed=2, wide=False, whole=True),
     Numbers(samples=3, tokens=13, seed=3, wide=True),
@@ -94,7 +94,7 @@ def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype |
 
 
 def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
-    """Does the same without a cache; raises Unrecognised if only the outputs of a first run are equal."""
+    """Does what `prove` does, but uncached; raises Unrecognised if only the first run's outputs are equal."""
     least = float("inf")
     with _apart(tensor_of(region.source).device):
         values, theirs = _first_run(region, ORDINARY)
@@ -218,7 +218,7 @@ def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, An
             values[node] = pixels(lengths.of(value.shape, node)).to(value.device)
         else:
             x = _random(lengths.of(value.shape, node), generator)
-            if x.dim() == 2:  # a weight keeps the size of what it multiplies
+            if x.dim() == 2:  # a weight, whose products shall be as large as its inputs
                 x *= x.shape[-1] ** -0.5
             if numbers.wide and node is not region.source:
                 x *= 1000
@@ -260,7 +260,7 @@ def _check_inputs(region: Region, autocast: torch.dtype | None) -> None:
 
 
 def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
-    """Returns the relative error of an output, or with a source of the branch, which may be much smaller."""
+    """Returns the error relative to the output, or to output - source if that branch is smaller."""
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         return float("inf")
     whole = theirs.norm()

@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -94,7 +93,7 @@ class _Rewriter:
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)
-        alone = [(partial(self._alone, propose), "") for propose in (mlp_alone, norm_alone)]
+        alone = [(functools.partial(self._alone, propose), "") for propose in (mlp_alone, norm_alone)]
         for replace, kind in ((self._patch_embedding, ""), (self._attention, "attention"), *alone):
             for node in list(self.graph.nodes):
                 if node in self.positions.place and node not in self.ours:  # else it was part of a replaced region
@@ -104,9 +103,9 @@ class _Rewriter:
         return entries
 
     def _guarded(self, replace, node: Node, kind: str = "") -> list[Entry]:
-        """Returns the entries of replace(node), or one entry on the error with which it left the graph.
+        """Returns the entries of replace(node), or one on an error in it, which leaves the part as it was.
 
-        Where no operation computes the part, there is an entry if `kind` says of which kind it is."""
+        Where no operation computes the part, it returns an entry of this kind, or none if the kind is empty."""
         try:
             return replace(node)
         except Unrecognised as reason:
@@ -171,28 +170,23 @@ class _Rewriter:
     def _replace(self, region: Region, proposals: Iterator[Proposal], kind: str, name: str) -> Entry:
         """Replaces a region by the first proposal that is proven; returns the report's entry on it.
 
-        kind: the entry's, where no proposal is proven. name: of the module that the region was captured in."""
+        kind: the entry's if no proposal is proven. name: of the module that the region was captured in."""
         inside = {self.ours[node] for node in region.nodes if node in self.ours}
         why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
-        if why is None:
-            dtypes = self.autocast(tensor_of(region.source).device.type)
-            proposal, why = self._proven(region, proposals, dtypes.get(region.output))
-            if proposal is not None:
-                kind = proposal.kind
-                self._write(region, proposal)
-        return Entry(kind, name, why)
-
-    def _proven(self, region: Region, proposals, dtype) -> tuple[Proposal | None, str | None]:
-        """Returns (the proven proposal, None), or (None, the reason why none is proven)."""
-        start = time.perf_counter()
+        if why is not None:
+            return Entry(kind, name, why)
+        dtypes, start = self.autocast(tensor_of(region.source).device.type), time.perf_counter()
         try:
-            proposal, proof = prove(region, proposals, dtype)
+            proposal, proof = prove(region, proposals, dtypes.get(region.output))
         except Unrecognised as reason:
-            return None, str(reason)
+            return Entry(kind, name, str(reason))
         finally:
             self.proof_seconds += time.perf_counter() - start
-        nearest = f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
-        return proposal, nearest if proposal is None else None
+        if proposal is None:
+            nearest = f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
+            return Entry(kind, name, nearest)
+        self._write(region, proposal)
+        return Entry(proposal.kind, name, None)
 
     def _write(self, region: Region, proposal: Proposal) -> None:
         """Writes a proposal's calls in front of the region's output, and erases the region they replace."""
