@@ -77,7 +77,7 @@ CASES |= {name: Family("torch", name, make, lambda b=batch: b) for name, (make, 
 def another_batch(name: str, batch: dict) -> dict:
     """The same samples and one more, for which layers have a graph of any size; nothing where samples lie in rows."""
     rows = any(word in name for word in ("Qwen", "Pixtral", "tokens first", "MAE", "size"))
-    if rows or (not eager._TOLD and name.startswith("torch")):  # 2.11 has no fake of torch's fused layer of any size
+    if rows or (not eager._HAS_LIMIT and name.startswith("torch")):  # in 2.11, torch's fused layer has no dynamic fake
         return {}
     return {k: torch.cat([x, x[:1]]) if len(x) == len(tensor(batch)) else x for k, x in batch.items()}
 

@@ -264,7 +264,7 @@ def test_outputs_of_layers_are_the_librarys(name, asked):
         for a, b in zip(*found):
             assert a is None or (a.shape == b.shape and torch.allclose(a, b, atol=1e-4))
         same(models, batch)
-        assert packed(models[0]) == [None] or not eager._TOLD, "without, it is packed again"
+        assert packed(models[0]) == [None] or not eager._HAS_LIMIT, "without, it is packed again"
 
 
 @pytest.mark.slow

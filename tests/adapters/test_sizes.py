@@ -90,7 +90,7 @@ def test_windows_of_another_batch_keep_their_sides_as_numbers(monkeypatch):
     assert lengths.count([False, True, True, True]) == 2, "once for each of two kinds of layers"
 
 
-@pytest.mark.skipif(not eager._TOLD, reason="torch 2.11 has no limit of our own")
+@pytest.mark.skipif(not eager._HAS_LIMIT, reason="torch 2.11 has no limit of our own")
 def test_the_limit_is_not_met_in_silence(monkeypatch):
     monkeypatch.setattr(eager, "_LIMIT", dict(recompile_limit=1))
     model, original = pair(timm_vit())

@@ -124,7 +124,7 @@ def test_the_reason_names_the_obstacle(name):
 def test_equal_layers_are_proven_once(monkeypatch):
     proven = []
     monkeypatch.setattr(proof, "_prove", lambda *a, real=proof._prove: [proven.append(a), real(*a)][1])
-    monkeypatch.setattr(proof, "_known", type(proof._known)())
+    monkeypatch.setattr(proof, "_proofs", type(proof._proofs)())
     compare(torch.nn.Sequential(*(block("", "")[0] for _ in range(4))).double(), X, tolerance=1e-9)
     assert len(proven) == 4 and len(backend.report().replaced) == 8  # in place, operators are captured as methods
 
@@ -136,7 +136,7 @@ def test_proofs_of_a_b16_layer_draw_its_attention_three_times_and_its_mlp_once(d
     monkeypatch.setattr(proof, "_random", lambda shape, generator: [drawn.append(shape), real(shape, generator)][1])
     layer = timm.models.vision_transformer.Block(width, 12, qkv_bias=True)
     torch._dynamo.reset()
-    proof._known.clear()
+    proof._proofs.clear()
     compiled = torch.compile(layer, backend="vitfast", dynamic=dynamic, options={"inner": "eager"})
     compiled(torch.randn(2, 197, width)).sum().backward()
     assert len(backend.report().replaced) == 2
@@ -150,7 +150,7 @@ def units_of(model, monkeypatch, *, whole: bool) -> tuple[set, Counter]:
     others, units, real = [numbers._replace(whole=whole and numbers.whole) for numbers in proof.OTHERS], [], proof._run
     monkeypatch.setattr(proof, "OTHERS", others)
     monkeypatch.setattr(proof, "_run", lambda *given: [units.append(given[1].units), real(*given)][1])
-    proof._known.clear()
+    proof._proofs.clear()
     done = compare(model, X, tolerance=1e-9)
     return {n for lengths in units for n in lengths}, done
 
@@ -191,7 +191,7 @@ def test_tokens_that_are_not_alike_are_all_there(dynamic):
 @torch.inference_mode()
 def test_the_users_state_is_left_alone():
     torch._dynamo.reset()
-    proof._known.clear()
+    proof._proofs.clear()
     compiled = backend.compile(block("", "").float().eval(), options={"inner": "eager"})
     torch.set_default_dtype(torch.float64)
     try:

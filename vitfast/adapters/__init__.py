@@ -71,11 +71,11 @@ def accelerate(
     from . import in_place  # here, because torch._dynamo takes a second to import
 
     in_place.install(model, parts, residual_in_fp32, keep, pack)
-    found = ", ".join(f"{n} x {kind}" for kind, n in Counter(type(part.module).__name__ for part in parts).items())
+    classes = ", ".join(f"{n} x {kind}" for kind, n in Counter(type(part.module).__name__ for part in parts).items())
     ours = any(map(is_ours, model.modules()))
     nothing = "runs vitfast's operations already" if ours else "has nothing that vitfast replaces"
-    text = f": {found}; the first call of each compiles it" if found else f" {nothing}"
-    _log.log(logging.INFO if found or ours else logging.WARNING, "accelerate: %s%s", type(model).__name__, text)
+    text = f": {classes}; the first call of each compiles it" if parts else f" {nothing}"
+    _log.log(logging.INFO if parts or ours else logging.WARNING, "accelerate: %s%s", type(model).__name__, text)
     return model
 
 

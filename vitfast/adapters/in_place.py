@@ -1,4 +1,4 @@
-"""Puts compiled calls in the place of the code of a model's parts, and takes them out again."""
+"""Installs compiled calls in place of the code of a model's parts, and removes them."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .structure import Part
 
 
 def install(model: nn.Module, parts: list[Part], residual_in_fp32: bool | None, keep: str, pack: bool) -> None:
-    """Gives parts of a model compiled calls; those of an earlier `accelerate` go."""
+    """Gives parts of a model compiled calls, in place of those of an earlier `accelerate`."""
     padding.discard(model)
     groups, chosen = {}, Choices(residual_in_fp32, keep)
     for part in parts:

@@ -66,24 +66,25 @@ class Report(tuple[Entry, ...]):
 
 
 def _entries(name: str, module: nn.Module) -> list[Entry]:
+    """Returns the entries on one part of an accelerated model."""
     kind, call = type(module).__name__, module._compiled_call_impl  # a CompiledCall; to import it takes a second
     if call is not None and not hasattr(call, "entries"):
         return [Entry(name, kind, "", "it was compiled in place; vitfast.backend.report() is on Inductor's graphs")]
     if call is None:
         return [Entry(name, kind, "", "vitfast.accelerate was not called on it; copies run the library's code")]
-    found = call.entries()
-    if found is None:
+    entries = call.entries()
+    if entries is None:
         return [Entry(name, kind, "", AT_THE_FIRST_CALL)]
     if call.why is not None:
-        found = [*found, Entry("", "", "", f"in its last call: {call.why}")]
+        entries = [*entries, Entry("", "", "", f"in its last call: {call.why}")]
     inside = lambda e: name if e.kind.endswith("block") else f"{name}.{e.name}".strip(".")  # noqa: E731
-    entries = [Entry(inside(e), kind, e.kind, e.why) for e in found]
+    entries = [Entry(inside(e), kind, e.kind, e.why) for e in entries]
     return entries or [Entry(name, kind, "", "nothing in it that vitfast replaces")]
 
 
-def _own_entries(model: nn.Module) -> list[Entry]:
-    """Entries of vitfast's own layers."""
-    entries, covered = [], ("\0",)  # a name that none begins with
+def _layer_entries(model: nn.Module) -> list[Entry]:
+    """Returns the entries on the layers of a model of vitfast."""
+    entries, covered = [], ("\0",)  # no name begins with this
     for name, module in model.named_modules():
         of_layer = getattr(module, "report_entries", None)
         if of_layer is not None and not name.startswith(covered):
@@ -102,7 +103,7 @@ def acceleration_report(model: nn.Module) -> Report:
     says if the operations run plain PyTorch, as on a CPU. The report also covers vitfast's own models.
     """
     require_module("acceleration_report", model)
-    entries = _own_entries(model)
+    entries = _layer_entries(model)
     for part in [] if entries else parts_of(model):
         entries += _entries(part.name, part.module)
     for name, module in model.named_modules():

@@ -13,13 +13,13 @@ from torch import nn
 from ..errors import InputError
 
 _HOLDERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-MOST_MODULES = 40  # of what stands around the layers: a decoder or a convolutional stem has more, and goes in pieces
+MOST_MODULES = 40  # in one part around the layers: a decoder or a convolutional stem has more, and is taken apart
 
 
 class Part(NamedTuple):
     """A module that is run through the backend.
 
-    name: its name in the model. group: equal for modules that share compiled code, the layers of one list.
+    name: its name in the model. group: the same for modules that share compiled code, as the layers of one list do.
     """
 
     name: str
@@ -34,13 +34,13 @@ def require_module(function: str, model: nn.Module) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module without children scales channels, and divides by what an eps keeps from zero."""
+    """Whether a module is a norm: of a class of PyTorch, or with an eps, a weight (D,) and no children."""
     weight = module._parameters.get("weight")
     has_eps = any(isinstance(vars(module).get(name), float) for name in ("eps", "epsilon", "variance_epsilon"))
-    known = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    of_torch = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     vectors = weight is not None and all(p is None or p.dim() == 1 for p in module._parameters.values())
     alone = not module._modules and not module._buffers
-    return known or (has_eps and vectors and alone and not isinstance(module, nn.GroupNorm))
+    return of_torch or (has_eps and vectors and alone and not isinstance(module, nn.GroupNorm))
 
 
 def is_patch_projection(module: nn.Module) -> bool:
@@ -49,7 +49,7 @@ def is_patch_projection(module: nn.Module) -> bool:
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether a module runs the operations by itself."""
+    """Whether a module is one of vitfast's own, which call the operations themselves."""
     return type(module).__module__.startswith("vitfast.")
 
 
@@ -63,41 +63,36 @@ def _matrices(module: nn.Module) -> int:
 
 
 def layers_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """By name, the layers of a model with the list that each is in: a layer holds no other layer.
+    """Returns the layers of a model that hold no other layer: name -> (group, layer).
 
     A model without lists of layers may be a layer itself.
     """
-    found: dict[str, tuple[str, nn.Module]] = {}
+    layers: dict[str, tuple[str, nn.Module]] = {}
     for holder, module in model.named_modules():
         if isinstance(module, _HOLDERS):
             for name, child in module._modules.items():
                 if child is not None and not isinstance(child, _HOLDERS) and _is_layer(child):
-                    found[f"{holder}.{name}".lstrip(".")] = f"{holder} {type(child).__name__}", child
-    outer = {name[:i] for name in found for i, letter in enumerate(name) if letter == "."}
-    found = {name: layer for name, layer in found.items() if name not in outer and not is_ours(layer[1])}
-    if (
-        not found
-        and _is_layer(model)
-        and not is_ours(model)
-        and not any(is_patch_projection(m) for m in model.modules())
-    ):
-        found[""] = "", model
-    return found
+                    layers[f"{holder}.{name}".lstrip(".")] = f"{holder} {type(child).__name__}", child
+    outer = {name[:i] for name in layers for i, letter in enumerate(name) if letter == "."}
+    layers = {name: layer for name, layer in layers.items() if name not in outer and not is_ours(layer[1])}
+    if layers or is_ours(model) or any(is_patch_projection(m) for m in model.modules()):
+        return layers
+    return {"": ("", model)} if _is_layer(model) else {}
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The parts of a model, in its order; a module in two places comes once."""
+    """Returns the parts of a model, in its order; a module in two places comes once."""
     layers = layers_of(model)
-    found = [Part(name, module, group, True) for name, (group, module) in layers.items()]
+    parts = [Part(name, module, group, True) for name, (group, module) in layers.items()]
     if "" not in layers:
-        found += [Part(name, module, f"{name} alone", False) for name, module in _around(model, "", set(layers))]
+        parts += [Part(name, module, f"{name} alone", False) for name, module in _around(model, "", set(layers))]
     order = {id(module): i for i, module in enumerate(model.modules())}
-    unique = {id(part.module): part for part in reversed(found)}
+    unique = {id(part.module): part for part in reversed(parts)}
     return sorted(unique.values(), key=lambda part: order[id(part.module)])
 
 
 def _around(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules without layers that hold something to replace."""
+    """Yields the largest modules without layers that hold a norm or a projection of patches, by name."""
     holds_layers = any(layer == name or layer.startswith(f"{name}.") or not name for layer in layers)
     if is_ours(module):
         return

@@ -23,7 +23,7 @@ __all__ = ["Entry", "Report", "compile", "compile_graph", "report"]
 
 Model = TypeVar("Model")  # a module or a function
 _log = logging.getLogger("vitfast")
-_reports: deque[Report] = deque(maxlen=1000)  # of graphs, the last one last
+_reports: deque[Report] = deque(maxlen=1000)  # one for each graph, the last one last
 
 
 @overload
@@ -41,15 +41,15 @@ def compile(model: Any = None, **options) -> Any:
 
 
 def compile_graph(module: GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
-    """The backend that torch.compile calls with each graph; raises for options that mean nothing.
+    """The backend that torch.compile calls with each graph; raises for unknown or invalid options.
 
-    An error in recognition is logged by the logger "vitfast", and the graph goes on as it is.
+    An error in recognition is logged by the logger "vitfast"; the graph keeps the replacements made before it.
     """
     options = dict(options or {})
     inner, mode = options.pop("inner", "inductor"), options.pop("mode", mode)
-    own = {name: options.pop(name) for name in Choices._fields if name in options}
+    chosen = Choices(**{name: options.pop(name) for name in Choices._fields if name in options})
     compiler = _inner_compiler(inner, mode, options)
-    replace_blocks(module, Choices(**own))
+    replace_blocks(module, chosen)
     return compiler(module, inputs)
 
 
@@ -64,12 +64,13 @@ def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL, is_pr
         raise ValueError(f"vitfast backend: residual_in_fp32 must be None or a bool, got {chosen.residual_in_fp32!r}")
     before, unchanged = choices.set(chosen), lambda x: x
     try:
-        with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):  # not those of activation checkpointing
+        # These hooks keep those of an activation checkpoint around the call away from the proofs.
+        with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):
             done = joined([rewrite_graph(module), Report(_cut_by_ddp())])
     except Exception as error:
         _log.warning("vitfast backend: nothing more is replaced in this graph, an error in recognition", exc_info=True)
         done = Report([Entry("graph", "", f"{type(error).__name__}: {error}")])
-        module.recompile()  # each replacement is whole, or was undone
+        module.recompile()  # with the replacements before the error, of which none is left half written
     finally:
         choices.reset(before)
     if not is_probe:
@@ -79,20 +80,18 @@ def replace_blocks(module: GraphModule, chosen: Choices = AS_THE_ORIGINAL, is_pr
 
 
 def _cut_by_ddp() -> list[Entry]:
-    """Says in the report that Dynamo has cut the graph where the buckets of DistributedDataParallel end."""
+    """Returns an entry if Dynamo has cut the graph where the buckets of DistributedDataParallel end."""
     ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if ddp is None or torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
         return []
     if sum(p.nbytes for p in ddp.parameters() if p.requires_grad) <= ddp.bucket_bytes_cap:
         return []
-    why = (
-        "Dynamo has cut it at the buckets of DDP, within blocks too; torch._dynamo.config.optimize_ddp = False does not"
-    )
-    return [Entry("graph", "", why)]
+    why = "Dynamo has cut it at the buckets of DDP, within blocks too"
+    return [Entry("graph", "", f"{why}; torch._dynamo.config.optimize_ddp = False does not")]
 
 
 def _inner_compiler(inner: str | Callable, mode: str | None, options: dict) -> Callable:
-    """The inner backend, with mode and options as torch.compile would hand them on."""
+    """Returns the inner backend with its mode and options, as torch.compile itself would pass them."""
     if inner == "vitfast" or inner is compile_graph:
         raise ValueError("vitfast backend: inner must be another backend, got vitfast itself")
     if not isinstance(inner, str) and not callable(inner):

@@ -1,4 +1,4 @@
-"""Arguments of the operations made from a model's tensors: functions that the graph calls."""
+"""Functions that a rewritten graph calls to turn a model's tensors into arguments of the operations."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -14,13 +14,12 @@ from .nodes import size
 def pack_qkv(
     weights: list[Tensor], biases: list[Tensor | None], heads: int, axis: int, order: tuple, scale: float | Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """(weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each.
+    """Returns (weight (3K, D), bias (3K,) or None) with the rows [q; k; v], head by head in each.
 
     The rows of q are multiplied by scale.
 
-    weights, biases: of the layers that compute q, k and v. Their rows, one after the other, are seen as heads and
-    columns with an axis of three in front, between or behind (axis 0, 1, 2), along which q, k and v have the places
-    `order`.
+    weights, biases: of the layers that compute q, k and v. Their concatenated rows are viewed as (heads, Dh) with one
+    more axis of length three, inserted as number `axis` (0, 1, 2). On it, q, k and v are at the positions `order`.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = biases[0]
@@ -41,14 +40,14 @@ def _packed(rows: Tensor, heads: int, axis: int, order: tuple, scale: float | Te
 
 
 def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int, ...]) -> Tensor:
-    """A weight of any axes as (rows, columns): those of the output and those that are summed."""
+    """Returns a weight as (rows, columns), from the axes that the output has and those that are summed."""
     return weight.permute(*rows_from, *columns_from).flatten(len(rows_from)).flatten(0, len(rows_from) - 1)
 
 
 def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.dtype) -> Tensor:
-    """The sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N).
+    """Returns the sum of masks (..., N) as a bias of ops.attention, (B or 1, heads, N, N).
 
-    hide: whether a True hides a key, or a False, in each mask of truth values. heads: -1 for those that the masks have.
+    hide: for each boolean mask, whether True hides a key, else False does. heads: -1 for as many as the masks have.
     """
     total, tokens = None, masks[0].shape[-1]
     for mask, hides in zip(masks, hide):
@@ -60,16 +59,16 @@ def logit_bias(masks: list[Tensor], hide: list[bool], heads: int, dtype: torch.d
 
 
 def shown_keys(mask: Tensor, hides: bool) -> Tensor:
-    """The number (B,) of keys that the first row of each sample's mask (B, ..., N) shows.
+    """Returns the number (B,) of keys that the first row of each sample's mask (B, ..., N) shows.
 
-    The mask has truth values, or 0 and -inf."""
+    A boolean mask shows keys by True, or by False if it `hides`; any other has 0 for shown keys, and -inf."""
     rows = mask.flatten(1, -2)[:, 0] if mask.dim() > 2 else mask
     rows = rows if rows.dtype == torch.bool else rows == 0
     return rows.shape[-1] - rows.sum(-1) if hides else rows.sum(-1)
 
 
 def module_mask(mask: Tensor, heads: int, padding: bool) -> Tensor:
-    """A mask of nn.MultiheadAttention as one that broadcasts to (B, H, N, N).
+    """Reshapes a mask of nn.MultiheadAttention to one that broadcasts to (B, H, N, N).
 
     padding: whether it is key_padding_mask (B, N), or attn_mask."""
     if padding:
@@ -78,9 +77,10 @@ def module_mask(mask: Tensor, heads: int, padding: bool) -> Tensor:
 
 
 def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
-    """cos or sin (N, Dh), (B, 1 or H, N, Dh), without axes of length 1 before or between those.
+    """Returns cos or sin as (N, Dh), (H, N, Dh) or (B, 1 or H, N, Dh): other axes of length 1 are removed.
 
-    tables: one, or one for each part of a head of this width, whose other columns get `rest`.
+    tables: one, or one for each part of a head that is rotated by itself. These are concatenated, and the columns that
+    are left of the head's width get `rest`.
     """
     table = tables[0]
     if len(tables) > 1:
@@ -94,12 +94,12 @@ def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
 
 
 def table_rows(table: Tensor) -> int:
-    """For how many tokens a rotary table has rows."""
+    """Returns the number of tokens that a rotary table has rows for."""
     return next((n for n in table.shape[-2::-1] if size(n) != 1), 1)
 
 
 def tokens_without_row(x: Tensor, table: Tensor) -> int:
-    """How many tokens of x (B, ..., D) come before those that a rotary table has rows for."""
+    """Returns how many tokens of x (B, ..., D) come before those that a rotary table has rows for."""
     return math.prod(x.shape[1:-1]) - table_rows(table)
 
 
@@ -130,41 +130,41 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def laid_out(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """x with its axes in this order in memory, the outermost first."""
+    """Returns x with the same axes, laid out in memory in this order of them, the outermost first."""
     if [*axes] == [*range(x.dim())]:
         return x.contiguous()
     return x.permute(axes).contiguous().permute([axes.index(i) for i in range(x.dim())])
 
 
 def halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """One layer as the two of a gated MLP: weight and bias of each half of its rows."""
+    """Splits one linear layer into the two of a gated MLP: weight and bias of each half of its rows."""
     first, second = weight.chunk(2)
     return (first, None, second, None) if bias is None else (first, bias.chunk(2)[0], second, bias.chunk(2)[1])
 
 
 def factors(drop_path: Tensor, factor: float) -> Tensor:
-    """Drop path's factors (B, 1, 1) as (B,), times a number."""
+    """Returns drop path's factors (B, 1, 1) as (B,), multiplied by a number."""
     return drop_path.flatten() if factor == 1 else drop_path.flatten() * factor
 
 
 def patch_weight(weight: Tensor, sizes: tuple[int, int, int], order: tuple[int, ...]) -> Tensor:
-    """The weight (D, C P Q) of a linear layer as that of a convolution (D, C, P, Q).
+    """Returns the weight (D, C P Q) of a linear layer as that of a convolution (D, C, P, Q).
 
-    sizes: (C, P, Q). order: the places of channel, row and column of a patch among its columns."""
+    sizes: (C, P, Q). order: at which place channels, rows and columns of a patch are in the layer's input."""
     lengths = dict(zip(order, sizes))
     return weight.view(-1, *(lengths[place] for place in range(3))).permute(0, *(place + 1 for place in order))
 
 
 def whole_patches(images: Tensor, weight: Tensor) -> Tensor:
-    """Images without the rows and columns that fill no patch: a convolution does not read them."""
+    """Crops images to whole patches, as a convolution does not read the rows and columns beyond."""
     height, width = (n - n % side for n, side in zip(images.shape[-2:], weight.shape[-2:]))
     return images[..., :height, :width]
 
 
 def per_channel(weight: Tensor, bias: Tensor | None, black: Tensor, white: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight (D, C, P, P) and bias (D,) of a convolution that normalises pixels from 0 to 1 itself.
+    """Folds a normalisation into the weight (D, C, P, P) and bias (D,) of a convolution.
 
-    black, white (1, C, 1, 1): what the normalisation makes of 0 and of 1.
+    The returned weight and bias take pixels from 0 to 1. black, white (1, C, 1, 1): the normalised values of 0 and 1.
     """
     shift = (weight * black).sum((1, 2, 3))
     shift = shift if bias is None else shift + bias
@@ -172,37 +172,37 @@ def per_channel(weight: Tensor, bias: Tensor | None, black: Tensor, white: Tenso
 
 
 def prefix_and_positions(steps: list[tuple[str, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
-    """cls_token (1, T, D) and pos_embed of ops.patch_embed for these steps after the projection.
+    """Returns cls_token (1, T, D) and pos_embed of ops.patch_embed for these steps after the projection.
 
-    steps: ("prefix", tokens put in front) or ("positions", numbers added to all tokens that there are by then).
+    steps: ("prefix", tokens to put in front) or ("positions", embeddings to add to all tokens there are by then).
     """
     prefix = positions = None
-    for place, (kind, given) in enumerate(steps):
-        given = given.reshape(1, -1, given.shape[-1])
+    for place, (kind, rows) in enumerate(steps):
+        rows = rows.reshape(1, -1, rows.shape[-1])
         count = 0 if prefix is None else prefix.shape[1]
         if kind == "prefix":
-            prefix = given if prefix is None else torch.cat([given, prefix], 1)
+            prefix = rows if prefix is None else torch.cat([rows, prefix], 1)
         elif positions is None and place == len(steps) - 1:
-            return prefix, given
+            return prefix, rows
         else:
-            prefix = None if prefix is None else prefix + given[:, :count]
-            positions = given[:, count:] if positions is None else positions + given[:, count:]
+            prefix = None if prefix is None else prefix + rows[:, :count]
+            positions = rows[:, count:] if positions is None else positions + rows[:, count:]
     return prefix, positions
 
 
 def patches_as_image(tokens: Tensor, images: Tensor, weight: Tensor) -> Tensor:
-    """Tokens (B, N, D) as a convolution gives them, (B, D, H / P, W / Q), in the layout channels last."""
+    """Returns tokens (B, N, D) as a convolution does: (B, D, H / P, W / Q), in the channels-last layout."""
     return tokens.transpose(1, 2).unflatten(2, tuple(n // p for n, p in zip(images.shape[2:], weight.shape[2:])))
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """ops.layer_norm; of fp32 in fp32 under autocast too, as PyTorch's."""
+    """Calls ops.layer_norm; as in PyTorch's, the output of an fp32 input is fp32 under autocast too."""
     with _in_dtype_of(x):
         return ops.layer_norm(x, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """ops.rms_norm, as layer_norm."""
+    """Calls ops.rms_norm; the output of an fp32 input is fp32 under autocast too."""
     with _in_dtype_of(x):
         return ops.rms_norm(x, weight, eps)
 

@@ -1,9 +1,10 @@
-"""Proposes ops.attention_block, with the layers that q, k and v come from, and ops.attention."""
+"""Proposes ops.attention_block, with the layers that compute q, k and v; outside of blocks, ops.attention."""
 
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,17 +13,17 @@ from torch.fx import Node
 
 from .. import ops
 from .arguments import attend, logit_bias, module_mask, pack_qkv, rotary_table, table_rows, tokens_without_row
-from .graph import Call, Positions, Proposal, Region, Unrecognised
+from .graph import Call, Candidate, Positions, Proposal, Unrecognised
 from .lengths import PACKED, packing_of
-from .masks import Mask, bias_of, mask_arguments, masks_of
+from .masks import Mask, mask_arguments, masks_of, write_bias
 from .nodes import DIVIDES, MULTIPLIES, PRODUCTS, argument, name_of, shape_of, size, tensor_of, value_of, values_read
 from .parts import Linear, Parts, call_block, common_arguments, constant_factor
 
 
-def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:
-    """ops.attention for one call of scaled_dot_product_attention, or for the products around one softmax.
+def attention_alone(positions: Positions, node: Node) -> Candidate | None:
+    """Proposes ops.attention for a scaled_dot_product_attention, or for a softmax and the products around it.
 
-    None for a softmax that has no products around it. Raises Unrecognised where the operation cannot express it.
+    None for a softmax without these products. Raises Unrecognised for attention that the operation cannot compute.
     """
     if name_of(node) == "scaled_dot_product_attention":
         nodes, (q, k, v), masks, scale = [node], *_fused_call(node)
@@ -35,29 +36,22 @@ def attention_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[
         axes = ("bhnd",) if transposed and name_of(nodes[-1]) != "einsum" else ("bhnd", "bnhd")
         masks, scale = masks_of(chain, tokens), constant_factor(chain)
         factors = _factors(chain, set(nodes))
-    keys = shape_of(k)
-    keys = (*keys[:-2], keys[-1], keys[-2]) if transposed else keys
-    if len({shape_of(q), keys, shape_of(v)}) != 1 or len(keys) not in (3, 4):
+    shape = shape_of(k)
+    shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+    if len({shape_of(q), shape, shape_of(v)}) != 1 or len(shape) not in (3, 4):
         raise Unrecognised("q, k and v of different shapes")
+    samples, dtype = shape[0] if len(shape) == 4 else 1, tensor_of(q).dtype
 
-    samples = shape_of(q)[0] if len(keys) == 4 else 1
+    def build(order, masked, call):
+        keys = call(Tensor.transpose, k, -2, -1) if transposed else k
+        return call(attend, _multiplied(call, q, factors, dtype), keys, v, scale, order, **masked(call))
 
-    def proposals() -> Iterator[Proposal]:
-        for order in axes:
-            for masked in mask_arguments(masks, samples, bias_of(-1, tensor_of(q).dtype)):
-
-                def build(call, order=order, masked=masked):
-                    turned = call(Tensor.transpose, k, -2, -1) if transposed else k
-                    queries = _multiplied(call, q, factors, tensor_of(q).dtype)
-                    return call(attend, queries, turned, v, scale, order, **masked(call))
-
-                yield Proposal("attention", build)
-
-    return positions.around(nodes, q), proposals()
+    ways = itertools.product(axes, mask_arguments(masks, samples, partial(write_bias, -1, dtype)))
+    return positions.around(nodes, q), (Proposal("attention", partial(build, *way)) for way in ways)
 
 
 def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
-    """([q, k, v], masks, scale) of a call of scaled_dot_product_attention, or of one for packed samples."""
+    """Returns ([q, k, v], masks, scale) of scaled_dot_product_attention, or of `attend` on packed samples."""
     if name_of(node) == PACKED:
         return list(node.args[:3]), [], node.args[3]
     if argument(node, 5, "is_causal", False):
@@ -68,18 +62,18 @@ def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
 
 
 def _factors(nodes: list[Node], inside: set[Node]) -> list[tuple[Node, bool]]:
-    """Tensors of one number, and symbolic numbers, that these nodes multiply or divide (True) by."""
-    found = []
+    """Returns the 0-d tensors and symbolic numbers that these nodes multiply by, or divide by (True)."""
+    scalars = []
     for node in nodes:
         divides = name_of(node) in DIVIDES
         for a in node.all_input_nodes[divides:] if divides or name_of(node) in MULTIPLIES else ():
             if a not in inside and (shape_of(a) == () or isinstance(value_of(a), torch.SymFloat)):
-                found.append((a, divides))
-    return found
+                scalars.append((a, divides))
+    return scalars
 
 
 def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dtype):
-    """Multiplies x, a tensor or a number, by factors in fp32 at least: 16 bits would round a number."""
+    """Multiplies a tensor or number x by `_factors`, in fp32 at least, as 16 bits would round a number."""
     for factor, divides in factors:
         if tensor_of(factor) is not None:
             factor = call(Tensor.to, factor, torch.float64 if like == torch.float64 else torch.float32)
@@ -88,9 +82,9 @@ def _multiplied(call: Call, x, factors: list[tuple[Node, bool]], like: torch.dty
 
 
 def _around_softmax(softmax: Node) -> tuple[list[Node], tuple[Node, Node, Node]] | None:
-    """The nodes from q k^T to the product with v, and (q, k^T or k of einsum, v).
+    """Returns the nodes from q k^T to the product with v, and (q, k^T or k of einsum, v).
 
-    None without these products."""
+    None if a softmax is not between two such products."""
     up, down = [softmax], [softmax]
     while name_of(up[-1]) not in _PRODUCTS:
         same = [a for a in up[-1].all_input_nodes if shape_of(a) == shape_of(softmax)]
@@ -112,19 +106,19 @@ _CALLS = ("scaled_dot_product_attention", PACKED)
 
 
 class _Roles(NamedTuple):
-    """The layers that q, k and v come from, and how they meet."""
+    """The linear layers that compute q, k and v, and what scales, masks and rotates them."""
 
     layers: list[Linear]
     heads: int
     scale: float  # of the logits
-    factors: list[tuple[Node, bool]]  # tensors that scale them too
+    factors: list[tuple[Node, bool]]  # other factors of the logits, see _factors
     masks: list[Mask]
-    tables: list[Node]  # what q is multiplied by
+    tables: list[Node]  # tensors that q is multiplied by: rotary tables
     tokens: int
 
 
 def attention_blocks(parts: Parts) -> Iterator[Proposal]:
-    """Attention blocks that a region with one attention may be."""
+    """Proposes attention blocks for a region with one attention."""
     if len(parts.attentions) != 1:
         raise Unrecognised(f"{len(parts.attentions)} attentions")
     packing = packing_of(parts.attentions[0])
@@ -150,35 +144,35 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
     plain, *orders = itertools.permutations(range(3))
     candidates = [(axis, plain) for axis in range(3)]  # arguments of pack_qkv
     candidates += [(axis, order) for axis in range(2) for order in orders]
-    ways = _ways(parts, roles.tokens, roles.masks, bias_of(roles.heads, tensor_of(out[0].node).dtype))
+    ways = _ways(parts, roles.tokens, roles.masks, partial(write_bias, roles.heads, tensor_of(out[0].node).dtype))
     ways = [(False, lambda call: packing)] if packing else ways
-    for rows, rope, (first, masked) in itertools.product(candidates, _rope_candidates(parts, roles), ways):
 
-        def build(call, rows=rows, rope=rope, first=first, masked=masked):
-            weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
-            qkv = weights[0], biases[0]
-            if len(weights) > 1 or scale != 1 or roles.factors or rows != candidates[0]:
-                factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
-                both = call(pack_qkv, list(weights), list(biases), roles.heads, *rows, factor)
-                qkv = [call(operator.getitem, both, i) for i in range(2)]
-            found = keywords(call) | masked(call)
-            if rope is not None:
-                cos, sin, layout, prefix = rope
-                width = inner // roles.heads
-                found |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
-                prefix = call(tokens_without_row, parts.region.source, cos[0]) if prefix is None else prefix
-                found |= dict(rope_layout=layout, num_prefix=prefix)
-            layers = *qkv, *out[0].parameters(call)
-            found |= dict(num_heads=roles.heads, tokens_first=first)
-            return call_block(parts, call, ops.attention_block, affine, layers, **found)
+    def build(rows, rope, way, call):
+        weights, biases = zip(*(linear.parameters(call) for linear in roles.layers))
+        qkv, (tokens_first, masked) = (weights[0], biases[0]), way
+        if len(weights) > 1 or scale != 1 or roles.factors or rows != candidates[0]:
+            factor = _multiplied(call, scale, roles.factors, tensor_of(out[0].node).dtype)
+            both = call(pack_qkv, list(weights), list(biases), roles.heads, *rows, factor)
+            qkv = [call(operator.getitem, both, i) for i in range(2)]
+        options = keywords(call) | masked(call)
+        if rope is not None:
+            cos, sin, layout, prefix = rope
+            width = inner // roles.heads
+            options |= dict(rope=(call(rotary_table, cos, width, 1.0), call(rotary_table, sin, width, 0.0)))
+            prefix = call(tokens_without_row, parts.region.source, cos[0]) if prefix is None else prefix
+            options |= dict(rope_layout=layout, num_prefix=prefix)
+        layers = *qkv, *out[0].parameters(call)
+        options |= dict(num_heads=roles.heads, tokens_first=tokens_first)
+        return call_block(parts, call, ops.attention_block, affine, layers, **options)
 
-        yield Proposal("attention block", build)
+    for choice in itertools.product(candidates, _rope_candidates(parts, roles), ways):
+        yield Proposal("attention block", partial(build, *choice))
 
 
 def _ways(
     parts: Parts, tokens: int, masks: list[Mask], bias: Callable[[Call, list[Mask]], Any]
 ) -> list[tuple[bool, Callable[[Call], dict]]]:
-    """(tokens_first, masks as arguments) in every way that the source and these masks may be meant."""
+    """Returns all readings of the source's axes and the masks: (tokens_first, writer of mask arguments)."""
     shape = shape_of(parts.region.source)
     rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
     orders = rest + [True] * (len(shape) == 3 and shape[0] == tokens)
@@ -186,42 +180,40 @@ def _ways(
 
 
 def _module_attention(parts: Parts, node: Node) -> Iterator[Proposal]:
-    """nn.MultiheadAttention, which is one node in a graph."""
+    """Proposes attention blocks for nn.MultiheadAttention, which is one node in a graph."""
     added = [name for name, place in dict(bias_k=7, bias_v=8).items() if argument(node, place, name) is not None]
     padding = argument(node, 14, "key_padding_mask")
-    given = [mask for mask in (argument(node, 16, "attn_mask"), padding) if mask is not None]
-    masks = [Mask(mask, hides=tensor_of(mask).dtype == torch.bool) for mask in given]
+    masks = [mask for mask in (argument(node, 16, "attn_mask"), padding) if mask is not None]
+    masks = [Mask(mask, hides=tensor_of(mask).dtype == torch.bool) for mask in masks]
     if added or argument(node, 17, "use_separate_proj_weight", False) or argument(node, 9, "add_zero_attn", False):
         raise Unrecognised("nn.MultiheadAttention with " + (" and ".join(added) or "separate or added keys"))
     if parts.linears:
         raise Unrecognised("linear layers around nn.MultiheadAttention")
     affine, keywords = common_arguments(parts, parts.norms[0], _first_output(node))
-    heads, weight, bias = (
-        argument(node, i, n) for i, n in enumerate(("num_heads", "in_proj_weight", "in_proj_bias"), 4)
-    )
-    out = argument(node, 11, "out_proj_weight"), argument(node, 12, "out_proj_bias")
+    places = {4: "num_heads", 5: "in_proj_weight", 6: "in_proj_bias", 11: "out_proj_weight", 12: "out_proj_bias"}
+    heads, *layers = (argument(node, place, name) for place, name in places.items())
 
-    def as_bias(call: Call, left: list[Mask]):
-        given = [call(module_mask, mask.node, heads, mask.node is padding) for mask in left]
-        return call(logit_bias, given, [True] * len(left), heads, tensor_of(_first_output(node)).dtype)
+    def as_bias(call: Call, masks: list[Mask]):
+        tensors = [call(module_mask, mask.node, heads, mask.node is padding) for mask in masks]
+        return call(logit_bias, tensors, [True] * len(masks), heads, tensor_of(_first_output(node)).dtype)
 
-    for first, masked in _ways(parts, shape_of(argument(node, 0, "query"))[0], masks, as_bias):
+    def build(tokens_first, masked, call):
+        options = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=tokens_first)
+        return call_block(parts, call, ops.attention_block, affine, layers, **options)
 
-        def build(call, first=first, masked=masked):
-            found = keywords(call) | masked(call) | dict(num_heads=heads, tokens_first=first)
-            return call_block(parts, call, ops.attention_block, affine, (weight, bias, *out), **found)
-
-        yield Proposal("attention block", build)
+    for way in _ways(parts, shape_of(argument(node, 0, "query"))[0], masks, as_bias):
+        yield Proposal("attention block", partial(build, *way))
 
 
 def _first_output(node: Node) -> Node:
-    found = [u for u in node.users if name_of(u) == "getitem" and u.args[1] == 0]
-    if len(found) != 1:
+    outputs = [u for u in node.users if name_of(u) == "getitem" and u.args[1] == 0]
+    if len(outputs) != 1:
         raise Unrecognised("the output of nn.MultiheadAttention is not read once")
-    return found[0]
+    return outputs[0]
 
 
 def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
+    """Finds the layers that compute q, k and v; raises Unrecognised if some of `layers` do not."""
     stops = {linear.node for linear in layers}
     inside = {*parts.region.nodes, parts.region.source}
     if name_of(attention) in _CALLS:
@@ -246,27 +238,28 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
         weighted = next((n for n in parts.after(attention) if name_of(n) in PRODUCTS), None)
         others = [] if weighted is None else [a for a in weighted.all_input_nodes if a not in parts.after(attention)]
         v = next((a for a in others if a is not attention and a in inside), None)
-    found: list[Linear] = []
+    qkv: list[Linear] = []
     for node in (q, k, v):
         above = {a for n in parts.before(node, stops) for a in values_read(n)} | {node} if node in inside else set()
-        own = [linear for linear in layers if linear.node in above]
-        if len(own) != 1:
-            raise Unrecognised(f"{len(own)} linear layers behind q, k or v")
-        found += [own[0]] if own[0] not in found else []
-    if len(found) != len(layers):
+        projections = [linear for linear in layers if linear.node in above]
+        if len(projections) != 1:
+            raise Unrecognised(f"{len(projections)} linear layers behind q, k or v")
+        qkv += [linear for linear in projections if linear not in qkv]
+    if len(qkv) != len(layers):
         raise Unrecognised("linear layers that are none of q, k and v")
-    turned = parts.before(q, stops) if name_of(attention) in _CALLS else scores
+    rotation = parts.before(q, stops) if name_of(attention) in _CALLS else scores
     factors = _factors(scores, inside)
     others = [factor for factor, _ in factors]
-    tables = [t for t in parts.outside(turned, MULTIPLIES) if t not in others and tensor_of(t) is not None]
+    tables = [t for t in parts.outside(rotation, MULTIPLIES) if t not in others and tensor_of(t) is not None]
     scale = factor * constant_factor(list(dict.fromkeys(scores)))
-    return _Roles(found, heads, scale, factors, masks, tables, tokens)
+    return _Roles(qkv, heads, scale, factors, masks, tables, tokens)
 
 
 def _rope_candidates(parts: Parts, roles: _Roles) -> list:
-    """None, or (cos, sin, layout, number of prefix tokens) in every way that the tables may be meant.
+    """Returns every reading of the rotary tables: (cos, sin, layout, prefix tokens), or [None] without tables.
 
-    cos and sin are lists: of one table, or of one for each part of a head that is rotated alone."""
+    cos and sin are lists: of one table, or of one for each part of a head that is rotated by itself. The number of
+    prefix tokens is None where it depends on lengths that are known only when the graph runs."""
     if not roles.tables:
         return [None]
     packed = bool(packing_of(parts.attentions[0]))
@@ -274,12 +267,13 @@ def _rope_candidates(parts: Parts, roles: _Roles) -> list:
     if len(roles.tables) % 2:
         raise Unrecognised(f"q is multiplied by {len(roles.tables)} tensors")
     lengths = {size(n): n for n in map(table_rows, map(tensor_of, roles.tables))}
-    if packed and lengths.keys() == {-1}:  # a length that is known when the graph runs: of all tokens, or it raises
+    # A length that is known only when the graph runs is taken for that of all tokens, or else the operation raises.
+    if packed and lengths.keys() == {-1}:
         lengths = {size(tokens): tokens}
     if len(lengths) != 1 or not 0 < min(lengths) <= size(tokens):
         raise Unrecognised("q is multiplied by tensors that are no rotary tables")
     prefix = tokens - min(lengths.values(), key=size)
-    if not isinstance(prefix, int):  # None where only a call can tell
+    if not isinstance(prefix, int):
         prefix = int(prefix.node.expr) if prefix.node.expr.is_number else None
     a, b = roles.tables[::2], roles.tables[1::2]
     pairs = [(a, b), (b, a)]

@@ -1,6 +1,6 @@
 """Runs a module of a model through the compile backend, in place: the rewritten graph runs eagerly.
 
-Dynamo's guards see what was changed since: replaced modules (LoRA), hooks, other forwards, modes. `nn.Module` calls a
+Dynamo's guards notice what changes later: replaced modules (LoRA), hooks, other forwards, modes. `nn.Module` calls a
 `CompiledCall` in place of the module's own code; copies and pickles have none, and run the library's.
 """
 
@@ -24,29 +24,29 @@ from torch.utils._device import DeviceContext
 from ..kernels.tiles import batch_invariant
 from ..ops.fusable import own_forward
 from . import replace_blocks
-from .packed import Lengths, lengths_as_symbols
+from .packed import CheckedSplits, lengths_as_symbols
 from .parts import Choices
 from .reports import Entry, Report
 
-# How many graphs the modules of a group may have: kinds of layers, modes, sizes. torch 2.11 cannot be told, and allows
-# eight for each code, so that several functions follow one another.
-_TOLD = "recompile_limit" in inspect.signature(torch.compile).parameters
-FUNCTIONS, _LIMIT = (1, dict(recompile_limit=64)) if _TOLD else (8, {})
-# Guards are whole: on hooks, and on their default arguments and the dtypes of weights, which torch 2.11 leaves out.
+# The modules of a group may have 64 graphs: for kinds of layers, modes and sizes. torch 2.11 takes no limit and allows
+# eight graphs for one code object, so that a group has eight functions there, of which each begins where one is full.
+_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+FUNCTIONS, _LIMIT = (1, dict(recompile_limit=64)) if _HAS_LIMIT else (8, {})
+# Dynamo shall guard on hooks, and on their default arguments and the dtypes of weights, which torch 2.11 leaves out.
 _GUARDS = dict(
     skip_nnmodule_hook_guards=False,
     use_recursive_dict_tags_for_guards=False,
     skip_guards_on_constant_func_defaults=False,
 )
-_KNOWN = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, tuple, list)
+_ARGUMENT_TYPES = (Tensor, int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, tuple, list)
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _count = itertools.count()
-_compiling = contextlib.ExitStack()  # what is set while Dynamo compiles a part
+_compiling = contextlib.ExitStack()  # of Dynamo's configuration while it compiles a part
 _compiled_by_others = {"before"} if torch._dynamo.utils.counters["frames"] else set()
 
 
 class _Thread(threading.local):
-    """The call that a thread runs."""
+    """Holds, for each thread, the call that it runs."""
 
     call: "CompiledCall | None" = None
 
@@ -55,7 +55,7 @@ _thread = _Thread()
 
 
 def bernoulli_(x: Tensor, p: float) -> Tensor:
-    """Tensor.bernoulli_, of which Dynamo need not know p: drop path's rate rises from layer to layer."""
+    """Tensor.bernoulli_ without a guard on p, so that layers with other rates of drop path share a graph."""
     return x.bernoulli_() if isinstance(p, torch.SymFloat) else x.bernoulli_(p)
 
 
@@ -63,7 +63,7 @@ torch.compiler.allow_in_graph(bernoulli_)
 
 
 class _Draws(TorchFunctionMode):
-    """Makes one graph of layers that draw with different probabilities."""
+    """Replaces Tensor.bernoulli_ by `bernoulli_` in a function that Dynamo captures."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.bernoulli_ and len(args) == 2 and not kwargs:
@@ -76,6 +76,7 @@ class _Uncompiled(Exception):
 
 
 def _run(module, args, kwargs):
+    """Runs a module's own forward if it is compiled, but raises _Uncompiled if it is not."""
     if not torch.compiler.is_compiling():
         raise _Uncompiled
     if module.training:
@@ -85,7 +86,7 @@ def _run(module, args, kwargs):
 
 
 def _run_with_lengths(module, args, kwargs):
-    with Lengths():
+    with CheckedSplits():
         return _run(module, args, kwargs)
 
 
@@ -93,25 +94,25 @@ def _run_pieces(module, args, kwargs):
     return type(module).forward(module, *args, **kwargs)
 
 
-# The ways of capturing a layer, each where the one before fails: in one graph, in one graph in which lengths are read
-# as numbers, and in the pieces of a graph that is cut.
+# The ways to capture a layer, each tried where the one before has failed: in one graph, in one graph that may read
+# lengths as numbers, and in several graphs that Dynamo cuts.
 _WAYS = (_run, _run_with_lengths, _run_pieces)
 PIECES = 2
 
 
 def _compiled(name: str, compile_graph: Callable, way: int = 0, **how) -> Callable:
-    """A function with code of its own, as Dynamo counts graphs and remembers sizes by code."""
+    """Compiles one of _WAYS, with a new code object, as Dynamo counts graphs and remembers sizes by these."""
     code = _WAYS[way].__code__.replace(co_name=f"vitfast_{next(_count)}_{name}")
     function = types.FunctionType(code, globals(), code.co_name)
     return torch.compile(function, backend=compile_graph, fullgraph=way != PIECES, **_LIMIT, **how)
 
 
 class _Decided(Exception):
-    """Ends a call after its graph was captured."""
+    """Ends a call after its graph was captured, before the graph runs."""
 
 
 def _capture_graph(module: GraphModule, inputs: list) -> Callable:
-    """The backend that finds out what would be replaced, and computes nothing."""
+    """The backend that only reports what would be replaced in a graph."""
     report = replace_blocks(module, _thread.call.group.choices, is_probe=True)
 
     def call(*_):
@@ -122,7 +123,7 @@ def _capture_graph(module: GraphModule, inputs: list) -> Callable:
 
 
 def _patch_config(_) -> None:
-    """Sets what a call needs while Dynamo compiles it."""
+    """Sets the configuration that a call of ours needs, when Dynamo starts to compile anything."""
     if _thread.call is None:
         _compiled_by_others.add("later")
     else:
@@ -130,14 +131,14 @@ def _patch_config(_) -> None:
 
 
 def _watch_dynamo() -> None:
-    """Has Dynamo call the function above, and undo it; `torch._dynamo.reset` discards both calls."""
+    """Registers `_patch_config` and its undoing with Dynamo, where `torch._dynamo.reset` discards both."""
     if _patch_config not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_patch_config)
         callback_handler.register_end_callback(lambda _: _compiling.close())
 
 
 def forget_others() -> None:
-    """Discards what torch.compile made of a model before it was accelerated or restored."""
+    """Discards all graphs of torch.compile from before a model was accelerated or restored."""
     if _compiled_by_others:
         torch._dynamo.reset()
         _compiled_by_others.clear()
@@ -145,9 +146,9 @@ def forget_others() -> None:
 
 
 class Group:
-    """Compiled code that modules share: for the sizes of the first call, and for all others.
+    """Compiled functions that modules share: some for the sizes of the first call, some for all others.
 
-    is_layer: whether these are encoder layers.
+    is_layer: whether the modules are encoder layers.
     """
 
     def __init__(self, name: str, choices: Choices, is_layer: bool = True):
@@ -157,7 +158,7 @@ class Group:
         self.capture: Callable | None = None
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
-        """The backend of a part: each run of the graph tells the call what was replaced in it."""
+        """The backend of these modules: each run of a graph adds its report to the call that runs."""
         report, run = replace_blocks(module, self.choices), module.forward
 
         def call(*arguments):
@@ -167,40 +168,35 @@ class Group:
         return call
 
     def patch_config(self, until_compiled: contextlib.ExitStack, way: int) -> None:
-        """Sets _GUARDS, and keeps graphs whole where lengths are read."""
+        """Sets _GUARDS, and for the second of _WAYS makes symbols of the lengths that a layer reads."""
         until_compiled.enter_context(torch._dynamo.config.patch(**_GUARDS))
         if way == 1:
             until_compiled.enter_context(lengths_as_symbols())
 
     def run_library(self, call: "CompiledCall", args: tuple, kwargs: dict):
-        """Runs a module's own code, where the call has said why."""
+        """Runs a module's own code; the reason is call.why."""
         module = call.module()
         return type(module).forward(module, *args, **kwargs)
 
     def is_first(self, x: Tensor) -> bool:
-        """Whether this input has the sizes of the first call, or is of layers on images.
+        """Whether an input has the sizes of the first call, or is an image (4 axes) in an encoder layer.
 
-        Dynamo sees itself which of their sizes change: all at once take half a minute for a layer of windows.
+        For images, Dynamo finds out by itself which sizes change: a layer with windows takes half a minute to compile
+        if all are dynamic from the start.
         """
         self.sizes = x.shape if self.sizes is None else self.sizes
         return x.shape == self.sizes or (self.is_layer and x.dim() == 4)
 
     def function(self, x: Tensor, place: int, way: int) -> Callable:
-        """The function at a place in the row of those for this input's sizes and one of _WAYS."""
+        """Returns the function at a place among those for this input's sizes and this one of _WAYS."""
         functions = self.functions.setdefault((first := self.is_first(x), way), [])
         if place == len(functions):
             functions.append(_compiled(self.name, self.compile_graph, way, dynamic=None if first else True))
         return functions[place]
 
 
-def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
-    if args and isinstance(args[0], Tensor):
-        return args[0]
-    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-
-
 def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
-    """Why a call runs the library's own code; None where it is compiled."""
+    """Returns why a call must run the library's own code, or None; x: its first tensor."""
     if torch._C._len_torch_function_stack():
         if not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
             return "a TorchFunctionMode is at work"
@@ -213,19 +209,19 @@ def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
     if _has_any_global_hook():
         return "a hook on all modules is set"
     for value in (*args, *kwargs.values()):
-        if not isinstance(value, _KNOWN):
+        if not isinstance(value, _ARGUMENT_TYPES):
             return f"the call has a {type(value).__name__}"
     return None
 
 
 def replica_of(module: nn.Module | None, caller: types.FrameType) -> nn.Module | None:
-    """The module that was called with the attributes of this one, as nn.DataParallel's replicas are."""
+    """Returns the replica of a module, as nn.DataParallel makes, if that is what a frame calls; else None."""
     called = caller.f_locals["self"] if caller.f_code is _WRAPPED_CALL else module
     return None if called is module else called
 
 
 class _Forward:
-    """A call's `forward`, for the time of a module's hooks; in copies that hooks make, it is the class's."""
+    """A module's `forward` while its hooks run; copies that hooks make of it get the class's instead."""
 
     def __init__(self, call: "CompiledCall"):
         self.call = call
@@ -238,7 +234,7 @@ class _Forward:
 
 
 def _text_of(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # of our own backend
+    error = getattr(error, "inner_exception", error)  # Dynamo wraps errors of our backend
     first = str(error).strip().partition("\n")[0]
     return f"it cannot be captured ({first or type(error).__name__})"
 
@@ -246,8 +242,8 @@ def _text_of(error: Exception) -> str:
 class CompiledCall:
     """The call that runs in place of a module's own code.
 
-    ran: the reports on the graphs of the last call, captured in a way of _WAYS. why: why the last call ran the
-    library's code. failed: by the module's mode and hooks, why ways fail, which are not tried again.
+    way: the one of _WAYS that captured the last call. ran: the reports on the graphs that it ran. why: why it ran the
+    library's code. failed: for each `_mode_of` the module, the errors of the ways that are not tried again.
     """
 
     def __init__(self, module: nn.Module, group: Group):
@@ -260,15 +256,15 @@ class CompiledCall:
 
     def __call__(self, *args, **kwargs):
         module = self.module()
-        if torch.compiler.is_compiling():  # what compiles the model around it has its graph rewritten, or exports it
+        if torch.compiler.is_compiling():  # the graph of the model around it is rewritten as a whole, or exported
             return module._call_impl(*args, **kwargs)
         if (replica := replica_of(module, sys._getframe(1))) is not None:
             return replica._call_impl(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             self.ran, self.why = [], "torch.jit.trace is at work"
             return module._call_impl(*args, **kwargs)
-        own = module.__dict__.get("forward")
-        if own_forward(module) and own is not self.around_forward:
+        set_forward = module.__dict__.get("forward")  # on the instance
+        if own_forward(module) and set_forward is not self.around_forward:
             self.ran, self.why = [], "it has a forward of its own, set on the instance"
             return module._call_impl(*args, **kwargs)
         if not _has_hooks(module):
@@ -279,12 +275,12 @@ class CompiledCall:
         finally:
             if module.__dict__.get("forward") is self.around_forward:  # a hook may have set another one
                 del module.__dict__["forward"]
-                if own is not None and own is not self.around_forward:
-                    module.__dict__["forward"] = own
+                if set_forward is not None and set_forward is not self.around_forward:
+                    module.__dict__["forward"] = set_forward
 
     def forward(self, *args, **kwargs):
-        """The module's forward, compiled where it can be."""
-        module, x = self.module(), _first_tensor(args, kwargs)
+        """Runs the module's forward, compiled where it can be."""
+        module, x = self.module(), next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         failed = self.failed.get(_mode_of(module), []) if self.failed else []
         self.way, self.ran = len(failed), []
         self.why = why_library(x, args, kwargs) or (None if self.way < self.ways else failed[0])
@@ -293,19 +289,19 @@ class CompiledCall:
         before, _thread.call = _thread.call, self
         _watch_dynamo()
         try:
-            if batch_invariant():  # which has switched torch.compile off, but its graphs here run eagerly
+            if batch_invariant():  # it has switched torch.compile off, which is needless for graphs that run eagerly
                 with torch.compiler.set_stance("default"):
                     return self._run(module, x, args, kwargs)
             return self._run(module, x, args, kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self.why = "there are as many graphs of such layers as there may be"
-        except torch._dynamo.exc.TorchRuntimeError as error:  # the library's code says what is wrong with the input
+        except torch._dynamo.exc.TorchRuntimeError as error:  # the library's code raises its own error for this input
             self.why = _text_of(error)
         except torch._dynamo.exc.TorchDynamoException as error:
             return self._run_next_way(module, _text_of(error), args, kwargs)
         except _Uncompiled:
             self.why = "torch.compile is switched off here"
-        except RuntimeError as error:  # of a graph whose lengths must be above one
+        except RuntimeError as error:  # from the check in packed.split_pieces
             if "Runtime assertion failed" not in str(error):
                 raise
             self.why = "an image has one token"
@@ -314,7 +310,7 @@ class CompiledCall:
         return self.group.run_library(self, args, kwargs)
 
     def _run_next_way(self, module: nn.Module, why: str, args: tuple, kwargs: dict):
-        """Runs the next way and remembers why, unless the library's code raises an error too."""
+        """Notes that a way has failed and runs the next, but takes the note back if that raises too."""
         failed = self.failed.setdefault(_mode_of(module), [])
         place = len(failed)
         failed.append(why)
@@ -331,7 +327,7 @@ class CompiledCall:
         return self.group.function(x, FUNCTIONS - 1, self.way)(module, args, kwargs)
 
     def entries(self) -> list[Entry] | None:
-        """Entries on the last call, or on a first one; None where only a call can tell."""
+        """Returns entries on the last call, or on what a first one would do; None if only a call can tell."""
         if not self.ran and not self.failed and self.why is None:
             ran = self._captured()
             return None if ran is None else list(ran)
@@ -340,7 +336,7 @@ class CompiledCall:
         return [*cut, *(entry for report in self.ran for entry in report)]
 
     def _captured(self) -> Report | None:
-        """The report on the graph of tokens in the module's width, without a call."""
+        """Captures a graph of tokens in the module's width without running it; returns the report on it."""
         module, probe = self.module(), CompiledCall(self.module(), self.group)
         vectors = [p for p in module.parameters() if p.dim() == 1]
         if not vectors or any(isinstance(m, nn.Conv2d) for m in module.modules()):
@@ -363,5 +359,5 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _mode_of(module: nn.Module) -> tuple[bool, bool, int]:
-    """Where a way fails, another may not: (training, gradients, modules with hooks)."""
+    """Returns what decides which ways fail: (training, gradients, the number of modules with hooks)."""
     return module.training, torch.is_grad_enabled(), sum(map(_has_hooks, module.modules()))

@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,23 +15,23 @@ from torch.fx.node import map_arg
 from .. import ops
 from ..model.presets import pair
 from .arguments import patch_weight, patches_as_image, per_channel, prefix_and_positions, whole_patches
-from .graph import Call, Positions, Proposal, Region
+from .graph import Call, Candidate, Positions, Proposal
 from .nodes import ADDS, ANALYTIC, CASTS, REARRANGEMENTS, VALUE_FREE, argument, is_draw, name_of, shape_of, tensor_of
 from .parts import linear_of
 
 
 class _Step(NamedTuple):
-    """One of prefix_and_positions, and the nodes that repeat its tokens for every image."""
+    """A step of prefix_and_positions, and the nodes that repeat its tokens for every image."""
 
     kind: str
     tokens: Node
     repeated: list[Node]
 
 
-def patch_embeddings(positions: Positions, node: Node) -> Iterator[tuple[Region, Iterator[Proposal]]]:
-    """Regions that may be one patch embedding, those with the most of it first.
+def patch_embeddings(positions: Positions, node: Node) -> Iterator[Candidate]:
+    """Proposes a patch embedding for regions around a projection of patches, the longest region first.
 
-    node: a convolution whose stride is its kernel, or a linear layer of patches; nothing is found for others."""
+    node: a convolution whose stride is its kernel, or a linear layer on patches; nothing is proposed for others."""
     if name_of(node) == "conv2d":
         images, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
         kernel, stride = (shape_of(weight) or ())[2:], argument(node, 3, "stride", 1)
@@ -58,27 +59,31 @@ def patch_embeddings(positions: Positions, node: Node) -> Iterator[tuple[Region,
 def _proposals(
     source: Node, chain: list[Node], cropped: bool, weights, bias, steps: list[_Step], as_image: bool = False
 ) -> Iterator[Proposal]:
+    """Proposes one patch embedding for each of the weights that the projection may have as a convolution.
+
+    chain: the nodes that normalise uint8 images. cropped: whether the convolution leaves out rows or columns of the
+    images. as_image: whether the region ends in the convolution, so that its output is (B, D, H / P, W / Q)."""
+
+    def build(weight, call):
+        layer = [weight(call), bias]
+        if chain:
+            both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
+            layer = [call(operator.getitem, both, i) for i in (0, 1)]
+        if steps:
+            both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
+            layer += [call(operator.getitem, both, i) for i in (0, 1)]
+        images = call(whole_patches, source, layer[0]) if cropped else source
+        tokens = call(ops.patch_embed, images, *layer)
+        return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
+
     for weight in weights:
-
-        def build(call, weight=weight):
-            layer = [weight(call), bias]
-            if chain:
-                both = call(per_channel, *layer, *(_normalised(call, source, chain, pixel) for pixel in (0, 255)))
-                layer = [call(operator.getitem, both, i) for i in (0, 1)]
-            if steps:
-                both = call(prefix_and_positions, [(step.kind, step.tokens) for step in steps])
-                layer += [call(operator.getitem, both, i) for i in (0, 1)]
-            images = call(whole_patches, source, layer[0]) if cropped else source
-            tokens = call(ops.patch_embed, images, *layer)
-            return call(patches_as_image, tokens, images, layer[0]) if as_image else tokens
-
-        yield Proposal("patch projection" if as_image else "patch embedding", build)
+        yield Proposal("patch projection" if as_image else "patch embedding", partial(build, weight))
 
 
 def _linear_of_patches(node: Node) -> tuple | None:
-    """(images, weight (D, C P P), bias, the weights of a convolution that it may be) of a linear layer.
+    """Returns (images, weight (D, C P P), bias, weights) of a linear layer on patches of images, else None.
 
-    None for other nodes, and where the input is no rearrangement of images."""
+    weights: functions of `call`, one for each convolution that the layer may be, that write its weight."""
     if (layer := linear_of(node)) is None or name_of(node) != "linear":
         return None
     images, weight, passed = layer.x, layer.weight, []
@@ -97,7 +102,7 @@ def _linear_of_patches(node: Node) -> tuple | None:
 
 
 def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
-    """Whether a rearrangement has axes for patches and for their pixels, or is F.unfold by patches."""
+    """Whether a rearrangement of images has axes for such patches and their pixels, or unfolds them."""
     shape = shape_of(node) or ()
     if any(side % p for side, p in zip(image, patch)):
         return False
@@ -108,7 +113,7 @@ def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
 
 
 def _normalisation(images: Node) -> tuple[Node, list[Node]]:
-    """uint8 images and the nodes that make floats of them, pixel by pixel; else the images alone."""
+    """Returns the uint8 images behind `images` and the nodes that normalise them; else (images, [])."""
     chain, node = [], images
     while tensor_of(node) is not None and tensor_of(node).dtype != torch.uint8 and len(chain) < 20:
         same = [a for a in node.all_input_nodes if shape_of(a) == shape_of(images)]
@@ -119,7 +124,7 @@ def _normalisation(images: Node) -> tuple[Node, list[Node]]:
 
 
 def _normalised(call: Call, source: Node, chain: list[Node], pixel: int) -> object:
-    """(1, C, 1, 1): what the chain makes of one grey value."""
+    """Writes what normalising nodes make of one grey value, for each channel: (1, C, 1, 1)."""
     shape, device = (1, shape_of(source)[1], 1, 1), tensor_of(source).device
     values = {source: call(torch.full, shape, pixel, dtype=torch.uint8, device=device)}
     for node in chain:
@@ -130,42 +135,42 @@ def _normalised(call: Call, source: Node, chain: list[Node], pixel: int) -> obje
 
 
 def _tokens(node: Node, width: int) -> list[tuple[Node, list[_Step]]]:
-    """The nodes after a projection that are tokens (B, T + N, D), with the steps up to each."""
-    found, steps = [], []
+    """Returns the nodes after a projection that are tokens (B, T + N, D), with the steps up to each."""
+    ends, steps = [], []
     while True:
         shape = shape_of(node) or ()
         if len(shape) == 3 and shape[-1] == width:
-            found.append((node, list(steps)))
+            ends.append((node, list(steps)))
         users = [user for user in node.users if name_of(user) not in VALUE_FREE]
         if len(users) != 1:
-            return found
+            return ends
         (user,) = users
         name = name_of(user)
         if name == "cat" and len(shape) == 3:
             tensors, axis = argument(user, 0, "tensors"), argument(user, 1, "dim", 0)
             if axis not in (1, -2) or tensors[-1] is not node or node in tensors[:-1]:
-                return found
+                return ends
             pieces = [_unrepeated(piece) for piece in tensors[:-1]]
             if any(not _for_one_image(shape_of(tokens)) for tokens, _ in pieces):
-                return found
+                return ends
             steps += [_Step("prefix", *piece) for piece in reversed(pieces)]
         elif name in ADDS and len(user.all_input_nodes) == 2 and len(shape) == 3:
             (other,) = (a for a in user.all_input_nodes if a is not node)
             if shape_of(other) not in ((1, *shape[1:]), shape[1:]):
-                return found
+                return ends
             steps.append(_Step("positions", other, []))
         elif name not in REARRANGEMENTS | CASTS and ("dropout" not in name or is_draw(user)):
-            return found
+            return ends
         node = user
 
 
 def _for_one_image(shape: tuple | None) -> bool:
-    """Whether this is (D,), (1, D) or (1, T, D)."""
+    """Whether tokens of this shape are the same for every image: (D,), (1, D) or (1, T, D)."""
     return shape is not None and (len(shape) == 1 or (len(shape) <= 3 and shape[0] == 1))
 
 
 def _unrepeated(node: Node) -> tuple[Node, list[Node]]:
-    """Prefix tokens as one image has them, and the nodes that repeat them."""
+    """Returns prefix tokens as one image has them, and the nodes that repeat them for all images."""
     repeated = []
     while name_of(node) in CASTS | {"expand", "repeat"} and isinstance(node.args[0], Node):
         repeated.append(node)

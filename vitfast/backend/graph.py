@@ -1,10 +1,10 @@
 """Regions of a graph that torch.compile captured, and why one cannot be replaced by an operation.
 
-A region is what lies on the paths from one tensor, the source, to another, the output. What the region reads besides
-(parameters, and whatever is computed from them, factors of drop path, rotary tables) are its inputs.
+A region is the set of FX nodes on the paths from one node, the source, to another, the output. Its inputs are the
+source and the other nodes that it reads: parameters, tensors computed from these, factors of drop path, rotary tables.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,11 @@ from .nodes import (
     values_read,
 )
 
-MOST_NODES = 300  # of a region; the longest encoder block seen has 60
+MOST_NODES = 300  # that a region may have; the largest encoder block met so far has 60
 
 
 def why_not_plain(tensor: Tensor) -> str | None:
-    """Why kernels cannot read this tensor, whose values are elsewhere or nowhere; None for most."""
+    """Returns why kernels cannot read a tensor's memory (meta, torch.func, a subclass); None if they can."""
     if tensor.device.type == "meta":
         return "it is on the device meta"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -40,11 +40,11 @@ def why_not_plain(tensor: Tensor) -> str | None:
 
 
 class Region(NamedTuple):
-    """The nodes from a source (left out) to an output; the source comes first among the inputs."""
+    """The nodes between a source and an output; the output is one of them, the source is the first input."""
 
     nodes: list[Node]  # in the graph's order, the output last
     inputs: list[Node]
-    equal: dict[Node, Node]  # of an input, the first one that is computed in the same way from the same nodes
+    equal: dict[Node, Node]  # maps each input to the first one that is computed by the same expression
 
     @property
     def source(self) -> Node:
@@ -55,7 +55,7 @@ class Region(NamedTuple):
         return self.nodes[-1]
 
     def read_by(self, nodes: Iterable[Node]) -> list[Node]:
-        """The inputs that these nodes read, without the source, once each."""
+        """Returns the inputs, except the source, that these nodes of the region read, each once."""
         inside = {*self.nodes, self.source}
         return list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
 
@@ -64,24 +64,27 @@ Call = Callable[..., Any]  # call(function, *arguments): computes now, or writes
 
 
 class Proposal(NamedTuple):
-    """An operation that may compute a region: build(call) calls it, with nodes as arguments."""
+    """An operation that may compute a region: build(call) calls it, with FX nodes as arguments."""
 
     kind: str
     build: Callable[[Call], Any]
 
 
+Candidate = tuple[Region, Iterator[Proposal]]  # the operations are proven in this order, until one is equal
+
+
 class Unrecognised(Exception):
-    """Why a region is no block that an operation computes."""
+    """Raised where no operation computes a region; its text is the reason that the report prints."""
 
 
 class _Text(str):
-    """A text that prints as it is."""
+    """A string whose repr is the string itself, without quotes."""
 
     __repr__ = str.__str__
 
 
 class Positions:
-    """A graph with the places of its nodes, for as long as it is not changed."""
+    """The order of a graph's nodes, and what they change in place; out of date once the graph changes."""
 
     def __init__(self, graph: Graph):
         self.nodes = list(graph.nodes)
@@ -90,9 +93,9 @@ class Positions:
         self.changed = {storage_of(node) for _, changed in self.changes for node in changed} - {None}
 
     def between(self, source: Node, output: Node) -> list[Node]:
-        """The nodes on the paths from source, left out, to output.
+        """Returns the nodes on the paths from source to output, without source.
 
-        An empty list where there is no path, or where there are more than MOST_NODES."""
+        The list is empty if there is no path, or if it would have more than MOST_NODES nodes."""
         dependent = {source}
         for node in self.nodes[self.place[source] + 1 : self.place[output] + 1]:
             if name_of(node) not in VALUE_FREE and not dependent.isdisjoint(values_read(node)):
@@ -106,7 +109,7 @@ class Positions:
         return [] if len(inside) > MOST_NODES else sorted(inside, key=self.place.__getitem__)
 
     def around(self, nodes: Iterable[Node], source: Node) -> Region:
-        """The region of these nodes."""
+        """Returns the region of these nodes, in the graph's order, and all that they read."""
         nodes = sorted(nodes, key=self.place.__getitem__)
         inside = set(nodes)
         inputs = {source: None} | {a: None for node in nodes for a in node.all_input_nodes if a not in inside}
@@ -114,7 +117,10 @@ class Positions:
         return Region(nodes, list(inputs), {node: texts.setdefault(self.expression(node), node) for node in inputs})
 
     def expression(self, node: Node, depth: int = 6) -> str:
-        """Equal for nodes that compute the same: their own name where that is not certain, or far away."""
+        """Returns a text that two nodes share only if they compute the same tensor from the same nodes.
+
+        It writes out the calls behind a node, `depth` levels up. A name stands for nodes further up, and for those that
+        draw random numbers or have to do with changes in place."""
         name, tensor = name_of(node), tensor_of(node)
         pure = node.op == "call_method" or (node.op == "call_function" and "." not in name and "empty" not in name)
         changes = {storage_of(a) for a in (node, *node.all_input_nodes)} & self.changed
@@ -125,7 +131,7 @@ class Positions:
         return f"{node.target}{arguments}{state}"
 
     def obstacle(self, region: Region) -> str | None:
-        """Why a region cannot be one operation, whatever it computes; None where it can."""
+        """Returns why no operation can replace a region, whatever the region computes; None if one can."""
         inside, output = set(region.nodes), region.output
         for node in (*region.inputs, *region.nodes):
             if (tensor := tensor_of(node)) is not None and (why := why_not_plain(tensor)) is not None:
@@ -144,30 +150,31 @@ class Positions:
         return self._change_in_place(region, inside)
 
     def _change_in_place(self, region: Region, inside: set[Node]) -> str | None:
+        """Returns which change in place forbids to compute the whole region where its output is, or None."""
         reads: dict[int | None, int] = {}
         for node in region.nodes:
             for a in (*node.all_input_nodes, node):
                 reads.setdefault(storage_of(a), self.place[node])
         reads.pop(None, None)
-        given = {storage_of(node) for node in region.inputs} - {None}
+        input_storages = {storage_of(node) for node in region.inputs} - {None}
         first, last = self.place[region.nodes[0]], self.place[region.output]
         for place, changed in self.changes:
             storages = {storage_of(node) for node in changed}
-            if place == last and storages & given and (why := self._output_in_place(region, storages)):
+            if place == last and storages & input_storages and (why := self._output_in_place(region, storages)):
                 return why
             if not first <= place < last:
                 continue
             if None in storages:
                 return "a change in place of something unknown"
             if self.nodes[place] in inside:
-                if storages & given:
+                if storages & input_storages:
                     return "a change in place of what the block reads"
             elif any(s in reads and reads[s] < place for s in storages):
                 return "a change in place of what the block has read"
         return None
 
     def _output_in_place(self, region: Region, storages: set[int | None]) -> str | None:
-        """Why `x += branch` cannot be a new tensor: others see the changed x."""
+        """Returns why `x += branch` cannot become a new tensor: another reader needs the changed x."""
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr") and storage_of(node) in storages:
                 return "the residual is changed in place, and it is an input of the graph"
@@ -179,11 +186,11 @@ class Positions:
 
 
 def additions(graph: Graph) -> list[Node]:
-    """The nodes that add two tensors of one shape: (B, N, D), (tokens, D) or (B, H, W, D)."""
-    found = []
+    """Returns the nodes that add two tensors of one shape: (B, N, D), (tokens, D) or (B, H, W, D)."""
+    adds = []
     for node in graph.nodes:
         if name_of(node) in ADDS and len(node.all_input_nodes) == 2:
-            shapes = [shape_of(a) for a in node.all_input_nodes] + [shape_of(node)]
-            if shapes[0] is not None and len(shapes[0]) in (2, 3, 4) and shapes[0] == shapes[1] == shapes[2]:
-                found.append(node)
-    return found
+            shape, *others = map(shape_of, (node, *node.all_input_nodes))
+            if shape is not None and len(shape) in (2, 3, 4) and others == [shape, shape]:
+                adds.append(node)
+    return adds

@@ -1,8 +1,8 @@
 """Rewrites the graphs of accelerated models that a plain `torch.compile(model)` hands to Inductor.
 
-Dynamo looks through a layer that runs compiled code, and hands its own operations on. So the same rewriting is a pass
-of Inductor, before gradients. A graph is told by the modules that its nodes were captured in; others are left. The pass
-runs before Inductor looks into its cache, as equal graphs of other models have other results there.
+Dynamo traces through a layer that runs compiled code, and captures the library's operations. So the same rewriting is a
+pass of Inductor, before gradients. It rewrites the graphs with nodes that were captured in modules of an accelerated
+model, and leaves others. It runs before Inductor looks into its cache, where an equal graph of another model may be.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from ..version import __version__
 from . import replace_blocks
 from .parts import Choices
 
-_TIMING = "pre_grad_pass_timing"  # torch 2.11 has none, and runs passes early
+_TIMING = "pre_grad_pass_timing"  # torch 2.11 has no such option, and runs passes early
 _models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictionary()
 
 
 class Rewrite(CustomGraphPass):
-    """The pass, behind the user's own; its uuid keeps Inductor's results apart from those without it."""
+    """Inductor's pass, after the user's; the uuid keeps cached results apart from those without it."""
 
     def __init__(self, others: list):
         self.others = others
@@ -32,10 +32,10 @@ class Rewrite(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for other in self.others:
             other(graph)
-        found = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
+        by_id = {id(module): chosen for model, chosen in list(_models.items()) for module in model.modules()}
         # Dynamo's keys begin with the id of a module that a node was captured in.
         keys = (key.partition("@")[0] for node in graph.nodes for key in node.meta.get("nn_module_stack") or {})
-        chosen = next((found[int(key)] for key in keys if key.isdecimal() and int(key) in found), None)
+        chosen = next((by_id[int(key)] for key in keys if key.isdecimal() and int(key) in by_id), None)
         if chosen is not None:
             replace_blocks(graph.owning_module, chosen)
 
@@ -46,7 +46,7 @@ class Rewrite(CustomGraphPass):
 
 @cache
 def _source() -> str:
-    """Changes with the backend's code."""
+    """Returns a hash of the backend's source files."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -55,9 +55,9 @@ _timing_before = "default"
 
 
 def _passes() -> list:
-    """Inductor's passes before gradients: torch 2.11 takes one, later versions several."""
-    found = inductor.pre_grad_custom_pass
-    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+    """Returns Inductor's passes before gradients; torch 2.11 takes one pass, later versions take several."""
+    passes = inductor.pre_grad_custom_pass
+    return [] if passes is None else list(passes) if isinstance(passes, (list, tuple)) else [passes]
 
 
 def _is_in() -> bool:
@@ -65,7 +65,7 @@ def _is_in() -> bool:
 
 
 def add(model: nn.Module, chosen: Choices) -> None:
-    """Rewrites the graphs of a model from now on."""
+    """Makes Inductor rewrite the graphs of a model from now on."""
     global _timing_before
     _models[model] = chosen
     if _is_in():
@@ -77,7 +77,7 @@ def add(model: nn.Module, chosen: Choices) -> None:
 
 
 def discard(model: nn.Module) -> None:
-    """Leaves the graphs of a model; after the last one the pass is taken out."""
+    """Makes Inductor leave the graphs of a model; with the last model, the pass is removed."""
     _models.pop(model, None)
     if _models or not _is_in():
         return

@@ -1,4 +1,4 @@
-"""The masks of an attention, and which of them are lengths of keys by the way that they are computed."""
+"""The masks of an attention, and which of them hide all keys from a length on, by how they are computed."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from .arguments import logit_bias, shown_keys
 from .graph import Call, Unrecognised
 from .nodes import ADDS, CASTS, argument, changed_by, name_of, shape_of, storage_of, tensor_of
 
-# A comparison with arange on its left -> 1 where it is True up to a length, -1 where it is True from there on.
+# A comparison with arange on its left -> 1 if it is True up to a length, -1 if it is True from there on.
 _COMPARISONS = {"lt": 1, "le": 1, "gt": -1, "ge": -1, "less": 1, "less_equal": 1, "greater": -1, "greater_equal": -1}
 _NOT = frozenset({"invert", "logical_not", "bitwise_not", "__invert__"})
 _SAME_ROWS = frozenset(
@@ -22,30 +22,30 @@ _FILLS = frozenset({"masked_fill", "masked_fill_", "where"})
 
 
 class Mask(NamedTuple):
-    """Numbers that are added to the logits, or truth values; hides: whether a True hides a key."""
+    """A mask of an attention: numbers to add to its logits, or booleans, where True `hides` a key or not."""
 
     node: Node
     hides: bool = False
 
 
 def masks_of(nodes: list[Node], tokens: int) -> list[Mask]:
-    """The masks that these nodes add to the logits, or fill them by."""
-    inside, found = set(nodes), {}
+    """Returns the masks (..., tokens) that these nodes add to the logits, or fill them with -inf by."""
+    inside, masks = set(nodes), {}
     for node in nodes:
         if name_of(node) in ADDS:
-            found |= {a: Mask(a) for a in node.all_input_nodes}
+            masks |= {a: Mask(a) for a in node.all_input_nodes}
         elif name_of(node) in _FILLS:
             _, mask, hides = _filled(node)
-            if mask is None:  # a row whose keys are all hidden would have weights
+            if mask is None:  # softmax would give weights to a row whose keys are all hidden
                 raise Unrecognised("hidden keys have logits that are not -inf")
-            found[mask] = Mask(mask, hides)
-    return [mask for node, mask in found.items() if node not in inside and (shape_of(node) or ())[-1:] == (tokens,)]
+            masks[mask] = Mask(mask, hides)
+    return [mask for node, mask in masks.items() if node not in inside and (shape_of(node) or ())[-1:] == (tokens,)]
 
 
 def mask_arguments(masks: list[Mask], samples: int, bias: Callable[[Call, list[Mask]], Any]) -> Iterator:
-    """Ways to write masks as arguments of an operation: first as lengths of keys, then as a bias.
+    """Yields the ways to write masks as arguments of an operation: first as key_lengths, then as a bias.
 
-    Each is a function of `call` that returns keyword arguments. bias: writes the sum of masks as one.
+    Each is a function of `call` that returns keyword arguments. bias(call, masks): writes the sum of masks.
     """
     for i, mask in enumerate(masks):
         shape, rest = shape_of(mask.node), [*masks[:i], *masks[i + 1 :]]
@@ -59,27 +59,23 @@ def mask_arguments(masks: list[Mask], samples: int, bias: Callable[[Call, list[M
     yield lambda call: dict(bias=bias(call, masks)) if masks else {}
 
 
-def bias_of(heads: int, dtype: torch.dtype) -> Callable[[Call, list[Mask]], Any]:
-    """The function that writes masks which broadcast to (B, heads, N, N) as one bias."""
-
-    def bias(call: Call, masks: list[Mask]):
-        return call(logit_bias, [mask.node for mask in masks], [mask.hides for mask in masks], heads, dtype)
-
-    return bias
+def write_bias(heads: int, dtype: torch.dtype, call: Call, masks: list[Mask]):
+    """Writes masks, which broadcast to (B, heads, N, N), as one bias of ops.attention."""
+    return call(logit_bias, [mask.node for mask in masks], [mask.hides for mask in masks], heads, dtype)
 
 
 def as_lengths(mask: Node) -> tuple[int, tuple[bool, ...]] | None:
-    """The `direction` of a mask that is lengths, and the axes along which it is expanded; else None.
+    """Returns (direction, which axes but the last are expanded) of a mask that has one; None for other masks.
 
-    A proof draws the mask by this, so that what is proven holds for masks that have the same alone."""
+    A proof draws a mask with the same pair, and so holds only for masks that have it too."""
     way = direction(mask)
     return (way, tuple(step == 0 for step in tensor_of(mask).stride()[:-1])) if way else None
 
 
 def random_mask(mask: Node, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A mask for a proof: with both values in each row, or with random lengths where it is lengths.
+    """Draws a mask for a proof: by random lengths if it has a `direction`, else one with both booleans.
 
-    The former is one mask for the seed 0, and for others what shows all that this hides."""
+    In the latter case seed 0 draws one mask, and all other seeds its negation."""
     if lengths := as_lengths(mask):
         way, expanded = lengths
         rows = [1 if same else n for n, same in zip(shape, expanded)]
@@ -88,31 +84,31 @@ def random_mask(mask: Node, shape: tuple[int, ...], seed: int) -> Tensor:
         shown = ((torch.arange(shape[-1], device="cpu") < length) ^ (way < 0)).expand(shape)
         zeros = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return shown if _is_bool(mask) else zeros.masked_fill(~shown, -math.inf)
-    found = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.7
-    if found.dim() and found.shape[-1] > 1:
-        found[..., 0], found[..., 1] = True, False
-    return found ^ (seed != 0)
+    shown = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.7
+    if shown.dim() and shown.shape[-1] > 1:
+        shown[..., 0], shown[..., 1] = True, False
+    return shown ^ (seed != 0)
 
 
 def direction(mask: Node) -> int:
-    """1 for a mask that shows keys up to a length, -1 for one that shows those from there on, else 0.
+    """Returns 1 for a mask that shows keys up to a length, -1 for one that shows those from there on, else 0.
 
-    To show is to be True, or to be 0 where the other numbers are -inf. Such a mask is a comparison of torch.arange with
-    one number a row, maybe negated, written as numbers or seen in another shape, and nothing else changes it in place.
-    Only the way it is computed can tell: the numbers of a call are not known.
+    A mask shows a key where it is True, or where it is 0 among numbers of -inf. Its elements are unknown, so that the
+    nodes which compute it decide: it must be a comparison of torch.arange with one number a row. This may be negated,
+    turned into numbers and reshaped, but no other node may change it in place.
     """
     chain: list[Node] = []
-    if not (found := _direction(mask, chain)):
+    if not (sign := _direction(mask, chain)):
         return 0
     memory = {storage_of(node) for node in chain}
     changed = {storage_of(a) for node in mask.graph.nodes if node not in chain for a in changed_by(node)}
-    return 0 if None in memory or memory & changed else found
+    return 0 if None in memory or memory & changed else sign
 
 
 def _direction(node: Node, chain: list[Node]) -> int:
-    """`direction`, whatever else may change the nodes that this puts into the chain."""
-    name, given = name_of(node), [a for a in node.args if isinstance(a, Node)]
-    if tensor_of(node) is None or not given:
+    """Returns `direction` if no other node changes a mask; adds the nodes that compute it to `chain`."""
+    name, arguments = name_of(node), [a for a in node.args if isinstance(a, Node)]
+    if tensor_of(node) is None or not arguments:
         return 0
     chain.append(node)
     if name in _COMPARISONS and len(node.args) == 2:
@@ -125,9 +121,9 @@ def _direction(node: Node, chain: list[Node]) -> int:
         if mask is not None and _is_zero(numbers, chain):
             return (-1 if hides else 1) * _direction(mask, chain)
     elif name in _NOT and _is_bool(node):
-        return -_direction(given[0], chain)
-    elif _keeps_rows(node) and _is_bool(node) == _is_bool(given[0]):
-        return _direction(given[0], chain)
+        return -_direction(arguments[0], chain)
+    elif _keeps_rows(node) and _is_bool(node) == _is_bool(arguments[0]):
+        return _direction(arguments[0], chain)
     return 0
 
 
@@ -136,9 +132,9 @@ def _is_bool(node: Node) -> bool:
 
 
 def _filled(node: Node) -> tuple[Any, Node | None, bool]:
-    """(numbers, mask, whether a True hides) of a call that puts -inf in place of some numbers.
+    """Returns (numbers, mask, whether True hides) of a call that puts -inf in place of some numbers.
 
-    Of other calls it is (None, None, False)."""
+    For other calls it returns (None, None, False)."""
     if name_of(node) == "where" and node.op == "call_function":
         mask, *values = (argument(node, i, n) for i, n in enumerate(("condition", "input", "other")))
         hides = values[0] == -math.inf
@@ -161,7 +157,7 @@ def _is_zero(value, chain: list[Node]) -> bool:
 
 
 def _keeps_rows(node: Node) -> bool:
-    """Whether a node shows its argument in another shape with the same last axis."""
+    """Whether a node reshapes, expands, copies or casts its first argument, but keeps the last axis."""
     before, after = (shape_of(n) or () for n in (node.args[0], node))
     if before[-1:] != after[-1:] or not before:
         return False
@@ -172,7 +168,7 @@ def _keeps_rows(node: Node) -> bool:
 
 
 def _counts(node, length: int, chain: list[Node]) -> bool:
-    """Whether a node is torch.arange along the last axis, of this length."""
+    """Whether a node is torch.arange of this length along the last axis; adds its nodes to `chain`."""
     while tensor_of(node) is not None:
         chain.append(node)
         if name_of(node) == "arange":

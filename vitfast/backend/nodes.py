@@ -1,4 +1,4 @@
-"""Reads nodes of a captured graph: their calls, values and changes; PyTorch's functions by kind."""
+"""Reads FX nodes: what each calls, returns and changes in place. Sorts PyTorch's functions by kind."""
 
 import inspect
 import re
@@ -11,18 +11,18 @@ from torch.fx.node import map_arg
 
 from .. import ops
 
-# Operations that read the shape, dtype or device of their first argument, and none of its numbers.
+# Functions that read the shape, dtype or device of their first argument, but none of its elements.
 _VALUE_FREE = "size dim numel stride getattr new_empty new_zeros new_ones new_full empty_like zeros_like ones_like"
 VALUE_FREE = frozenset(_VALUE_FREE.split())
-# Functions that move numbers, and those that change their dtype alone.
+# Functions that move or copy elements and change none of them. CASTS change nothing but the dtype.
 _REARRANGEMENTS = """
 permute transpose t mT T swapaxes swapdims movedim reshape view _unsafe_view view_as reshape_as flatten unflatten
 squeeze unsqueeze expand expand_as repeat unfold contiguous clone
 """
 REARRANGEMENTS = frozenset(_REARRANGEMENTS.split())
 CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16"})
-# Functions that are rearrangements, or analytic in their tensors: equal for random numbers, they are equal for all. A
-# clamp, a comparison or a nan_to_num acts where random numbers may not come.
+# Functions that are rearrangements, or analytic in their tensors. If two compositions of these agree on random inputs,
+# they agree on all inputs. A clamp, a comparison or a nan_to_num may act only on values that random inputs never reach.
 _ANALYTIC = """
 linear addmm matmul bmm mm einsum baddbmm scaled_dot_product_attention multi_head_attention_forward layer_norm
 rms_norm gelu silu sigmoid tanh erf exp pow sqrt rsqrt square reciprocal softmax _softmax mean var sum amax dropout
@@ -31,10 +31,11 @@ div_ truediv itruediv true_divide divide neg negative getitem cat stack split ch
 index_select vitfast.backend.arguments.attend
 """
 ANALYTIC = frozenset(_ANALYTIC.split()) | REARRANGEMENTS | CASTS
-# Functions whose result has a layout in memory of its own, or none.
+# Functions whose output has the same memory layout whatever that of the input is, or is no tensor.
 _LAYS_OUT = frozenset("linear addmm matmul bmm mm einsum layer_norm softmax size dim numel new_zeros new_ones".split())
-# Functions that take any layout, and hand it on as PyTorch's fake tensors say. A convolution does not; nor does a norm
-# of groups, and what changes a tensor in place reaches other ones if a reshape is a view in one layout alone.
+# Functions that accept any layout, and whose output has the layout that PyTorch's fake tensors predict. Convolutions
+# and group norms are none of them. Neither are changes in place: a reshape may be a view of the changed tensor in one
+# layout, and a copy in another.
 _ANY_LAYOUT = {name for name in ANALYTIC if not name.endswith("_")}
 _ANY_LAYOUT -= set("view _unsafe_view view_as conv2d iadd isub imul itruediv".split())
 _DRAWS = """
@@ -42,9 +43,8 @@ bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_li
 multinomial geometric_ cauchy_ log_normal_ native_dropout poisson binomial rrelu
 """
 DRAWS = frozenset(_DRAWS.split())
-_INPLACE = "iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem"
-INPLACE = frozenset(_INPLACE.split())
-# Calls without a value that switch no mode: checks, statistics, the choice among PyTorch's own attention kernels.
+INPLACE = frozenset("iadd isub imul itruediv ifloordiv imatmul ipow imod iand ior ixor ilshift irshift setitem".split())
+# Prefixes of calls that return nothing but switch no mode: checks, usage logs, the choice of an attention kernel.
 _CHECKS = ("_assert", "_check", "sym_constrain", "_log_api", "_sdpa_kernel", "_backend_from_string")
 ADDS = frozenset({"add", "add_", "iadd"})
 MULTIPLIES = frozenset({"mul", "mul_", "imul", "multiply", "multiply_"})
@@ -53,19 +53,19 @@ PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mm", "baddbmm"})
 
 
 def name_of(node: Node) -> str:
-    """The name of what a node calls, with its module where that is none of PyTorch's."""
+    """Returns the name of the function that a node calls, with its module in front if that is not PyTorch's."""
     if node.op != "call_function":
         return node.target if node.op == "call_method" else node.op
     name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         module = "torch" if str(node.target).startswith("aten.") else str(node.target)
     root, _, rest = module.partition(".")
-    known = root in ("", "torch", "_operator", "builtins") and not rest.startswith("_dynamo")
-    return name if known else f"{module}.{name}"  # Dynamo's own functions call NumPy's and the user's
+    is_torch = root in ("", "torch", "_operator", "builtins") and not rest.startswith("_dynamo")
+    return name if is_torch else f"{module}.{name}"  # functions of Dynamo call NumPy's and the user's
 
 
 def argument(node: Node, place: int, name: str, default=None):
-    """An argument of a node by its place or its name."""
+    """Returns an argument of a node, passed by position or by keyword, or its default."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
@@ -75,18 +75,18 @@ def value_of(node: Node):
 
 
 def values_read(node: Node) -> list[Node]:
-    """The nodes whose values a node reads; of a second tensor view_as reads the shape, type_as the dtype."""
+    """Returns the nodes whose elements a node reads; view_as and type_as read those of their first alone."""
     return node.all_input_nodes[: 1 if name_of(node).endswith("_as") else None]
 
 
 def tensor_of(node) -> Tensor | None:
-    """The fake tensor of a node; None for what is no node or no tensor."""
+    """Returns the fake tensor of a node; None if it returns something else, or is no node."""
     value = value_of(node) if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def size(length) -> int:
-    """A length as a number, without a guard on a symbol: -1 where nothing is known of it."""
+    """Returns a length, or a symbolic one's size in this call (-1 if unknown), without adding a guard."""
     if isinstance(length, int):
         return length
     hint = getattr(length.node, "hint", None)
@@ -109,7 +109,7 @@ def storage_of(node) -> int | None:
 
 
 def is_draw(node: Node) -> bool:
-    """Whether a node takes random numbers: dropout of rate 0 or out of training does not."""
+    """Whether a node draws random numbers: dropout of rate 0 or outside training does not."""
     name = name_of(node)
     if name == "scaled_dot_product_attention":
         return argument(node, 4, "dropout_p", 0.0) != 0
@@ -118,36 +118,36 @@ def is_draw(node: Node) -> bool:
     if "dropout" in name and name != "native_dropout":
         training = argument(node, 2, "training", node.kwargs.get("train", True))
         return argument(node, 1, "p", 0.5) != 0 and training is not False
-    return name in DRAWS or name.endswith(".bernoulli_")  # that of eager.py
+    return name in DRAWS or name.endswith(".bernoulli_")  # eager.bernoulli_
 
 
 def is_unchanged(node: Node) -> bool:
-    """Whether a node gives back its argument: a cast to what it is already, dropout that drops nothing."""
-    name, own, given = name_of(node), tensor_of(node), tensor_of(node.args[0]) if node.args else None
-    if own is None or given is None or len(node.all_input_nodes) != 1:
+    """Whether a node returns its argument as it is: a cast to its own dtype, dropout that drops nothing."""
+    name, out, x = name_of(node), tensor_of(node), tensor_of(node.args[0]) if node.args else None
+    if out is None or x is None or len(node.all_input_nodes) != 1:
         return False
-    same = (own.dtype, own.device, shape_of(node)) == (given.dtype, given.device, shape_of(node.args[0]))
+    same = (out.dtype, out.device, shape_of(node)) == (x.dtype, x.device, shape_of(node.args[0]))
     return same and (name in CASTS | {"contiguous", "clone"} or ("dropout" in name and not is_draw(node)))
 
 
-def is_layout_seen(node: Node) -> bool:
-    """Whether another layout in memory may matter: to a view, random numbers, functions or the caller."""
-    stack, seen = [node], set()
+def layout_matters(node: Node) -> bool:
+    """Whether the memory layout of a node's output may matter to a view, a random draw or the caller."""
+    stack, visited = [node], set()
     while stack:
-        given = stack.pop()
-        for user in given.users:
+        node = stack.pop()
+        for user in node.users:
             name = name_of(user)
-            if user in seen or given not in values_read(user) or name in _LAYS_OUT or name.startswith("vitfast."):
+            if user in visited or node not in values_read(user) or name in _LAYS_OUT or name.startswith("vitfast."):
                 continue
             if is_draw(user) or name not in _ANY_LAYOUT:
                 return True
-            seen.add(user)
+            visited.add(user)
             stack.append(user)
     return False
 
 
 def _takes_inplace(node: Node) -> bool:
-    """Whether a function with an argument `inplace` got True for it."""
+    """Whether a node calls a function with inplace=True, or may do so."""
     if node.op != "call_function" or not inspect.isfunction(node.target):
         return False
     try:
@@ -161,20 +161,20 @@ def _takes_inplace(node: Node) -> bool:
 
 def changed_by(node: Node) -> list[Node]:
     """The nodes whose tensors a node changes in place."""
-    name, found = name_of(node), []
+    name, changed = name_of(node), []
     if node.op not in ("call_function", "call_method"):
         return []
     if _may_change_all(node, name):
         return node.all_input_nodes
-    map_arg(node.kwargs.get("out"), found.append)
-    ends = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")  # of operator
+    map_arg(node.kwargs.get("out"), changed.append)
+    ends = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")  # operator.and_
     if name.strip("_") in INPLACE or ends or _takes_inplace(node):
-        map_arg(node.args[:1], found.append)
-    return found
+        map_arg(node.args[:1], changed.append)
+    return changed
 
 
 def _may_change_all(node: Node, name: str) -> bool:
-    """Whether a node may change any input: running statistics, custom operations, unknown functions."""
+    """Whether a node may change any of its inputs: running statistics, custom or unknown functions."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverloadPacket):
@@ -188,9 +188,9 @@ def _may_change_all(node: Node, name: str) -> bool:
 
 
 def switches_mode(node: Node) -> bool:
-    """Whether a node changes how those after it run: it is a call without a value that takes no tensor.
+    """Whether a node switches a mode for the nodes after it: it takes no tensor, and returns nothing.
 
-    Gradient, inference and autocast mode, streams and the transforms of torch.func are switched so.
+    Gradient, inference and autocast modes, streams and the transforms of torch.func are switched by such calls.
     """
     if node.op != "call_function" or value_of(node) is not None or name_of(node).startswith(_CHECKS):
         return False
@@ -198,7 +198,7 @@ def switches_mode(node: Node) -> bool:
 
 
 def module_of(node: Node) -> str:
-    """The path of the module whose forward a node was captured in; empty where it is not known."""
+    """Returns the path of the module in whose forward a node was captured; empty if unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return re.sub(r"^[LG]\['\w+'\]\.?", "", path).replace("_modules['", "").replace("']", "")

@@ -1,7 +1,7 @@
 """Attention of packed samples that is written piece by piece: proven, and replaced by one call.
 
-Towers of Qwen2-VL's kind lay images in one row of tokens, read their lengths as numbers, split q, k and v by these,
-attend within each piece and put the pieces in a row again. The lengths are known when the graph runs, and not before.
+Towers of Qwen2-VL's kind put images in one row of tokens, read their lengths as numbers, split q, k and v by these,
+attend within each piece and concatenate the pieces. The lengths are known when the graph runs, and not before.
 """
 
 import contextlib
@@ -22,29 +22,30 @@ from .. import ops
 from . import proof
 from .arguments import attend, logit_bias, offsets_of
 from .graph import Call, Positions, Region, Unrecognised
-from .lengths import Lengths as ShrunkLengths
+from .lengths import Lengths
 from .nodes import REARRANGEMENTS, VALUE_FREE, argument, is_draw, name_of, shape_of, storage_of, tensor_of, value_of
 
-_BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}  # splits and the row of all pieces
+# What stands between the splits and the concatenation of all pieces.
+_BETWEEN = REARRANGEMENTS | {"getitem", "scaled_dot_product_attention"}
 
 
 @contextlib.contextmanager
 def lengths_as_symbols() -> Iterator[None]:
-    """Numbers that are read from tensors become symbols in what is compiled inside.
+    """Makes symbols of the numbers that code reads from tensors, if it is compiled inside this context.
 
     Without it Dynamo cuts the graph where attention of packed images reads their lengths as numbers.
     """
-    # Dynamo stops at a length of which products alone are read, unless it is told that this is no error.
+    # Without this option, it is an error for Dynamo if only products of a length are read, and not the length itself.
     lax = symbolic.patch(soft_pending_unbacked_not_found_error=True)
     with torch._dynamo.config.patch(capture_scalar_outputs=True), lax:
         yield
 
 
-class Lengths(TorchFunctionMode):
-    """Tells Dynamo of the lengths that torch.split gets, in a function that it captures.
+class CheckedSplits(TorchFunctionMode):
+    """Replaces torch.split by `split_pieces` in a function that Dynamo captures.
 
-    It cuts the graph where a library asks, unless it is told that pieces have more than one token; the compiled code
-    raises for pieces that have not.
+    Dynamo cuts the graph where a library compares a length with one, unless it is sure that pieces have more tokens.
+    The compiled code raises for shorter pieces.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -57,25 +58,25 @@ def split_pieces(tensor: Tensor, split_size_or_sections: int | list[int], dim: i
     """torch.split, which tells Dynamo that pieces of unknown lengths have more than one token."""
     if isinstance(split_size_or_sections, (list, tuple)):
         for length in split_size_or_sections:
-            if guard_or_true(length > 1):  # it is unknown, or a number of which that is so
+            if guard_or_true(length > 1):  # also where the length is unknown
                 torch._check(length > 1)
     return tensor.split(split_size_or_sections, dim)
 
 
 class Pieces(NamedTuple):
-    """An attention of packed samples: the splits of q, k and v, and the sizes that they share."""
+    """An attention of packed samples, written piece by piece, as its nodes are in a graph."""
 
     region: Region
-    splits: list[Node]
-    sizes: list[Node]
-    lengths: Node  # the sizes in one tensor
+    splits: list[Node]  # of q, k and v
+    sizes: list[Node]  # of the pieces: numbers that are read from `lengths`
+    lengths: Node
     scale: float | None
 
 
 def write_call(graph: Graph, like: Node, function: Callable, *arguments, fake: Callable | None = None, **keywords):
-    """Writes a call of a function, as if it was captured where another node was.
+    """Writes a call of a function, with the metadata of another node as if it had been captured there.
 
-    fake: computes the fake value in the function's place.
+    fake: computes the fake value instead of the function.
     """
     values, named = map_arg((arguments, keywords), value_of)
     node = graph.call_function(function, arguments, keywords)
@@ -84,18 +85,18 @@ def write_call(graph: Graph, like: Node, function: Callable, *arguments, fake: C
 
 
 def read_once(graph: Graph) -> None:
-    """Makes one of all readings of the same number of a tensor: for each the host waits for a GPU."""
-    positions, known = Positions(graph), {}
+    """Merges the nodes that read the same number of a tensor, as the host waits for a GPU at each."""
+    positions, readers = Positions(graph), {}
     for node in positions.nodes:
         if name_of(node) == "item":
-            first = known.setdefault(positions.expression(node), node)
+            first = readers.setdefault(positions.expression(node), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
 def pieces_of(cat: Node, positions: Positions) -> Pieces | None:
-    """The attention whose pieces a node puts in a row; None where it puts others there."""
+    """Returns the attention whose pieces a node concatenates; None if it concatenates anything else."""
     nodes, splits, stack = {cat}, [], list(cat.all_input_nodes)
     while stack:
         node = stack.pop()
@@ -112,9 +113,9 @@ def pieces_of(cat: Node, positions: Positions) -> Pieces | None:
     if not calls or not splits or not all(map(_sizes, splits)):
         return None
     pieces = [argument(calls[0], place, name) for place, name in enumerate(("query", "key", "value"))]
-    found = [piece.args[0] for piece in pieces if name_of(piece) == "getitem"]
+    qkv_splits = [piece.args[0] for piece in pieces if name_of(piece) == "getitem"]
     sizes = _sizes(splits[0])
-    if len(found) != 3 or set(found) != set(splits) or any(_sizes(split) != sizes for split in splits):
+    if len(qkv_splits) != 3 or set(qkv_splits) != set(splits) or any(_sizes(split) != sizes for split in splits):
         raise Unrecognised("pieces of q, k and v that are split in different ways")
     lengths = sizes[0].args[0].args[0]
     read = [size.args[0].args for size in sizes]
@@ -122,16 +123,16 @@ def pieces_of(cat: Node, positions: Positions) -> Pieces | None:
         raise Unrecognised("pieces whose lengths are not all numbers of a tensor, in its order")
     if storage_of(lengths) is None or storage_of(lengths) in positions.changed:
         raise Unrecognised("the lengths of the pieces are changed in place")
-    region = positions.around(nodes, found[0].args[0])
-    if set(region.inputs) != {split.args[0] for split in found} | set(sizes):
+    region = positions.around(nodes, qkv_splits[0].args[0])
+    if set(region.inputs) != {split.args[0] for split in splits} | set(sizes):
         raise Unrecognised("pieces with masks, or with other numbers")
     if (why := positions.obstacle(region)) is not None:
         raise Unrecognised(why)
-    return Pieces(region, found, sizes, lengths, argument(calls[0], 6, "scale"))
+    return Pieces(region, qkv_splits, sizes, lengths, argument(calls[0], 6, "scale"))
 
 
 def _sizes(split: Node) -> list[Node] | None:
-    """The sizes of pieces that are read from a tensor; None for others."""
+    """Returns the sizes of a split's pieces if all are read from a tensor, else None."""
     sizes = argument(split, 1, "split_size_or_sections", argument(split, 1, "split_size"))
     if not isinstance(sizes, (list, tuple)) or not sizes:
         return None
@@ -140,27 +141,28 @@ def _sizes(split: Node) -> list[Node] | None:
 
 
 def _attention(call: Call, pieces: Pieces, packing: tuple, heads_first: bool):
-    """The attention in one call, as (1, H, tokens, Dh) or (1, tokens, H, Dh)."""
+    """Writes the attention in one call; its output is (1, H, tokens, Dh) or (1, tokens, H, Dh)."""
     tensors = [split.args[0] for split in pieces.splits]
     offsets, longest = packing
-    found = call(attend, *tensors, pieces.scale, "bhnd", offsets=offsets, longest=longest)
-    return call(Tensor.contiguous, found if heads_first else call(Tensor.transpose, found, 1, 2))
+    out = call(attend, *tensors, pieces.scale, "bhnd", offsets=offsets, longest=longest)
+    return call(Tensor.contiguous, out if heads_first else call(Tensor.transpose, out, 1, 2))
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
-    """A tensor like that of attention, for fake ones: guards on many lengths take seconds."""
+    """Returns attention's output for fake tensors; `attend` itself would add guards for seconds."""
     return (q + k + v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _packing(call: Call, pieces: Pieces) -> tuple:
-    """(offsets, longest) of the samples."""
+    """Writes the (offsets, longest) of the samples."""
     return call(offsets_of, pieces.lengths), functools.reduce(functools.partial(call, torch.sym_max), pieces.sizes)
 
 
 def prove_pieces(pieces: Pieces) -> bool:
-    """Whether the row of pieces has heads in front of tokens; raises Unrecognised for others.
+    """Proves that one attention computes the pieces; returns whether its output has heads before tokens.
 
-    The pieces have other lengths in each of three runs. Masks, and what else numbers could depend on, are no inputs.
+    The pieces have other lengths in each of three runs. Raises Unrecognised where the numbers or gradients differ.
+    Since `pieces_of` allows no other inputs, they cannot depend on a mask.
     """
     tensors = [split.args[0] for split in pieces.splits]
     like = [tensor_of(node) for node in (*tensors, pieces.lengths)]
@@ -173,14 +175,14 @@ def prove_pieces(pieces: Pieces) -> bool:
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             counts = torch.randint(1, 6, (len(pieces.sizes),), generator=generator, device="cpu")
-            counts[0] += seed  # of one length once, of others then
+            counts[0] += seed  # makes the runs differ even if the same lengths are drawn
             values = dict(zip(pieces.sizes, counts.tolist())) | {pieces.lengths: counts.to(like[0].device, torch.int32)}
             for node, t in zip(tensors, like):
                 shape = 1, t.shape[1], sum(counts.tolist()), t.shape[3]
                 values[node] = proof._random(shape, generator).to(t.device).requires_grad_()
             env = dict(values)
             for node in pieces.region.nodes:
-                env[node] = proof._execute(node, env, ShrunkLengths({}, {}), last=False)
+                env[node] = proof._execute(node, env, Lengths({}, {}), last=False)
             theirs, call = env[node], functools.partial(proof._compute, values, proof._CASTS)
             upstream = proof._random(theirs.shape, generator).to(theirs.device)
             gradients = proof._gradients(theirs, values, upstream)
@@ -198,7 +200,7 @@ def prove_pieces(pieces: Pieces) -> bool:
 
 
 def join_pieces(graph: Graph, pieces: Pieces, heads_first: bool, packings: dict[tuple, tuple[Node, Node]]) -> None:
-    """Writes the call in front of the row of pieces, which go; layers share offsets and longest."""
+    """Replaces the pieces by one call; layers with the same lengths share the nodes of `packings`."""
     output, key = pieces.region.output, (pieces.lengths, *pieces.sizes)
 
     def call(function, *arguments, **keywords):
@@ -211,13 +213,13 @@ def join_pieces(graph: Graph, pieces: Pieces, heads_first: bool, packings: dict[
         new = _attention(call, pieces, packing, heads_first)
     output.replace_all_uses_with(new)
     for node in reversed(pieces.region.nodes):
-        if not node.users:  # others read its shape
+        if not node.users:  # a node whose shape is read elsewhere stays
             graph.erase_node(node)
     _refresh(new)
 
 
 def _refresh(node: Node) -> None:
-    """Computes again the shapes after a node that were sums of unknown lengths."""
+    """Recomputes the fake values after a node whose shapes were sums of unknown lengths."""
     for user in node.users:
         value = tensor_of(user)
         if value is None or not free_unbacked_symbols(value):
@@ -230,7 +232,7 @@ def _refresh(node: Node) -> None:
 
 
 def packed_of(*values) -> Any:
-    """The samples, a padding.Packed, that the storage of a mask among these values carries."""
+    """Returns the padding.Packed that the storage of a mask among these values carries, or None."""
     for value in values:
         if type(value) is Tensor and value.dim() == 4 and not any(value.stride()):
             return getattr(value.untyped_storage(), "vitfast_packed", None)
@@ -238,7 +240,7 @@ def packed_of(*values) -> Any:
 
 
 def packed_block(mask: Tensor, x: Tensor, *layers, rope=None, num_prefix: int = 0, **options) -> Tensor:
-    """ops.attention_block of one row of packed samples (1, tokens, D); mask: that of padding.Packed."""
+    """Calls ops.attention_block on one row of packed samples (1, tokens, D); mask: of padding.Packed."""
     packed = packed_of(mask)
     if rope is not None and num_prefix:
         rope = tuple(F.pad(table, (0, 0, num_prefix, 0), value=still) for table, still in zip(rope, (1.0, 0.0)))
@@ -247,7 +249,7 @@ def packed_block(mask: Tensor, x: Tensor, *layers, rope=None, num_prefix: int = 
 
 
 def packed_attend(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, axes: str = "bhnd") -> Tensor:
-    """backend.arguments.attend of one row of packed samples."""
+    """Calls arguments.attend on one row of packed samples; mask: of padding.Packed."""
     packed = packed_of(mask)
     return attend(q, k, v, scale, axes, offsets=packed.offsets, longest=packed.longest)
 
@@ -256,9 +258,9 @@ _PACKED = {ops.attention_block: packed_block, attend: packed_attend}
 
 
 def use_offsets(module: GraphModule) -> str | None:
-    """Gives offsets to the attention of a rewritten graph, in the mask's place; returns why it cannot."""
-    given = [node for node in module.graph.nodes if node.op == "placeholder" and tensor_of(node) is not None]
-    masks = [node for node in given if tensor_of(node).dim() == 4 and not any(tensor_of(node).stride())]
+    """Passes offsets instead of a mask to attention in a rewritten graph; returns why it cannot, or None."""
+    tensors = [node for node in module.graph.nodes if node.op == "placeholder" and tensor_of(node) is not None]
+    masks = [node for node in tensors if tensor_of(node).dim() == 4 and not any(tensor_of(node).stride())]
     readers = [user for mask in masks for user in mask.users if name_of(user) not in VALUE_FREE]
     if any(map(is_draw, module.graph.nodes)):
         return "its layers draw random numbers: dropout or drop path"

@@ -1,9 +1,9 @@
 """`accelerate(model, pack=True)`: batches of images of many sizes run without their padding.
 
 timm's NaFlexVit and SigLIP 2 pad a batch to its longest image. Here padding is removed before the layers and zeros are
-added after them, for which the host waits for a GPU once a forward. Pixtral writes a mask of all pairs of tokens in one
-row of images; here it does not. Layers get one zero, expanded, as their mask, whose storage leads to the offsets:
-through views, saved tensors and checkpoints. In graphs of packed tokens, attention reads the offsets in its place.
+added after them, for which the host waits for a GPU once a forward. Pixtral has all images in one row of tokens, and
+writes a mask of all pairs of tokens; here it writes none. The mask that layers get is one expanded zero, whose storage
+carries the offsets through views, saved tensors and checkpoints. In graphs of packed tokens, attention reads these.
 """
 
 import copy
@@ -35,14 +35,14 @@ _log = logging.getLogger("vitfast")
 
 
 class Refused(Exception):
-    """The layers cannot run on packed tokens; says why."""
+    """Raised where layers cannot run on packed tokens; its text is the reason."""
 
 
 class Packed:
     """Samples one after the other in one row of tokens.
 
     offsets (S + 1,), longest: as attention takes them. valid (B, N): True for these tokens in a padded batch, None
-    where nothing was padded. graphs: those that have run on the tokens.
+    where nothing was padded. graphs: the layers' graphs that have run on the tokens.
     """
 
     def __init__(self, offsets: Tensor, longest: int, tokens: int, valid: Tensor | None = None):
@@ -61,13 +61,14 @@ class Packed:
         count, longest, fits = torch.stack([lengths.sum(), lengths.max(), lengths.new_ones(()) * fits]).tolist()
         if not fits:
             raise Refused("the mask is not one of padding")
-        full = count == valid.numel() and not batch_invariant()  # which packs whatever it is, as among longer images
+        # In batch-invariant mode full batches are packed too: each image has the bits that it has among longer ones.
+        full = count == valid.numel() and not batch_invariant()
         return None if full or count < 2 else cls(F.pad(lengths.cumsum(0), (1, 0)).int(), longest, count, valid)
 
     def mask(self, like: Tensor) -> Tensor:
-        """The mask of the layers: zeros that need no memory, whose storage leads back here."""
+        """Returns the mask for the layers: one expanded zero, whose storage refers to these samples."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        zero.untyped_storage().vitfast_packed = self  # an attribute of ours keeps no mask: that would be a leak
+        zero.untyped_storage().vitfast_packed = self  # self has no attribute with the mask: such a cycle would leak
         return zero.expand(1, 1, self.tokens, self.tokens)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ class Packed:
     def pack_rope(self, rope: Tensor, prefix: int) -> Tensor:
         """timm's sines beside cosines, (B, 1 or H, N - prefix, 2 Dh) -> (1, 1 or H, tokens - prefix, 2 Dh).
 
-        timm's layers do not rotate the first tokens of a row: here those of the first sample.
+        timm's layers do not rotate the first `prefix` tokens of a row, which are those of the first sample here. Those
+        of other samples get a sine of 0 and a cosine of 1.
         """
         still = torch.zeros_like(rope[:, :, :1])
         still[..., still.shape[-1] // 2 :] = 1.0
@@ -91,7 +93,7 @@ class Packed:
 
 
 class _PackedGraph:
-    """A layer's graph of packed tokens. why: for which it is refused."""
+    """A layer's graph on packed tokens; why: the reason for which it may not run, or None."""
 
     def __init__(self, module: GraphModule, run: Callable):
         self.run, self.is_tried, self.why = run, False, use_offsets(module)
@@ -104,25 +106,25 @@ class _PackedGraph:
 
 
 class _PackedGroup(Group):
-    """Compiled code that layers share for packed tokens, which the library's code cannot take."""
+    """Compiled code that layers share for packed tokens, on which the library's own code cannot run."""
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
-        run = super().compile_graph(module, inputs)
-        return _PackedGraph(module, run)
+        return _PackedGraph(module, run=super().compile_graph(module, inputs))
 
     def is_first(self, x: Tensor) -> bool:
         return False
 
     def patch_config(self, until_compiled: ExitStack, way: int) -> None:
         super().patch_config(until_compiled, way)
-        until_compiled.enter_context(torch._dynamo.config.patch(specialize_float=True))  # a varying eps hides a norm
+        numbers = torch._dynamo.config.patch(specialize_float=True)  # a symbolic eps would hide a norm
+        until_compiled.enter_context(numbers)
 
     def run_library(self, call: CompiledCall, args: tuple, kwargs: dict):
         raise Refused(call.why)
 
 
 class PackableCall(CompiledCall):
-    """A layer's call, with padded or with packed tokens."""
+    """The call that runs in place of a layer's code, on padded or on packed tokens."""
 
     def __init__(self, call: CompiledCall, group: _PackedGroup):
         super().__init__(call.module(), call.group)
@@ -138,7 +140,7 @@ class PackableCall(CompiledCall):
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a hook would see packed tokens; transformers' own are idle unless a call asks for outputs."""
+    """Whether a hook would get packed tokens; those of transformers run only if a call asks for outputs."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     capturing = sys.modules.get("transformers.utils.output_capturing")
@@ -147,7 +149,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _is_same(ours, theirs, valid: Tensor | None) -> bool:
-    """Whether two outputs have the same numbers, in tokens (B, N, D) where they are valid."""
+    """Whether two outputs are equal within a tolerance; of tokens (B, N, D), only the valid ones count."""
     for a, b in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
             tolerance = 5e-2 if a.dtype.itemsize == 2 or torch.is_autocast_enabled(a.device.type) else 1e-3
@@ -158,15 +160,14 @@ def _is_same(ours, theirs, valid: Tensor | None) -> bool:
     return True
 
 
-Found = (
-    tuple[Any, Packed | None] | None
-)  # (the output, the packed tokens if there was something to pack), or nothing ran
+# (a module's output, the tokens that its layers packed or None); None in place of both if nothing ran.
+PackedRun = tuple[Any, Packed | None] | None
 
 
 class Tower:
     """The call that runs in place of the code of a module around layers.
 
-    run_packed(tower, module, args, kwargs) -> Found. why: why the last call kept the padding or the mask.
+    run_packed(tower, module, args, kwargs) -> PackedRun. why: why the last call kept the padding or the mask.
     """
 
     def __init__(self, module: nn.Module, layers: nn.Module, run_packed: Callable):
@@ -182,24 +183,23 @@ class Tower:
         weight = next(module.parameters())
         self.why = self.unsupported(module)
         if self.why is None:
-            generator = (
-                torch.cuda.default_generators[weight.get_device()] if weight.is_cuda else torch.default_generator
-            )
+            cuda = torch.cuda.default_generators
+            generator = cuda[weight.get_device()] if weight.is_cuda else torch.default_generator
             state = generator.get_state()
             try:
-                if (found := self.run_packed(self, module, args, kwargs)) is not None:
-                    self._compare(*found, lambda: (generator.set_state(state), module._call_impl(*args, **kwargs))[1])
-                    return found[0]
+                if (run := self.run_packed(self, module, args, kwargs)) is not None:
+                    self._compare(*run, lambda: (generator.set_state(state), module._call_impl(*args, **kwargs))[1])
+                    return run[0]
             except Refused as reason:
                 self.why = str(reason)
                 generator.set_state(state)
         return module._call_impl(*args, **kwargs)
 
     def _compare(self, out, packed: Packed | None, padded: Callable) -> None:
-        """Refuses graphs whose first output is not that of padded tokens."""
+        """Refuses graphs if the first output that they contribute to differs from that of padded tokens."""
         if packed is None:
             return
-        if len(packed.graphs) < len(self.layers()):  # one that ran without offsets has mixed the samples
+        if len(packed.graphs) < len(self.layers()):  # a layer that ran without offsets has mixed the samples
             raise Refused("not all of its layers ran on packed tokens")
         new = [graph for graph in packed.graphs if not graph.is_tried]
         if not new:
@@ -212,7 +212,7 @@ class Tower:
             raise Refused(why)
 
     def unsupported(self, module: nn.Module) -> str | None:
-        """Why this call cannot be tried with packed tokens."""
+        """Returns why a call cannot be tried with packed tokens, or None."""
         if _has_any_global_hook() or any(map(_hooked, module.modules())):
             return "there are hooks, or the call asks for outputs of layers"
         if any(own_forward(x) or not isinstance(x._compiled_call_impl, PackableCall) for x in self.layers()):
@@ -223,46 +223,46 @@ class Tower:
         return None
 
 
-def _naflexvit(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Found:
+def _naflexvit(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> PackedRun:
     """Runs a shallow copy of timm's NaFlexVit with two methods of ours."""
     if module.training and getattr(module, "patch_drop", None) is not None:
         raise Refused("it drops patches in training")
-    copied, cls, found = copy.copy(module), type(module), []
+    copied, cls, batches = copy.copy(module), type(module), []
 
     def forward_embeds(x, patch_coord, patch_valid, attn_mask):
-        given, packed = (x, patch_coord, patch_valid), None
+        packed = None
         if patch_coord is not None and patch_valid is not None and attn_mask is None:
             prefix = patch_valid.new_ones(len(patch_valid), copied.num_prefix_tokens)
             packed = Packed.without_padding(torch.cat([prefix, patch_valid], 1).bool())
         if packed is None:
-            return cls._forward_embeds(copied, *given, attn_mask)
-        embeds = cls._forward_embeds(copied, *given, patch_valid)  # with a mask given, it writes none
+            return cls._forward_embeds(copied, x, patch_coord, patch_valid, attn_mask)
+        embeds = cls._forward_embeds(copied, x, patch_coord, patch_valid, patch_valid)  # with any mask, it writes none
         rope, pack = embeds["rope_embeds"], partial(packed.pack_rope, prefix=copied.num_prefix_tokens)
         if rope is not None:
             rope = pack(rope) if isinstance(rope, Tensor) else map(pack, rope)
-        found.append(packed)
+        batches.append(packed)
         tokens = packed.pack(embeds["patches"])
         return embeds | dict(patches=tokens, rope_embeds=rope, attn_mask=packed.mask(tokens))
 
     def forward_features(*args, **kwargs):
         features = cls.forward_features(copied, *args, **kwargs)
-        return features | dict(patches=found[0].unpack(features["patches"])) if found else features
+        return features | dict(patches=batches[0].unpack(features["patches"])) if batches else features
 
     copied.__dict__.update(_forward_embeds=forward_embeds, forward_features=forward_features)
-    return copied(*args, **kwargs), found[0] if found else None
+    return copied(*args, **kwargs), batches[0] if batches else None
 
 
-def _siglip2(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Found:
-    """Runs the encoder in SigLIP 2's vision model; that of texts is left, as these may read padding."""
+def _siglip2(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> PackedRun:
+    """Runs the encoder of SigLIP 2's vision model; that of texts is left, as texts may attend to padding."""
     kwargs = dict(zip(("inputs_embeds", "attention_mask"), args)) | kwargs
     x, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
     if mask is None:
         return None
     if type(x) is not Tensor or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, x.shape[1]):
         raise Refused("the mask is not one of padding")
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    valid = seen[:, 0].any(1)
-    fits = (seen == valid[:, None, None]).all() & ((mask == 0) | ~seen | (mask.dtype == torch.bool)).all()
+    shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    valid = shown[:, 0].any(1)
+    fits = (shown == valid[:, None, None]).all() & ((mask == 0) | ~shown | (mask.dtype == torch.bool)).all()
     packed = Packed.without_padding(valid.expand(x.shape[:2]), fits)
     if packed is None:
         return None
@@ -272,14 +272,14 @@ def _siglip2(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Foun
     return out, packed
 
 
-def _pixtral(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> Found:
-    """Runs Pixtral's vision model, with `_Masks` in place of the function in its file."""
-    found, write = [], getattr(_file_of(module), _WRITES)
+def _pixtral(tower: Tower, module: nn.Module, args: tuple, kwargs: dict) -> PackedRun:
+    """Runs Pixtral's vision model, with `_Masks` in place of the function that writes its masks."""
+    batches, write = [], getattr(_file_of(module), _WRITES)
     if not isinstance(write, _Masks):
         setattr(_file_of(module), _WRITES, _Masks(write))
-    before = _in_one_row.set((tower, found))
+    before = _in_one_row.set((tower, batches))
     try:
-        return module._call_impl(*args, **kwargs), found[0] if found else None
+        return module._call_impl(*args, **kwargs), batches[0] if batches else None
     finally:
         _in_one_row.reset(before)
 
@@ -289,21 +289,21 @@ _in_one_row: ContextVar[tuple[Tower, list[Packed]] | None] = ContextVar("vitfast
 
 
 class _Masks:
-    """Pixtral's function that writes masks of all pairs of tokens; in calls of towers, their mask."""
+    """Pixtral's function that writes masks of all pairs of tokens; in a tower's call, `Packed.mask`."""
 
     def __init__(self, write: Callable):
         self.write = write
 
     def __call__(self, patch_embeds_list: list[int], tensor: Tensor) -> Tensor:
-        tower, found = _in_one_row.get() or (None, [])
+        tower, batches = _in_one_row.get() or (None, [])
         if torch.compiler.is_compiling() or tower is None:
             return self.write(patch_embeds_list, tensor)
-        tower.why = tower.unsupported(tower.module())  # now the outputs that the call asks for are known
+        tower.why = tower.unsupported(tower.module())  # only inside the forward `_hooked` knows the outputs asked for
         if tower.why is not None:
             return self.write(patch_embeds_list, tensor)
         offsets = torch.tensor([0, *patch_embeds_list]).cumsum(0).int().to(tensor.device, non_blocking=True)
-        found.append(Packed(offsets, max(patch_embeds_list), tensor.shape[1]))
-        return found[0].mask(tensor)
+        batches.append(Packed(offsets, max(patch_embeds_list), tensor.shape[1]))
+        return batches[0].mask(tensor)
 
 
 def _file_of(module: nn.Module) -> Any:
@@ -311,7 +311,7 @@ def _file_of(module: nn.Module) -> Any:
 
 
 def _towers_of(model: nn.Module) -> Iterator[Tower]:
-    """Finds towers by what they have."""
+    """Finds the modules around layers that can pack tokens, by their attributes and arguments."""
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters
         encoder, transformer = (getattr(module, name, None) for name in ("encoder", "transformer"))
@@ -324,7 +324,7 @@ def _towers_of(model: nn.Module) -> Iterator[Tower]:
 
 
 def add(model: nn.Module, choices: Choices) -> None:
-    """Packs the tokens of the towers in a model, after its layers have got calls of ours."""
+    """Installs towers in a model, whose layers already have a CompiledCall each."""
     for tower in (towers := list(_towers_of(model))):
         group = _PackedGroup("packed", choices, is_layer=False)
         for layer in tower.layers():
@@ -336,10 +336,10 @@ def add(model: nn.Module, choices: Choices) -> None:
 
 
 def discard(model: nn.Module) -> None:
-    """Undoes `add`, but for the layers' calls."""
+    """Removes the towers of a model; the layers keep their calls."""
     for module in model.modules():
         if isinstance(module._compiled_call_impl, Tower):
             module._compiled_call_impl = None
             write = getattr(_file_of(module), _WRITES, None)
-            if isinstance(write, _Masks):  # other models put it in again
+            if isinstance(write, _Masks):  # a call of another accelerated model installs it again
                 setattr(_file_of(module), _WRITES, write.write)

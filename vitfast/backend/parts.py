@@ -1,4 +1,4 @@
-"""The anchors of a region: linear layers, norms, attentions; and what every block has.
+"""The anchors of a region: linear layers, norms, attentions. The arguments that all blocks have.
 
 A linear layer is a call of linear or addmm, a product with a matrix, or an einsum with a weight of any axes. A norm is
 called by name or written out. Every block has a norm and a residual, and may have a layer scale and drop path.
@@ -6,7 +6,7 @@ called by name or written out. Every block has a norm and a residual, and may ha
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import as_rows, factors, layer_norm, rms_norm
-from .graph import Call, Positions, Proposal, Region, Unrecognised
+from .graph import Call, Candidate, Positions, Proposal, Region, Unrecognised
 from .lengths import PACKED
 from .nodes import ADDS, CASTS, DIVIDES, MULTIPLIES, argument, name_of, shape_of, tensor_of, values_read
 
@@ -25,9 +25,9 @@ NORMS = ("layer_norm", "rms_norm", "rsqrt", "sqrt")
 
 
 class Choices(NamedTuple):
-    """The user's choices: the dtype of the residual stream under autocast, and what is kept.
+    """The user's choices: the dtype of the residual stream under autocast, and what backward finds saved.
 
-    residual_in_fp32: None for that of the original. keep: as in ops.attention_block.
+    residual_in_fp32: None for the dtype of the captured model. keep: as in ops.attention_block.
     """
 
     residual_in_fp32: bool | None = None
@@ -35,31 +35,31 @@ class Choices(NamedTuple):
 
 
 AS_THE_ORIGINAL = Choices()
-choices: ContextVar[Choices] = ContextVar("vitfast.backend.choices", default=AS_THE_ORIGINAL)  # for the graph at work
+choices: ContextVar[Choices] = ContextVar("vitfast.backend.choices", default=AS_THE_ORIGINAL)  # for the present graph
 
 
 class Linear(NamedTuple):
-    """A product with a weight, and what is added to it."""
+    """A linear layer in a graph: the product of x with a weight, plus a bias."""
 
-    node: Node
+    node: Node  # that computes the output
     x: Node
     weight: Node
     bias: Node | None
-    rows_from: tuple[int, ...]  # the axes of weight that are those of the output
-    columns_from: tuple[int, ...]  # and those that are summed
+    rows_from: tuple[int, ...]  # the axes of weight that the output has
+    columns_from: tuple[int, ...]  # the axes of weight that are summed over
 
     @property
     def rows(self) -> int:
-        """The length of the output's last axes."""
+        """The number of output features."""
         return math.prod(shape_of(self.weight)[axis] for axis in self.rows_from)
 
     @property
     def columns(self) -> int:
-        """The length of the input's last axes."""
+        """The number of input features."""
         return math.prod(shape_of(self.weight)[axis] for axis in self.columns_from)
 
     def parameters(self, call: Call) -> tuple:
-        """(weight (rows, columns), bias (rows,) or None)."""
+        """Returns (weight (rows, columns), bias (rows,) or None) as an operation takes them."""
         axes = self.rows_from, self.columns_from
         weight = self.weight if axes == ((0,), (1,)) else call(as_rows, self.weight, *axes)
         flat = self.bias is None or len(shape_of(self.bias)) == 1
@@ -67,7 +67,7 @@ class Linear(NamedTuple):
 
 
 def linear_of(node: Node) -> Linear | None:
-    """The linear layer that a node is; None for others."""
+    """Returns the linear layer that a node computes, by any of PyTorch's functions; None for other nodes."""
     name, bias, axes = name_of(node), None, ((1,), (0,))
     if name == "linear":
         x, weight, bias, axes = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias"), ((0,), (1,))
@@ -86,9 +86,9 @@ def linear_of(node: Node) -> Linear | None:
 
 
 def _axes(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The axes of the second operand that the output has, and those that are summed.
+    """Returns the axes of an einsum's second operand, a weight, that it keeps, and those that it sums over.
 
-    None where they are not the last axes of the output and of the first operand."""
+    None unless the output ends with the former, and the first operand with the latter."""
     terms = equation.replace(" ", "").replace("...", "").replace("->", ",").split(",")
     if len(terms) != 3:
         return None
@@ -102,7 +102,7 @@ def _axes(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def with_bias(linear: Linear, inside: set[Node]) -> Linear:
-    """The layer with what is added to it in the next node, where that is a parameter of its rows."""
+    """Returns the layer with the bias that the next node adds, if that adds one number per output feature."""
     user = next(iter(linear.node.users)) if len(linear.node.users) == 1 else None
     if linear.bias is None and user in inside and name_of(user) in ADDS:
         others = [a for a in user.all_input_nodes if a is not linear.node and a not in inside]
@@ -113,13 +113,13 @@ def with_bias(linear: Linear, inside: set[Node]) -> Linear:
 
 
 def is_number(value) -> bool:
-    """A Python number that no truth value is."""
+    """Whether a value is a Python int or float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @functools.cache
 def default_eps(dtype: torch.dtype) -> float:
-    """The eps of rms_norm where none is given: that of its dtype, or of fp32 at least, by version."""
+    """Returns the default eps of F.rms_norm: by PyTorch's version, it is that of the dtype or of fp32."""
     with _disable_current_modes(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x = torch.full((1, 4), 2.0**-10, dtype=dtype, device="cpu")
         error = lambda eps: (F.rms_norm(x, (4,)) - F.rms_norm(x, (4,), eps=eps)).abs().max()  # noqa: E731
@@ -127,7 +127,9 @@ def default_eps(dtype: torch.dtype) -> float:
 
 
 def norm_arguments(norm: Node, region: Region, nodes: list[Node]) -> tuple[str, Node | None, Node | None, float]:
-    """("layer" or "rms", weight, bias, eps) of a norm; nodes: those up to the layer that reads it."""
+    """Returns ("layer" or "rms", weight, bias, eps) of a norm.
+
+    norm: the call, or the root in a norm that is written out. nodes: all up to the layer that reads the norm."""
     width, name = shape_of(region.source)[-1], name_of(norm)
     if name == "rms_norm":
         eps = argument(norm, 3, "eps")
@@ -146,13 +148,15 @@ def norm_arguments(norm: Node, region: Region, nodes: list[Node]) -> tuple[str, 
     ]
     if max(map(len, vectors)) > 1:
         raise Unrecognised("a norm with two weights")
-    weight, bias = (found[0] if found else None for found in vectors)
+    weight, bias = (next(iter(v), None) for v in vectors)
     kind = "layer" if any(name_of(n) in ("sub", "var") for n in nodes[: nodes.index(norm)]) else "rms"
     return kind, weight, bias if kind == "layer" else None, float(numbers[0])
 
 
-def norm_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Proposal]] | None:
-    """ops.layer_norm or ops.rms_norm for a norm of the last axis; None for what is none."""
+def norm_alone(positions: Positions, node: Node) -> Candidate | None:
+    """Proposes ops.layer_norm or ops.rms_norm for a norm of the last axis; None for other nodes."""
+    if name_of(node) not in NORMS:
+        return None
     source, output = (node.args[0], node) if "norm" in name_of(node) else _written_out(node)
     nodes = [] if source is None else positions.between(source, output)
     if node not in nodes or len(shape_of(source) or ()) < 2:
@@ -169,7 +173,7 @@ def norm_alone(positions: Positions, node: Node) -> tuple[Region, Iterator[Propo
 
 
 def _written_out(root: Node) -> tuple[Node | None, Node]:
-    """The tensor that is normalised, or None, and the normalised one, around a root or its reciprocal."""
+    """Returns (input or None, output) of a norm that is written out around a root or its reciprocal."""
     output = next(iter(root.users), root)
     if name_of(output) not in MULTIPLIES | DIVIDES or len(root.users) != 1:
         return None, root
@@ -189,7 +193,7 @@ def _written_out(root: Node) -> tuple[Node | None, Node]:
 
 
 def constant_factor(nodes: list[Node]) -> float:
-    """The product of the Python numbers that these nodes multiply by."""
+    """Returns the product of the Python numbers that these nodes multiply by, or whose inverse they do."""
     factor = 1.0
     for node in nodes:
         numbers = [a for a in (*node.args, *node.kwargs.values()) if is_number(a)]
@@ -210,25 +214,25 @@ class Parts(NamedTuple):
     norms: list[Node]
 
     def before(self, node: Node, stops: set[Node]) -> list[Node]:
-        """The nodes of the region that a node comes from, itself too, up to stops, which are left out."""
-        inside, found, stack = set(self.region.nodes), set(), [node]
+        """Returns the region's nodes that a node is computed from, itself included, back to stops (excluded)."""
+        inside, ancestors, stack = set(self.region.nodes), set(), [node]
         while stack:
             n = stack.pop()
-            if n in inside and n not in stops and n not in found:
-                found.add(n)
+            if n in inside and n not in stops and n not in ancestors:
+                ancestors.add(n)
                 stack += values_read(n)
-        return [n for n in self.region.nodes if n in found]
+        return [n for n in self.region.nodes if n in ancestors]
 
     def after(self, node: Node) -> list[Node]:
-        """The nodes of the region that come from a node, without itself."""
-        found = {node}
+        """Returns the region's nodes that are computed from a node, itself excluded."""
+        descendants = {node}
         for n in self.region.nodes:
-            if not found.isdisjoint(n.all_input_nodes):
-                found.add(n)
-        return [n for n in self.region.nodes if n in found and n is not node]
+            if not descendants.isdisjoint(n.all_input_nodes):
+                descendants.add(n)
+        return [n for n in self.region.nodes if n in descendants and n is not node]
 
     def outside(self, nodes: list[Node], names: frozenset[str]) -> list[Node]:
-        """The inputs that nodes with these names read, once each."""
+        """Returns the region's inputs, except the source, that nodes calling these functions read."""
         return self.region.read_by(n for n in nodes if name_of(n) in names)
 
 
@@ -236,7 +240,7 @@ ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "s
 
 
 def parts_of(region: Region) -> Parts:
-    """The anchors of a region."""
+    """Finds the anchors of a region."""
     linears, attentions, norms = [], [], []
     inside = {*region.nodes, region.source}
     for node in region.nodes:
@@ -252,7 +256,7 @@ def parts_of(region: Region) -> Parts:
 
 
 def stream_dtype(parts: Parts) -> torch.dtype:
-    """The dtype of the residual stream: the output's, or another that was chosen under autocast."""
+    """Returns the dtype of the residual stream: the output's, or under autocast the user's choice."""
     output, in_fp32 = tensor_of(parts.region.output).dtype, choices.get().residual_in_fp32
     if in_fp32 is None or not parts.linears:
         return output
@@ -262,21 +266,21 @@ def stream_dtype(parts: Parts) -> torch.dtype:
 
 
 def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callable[[Call], dict]]:
-    """([norm weight, norm bias], the keyword arguments of every block).
+    """Returns ([norm weight, norm bias], a function of `call` that writes the options all blocks have).
 
-    last: the node of the output layer."""
+    last: the node of the branch's last layer."""
     region, width = parts.region, shape_of(parts.region.source)[-1]
     first = parts.linears[0].node if parts.linears else last
     stops = {linear.node for linear in parts.linears} - {first}
     kind, weight, bias, eps = norm_arguments(norm, region, parts.before(first, stops))
     tail = parts.after(last)[:-1]
     scale = drop_path = None
-    for given in parts.outside(tail, MULTIPLIES):
-        shape = shape_of(given) or ()
+    for multiplier in parts.outside(tail, MULTIPLIES):
+        shape = shape_of(multiplier) or ()
         if len(shape) > 1 and all(n == 1 for n in shape[1:]) and shape[0] == shape_of(region.source)[0]:
-            drop_path, twice = given, drop_path is not None
+            drop_path, twice = multiplier, drop_path is not None
         elif shape == (1,) or (shape[-1:] == (width,) and all(n == 1 for n in shape[:-1])):
-            scale, twice = given, scale is not None
+            scale, twice = multiplier, scale is not None
         else:
             raise Unrecognised(f"the branch is multiplied by a tensor of shape {shape}")
         if twice:
@@ -285,18 +289,19 @@ def common_arguments(parts: Parts, norm: Node, last: Node) -> tuple[list, Callab
     stream = stream_dtype(parts)
 
     def keywords(call: Call) -> dict:
-        found = dict(eps=eps, norm=kind)
+        options = dict(eps=eps, norm=kind)
         if scale is not None:
             shaped = scale if len(shape_of(scale)) == 1 else call(Tensor.flatten, scale)
-            shaped = call(Tensor.expand, shaped, width) if shape_of(scale) == (1,) else shaped  # a gate of the branch
-            found["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
+            if shape_of(scale) == (1,):  # one gate for the whole branch
+                shaped = call(Tensor.expand, shaped, width)
+            options["layer_scale"] = shaped if factor == 1 or drop_path is not None else call(torch.mul, shaped, factor)
         if drop_path is not None:
-            found["drop_path"] = call(factors, drop_path, factor)
+            options["drop_path"] = call(factors, drop_path, factor)
         if stream != computed:
-            found["residual_in_fp32"] = True
+            options["residual_in_fp32"] = True
         if keep != "least":
-            found["keep"] = keep
-        return found
+            options["keep"] = keep
+        return options
 
     return [weight, bias], keywords
 
@@ -306,9 +311,9 @@ def call_block(
 ) -> Any:
     """Calls the operation of a block with x in the stream's dtype and as (B, N, D) or (tokens, D).
 
-    affine: the norm's weight and bias. tokens_first: whether x is (N, B, D)."""
+    affine: the norm's weight and bias. layers: those of the linear layers. tokens_first: whether x is (N, B, D)."""
     source, dtype, (weight, bias) = parts.region.source, stream_dtype(parts), affine
-    chosen = choices.get().residual_in_fp32 is not None  # then the source may have another dtype than the graph says
+    chosen = choices.get().residual_in_fp32 is not None  # then the block before may return another dtype than captured
     x = source if tensor_of(source).dtype == dtype and not chosen else call(Tensor.to, source, dtype)
     if weight is None:
         weight = call(torch.ones, shape_of(source)[-1], dtype=dtype, device=tensor_of(source).device)

@@ -1,10 +1,9 @@
 """Proves by numbers that an operation computes what a region of a graph does, gradients too.
 
-Both run on the same random float64 inputs, of two samples, a few tokens and few hidden units where these numbers can be
-replaced, and twice more: on more samples and tokens, with other masks, once with all hidden units, and once on
-magnitudes from 1e-3 to 1e3. So a proof holds for more than the numbers that a normal distribution draws. Casts to 16
-and 32 bits inside the region become casts to float64: the proof is of the mathematics, and the dtypes are looked at
-besides.
+Both run on the same random float64 inputs, three times. The first run has two samples, a few tokens and few hidden
+units, where these lengths can be replaced. The other two have more samples and tokens, and other masks; one has all
+hidden units, the other has magnitudes from 1e-3 to 1e3, which a normal distribution does not draw. Casts to 16 and 32
+bits inside the region become casts to float64: the mathematics is proven, and the dtypes are checked separately.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "multi_head_attention_forward", "conv2d"})
 
-ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # one sample hides what mixes samples
+ORDINARY = Numbers(samples=2, tokens=11, seed=0, wide=False)  # with one, mixing of samples would be hidden
 OTHERS = (
     Numbers(samples=3, tokens=13, seed=2, wide=False, whole=True),
     Numbers(samples=3, tokens=13, seed=3, wide=True),
@@ -37,19 +36,19 @@ OTHERS = (
 
 
 class Proof(NamedTuple):
-    """The place of the proposal that holds, None where none does; the least error that was found."""
+    """The index and error of the first equal proposal; if there is none, None and the least error."""
 
     index: int | None
     error: float
 
 
-_known: dict[Any, Proof] = {}  # by structure and shapes
-_MOST_KNOWN = 4096
+_proofs: dict[Any, Proof] = {}  # by structure_of a region and the user's choices
+_MOST_PROOFS = 4096
 
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Nothing of the user's state is felt, and none of it changes."""
+    """Runs a proof apart from the user's modes, autocast and gradient state, and leaves these as they were."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -62,7 +61,9 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
-    """Equal for regions that compute the same of inputs of the same shapes and dtypes alone."""
+    """Returns a key that two regions share only if a proof for one holds for the other.
+
+    They have the same calls, and inputs of the same shapes, dtypes and devices."""
     number = {node: i for i, node in enumerate([*region.inputs, *region.nodes])}
 
     def described(node: Node):
@@ -71,34 +72,33 @@ def structure_of(region: Region, autocast: torch.dtype | None) -> tuple:
             return str(tuple(value.shape)), value.dtype, value.device
         return str(value)
 
-    calls = [(n.op, n.target, _text(n.args, number), _text(n.kwargs, number), described(n)) for n in region.nodes]
+    def text(arguments) -> str:
+        return repr(map_aggregate(arguments, lambda a: f"%{number[a]}" if isinstance(a, Node) else a))
+
+    calls = [(n.op, n.target, text(n.args), text(n.kwargs), described(n)) for n in region.nodes]
     equal = tuple(number[region.equal[node]] for node in region.inputs)
     return tuple(calls), tuple(map(described, region.inputs)), equal, tuple(map(as_lengths, region.inputs)), autocast
 
 
-def _text(arguments, number: dict[Node, int]) -> str:
-    return repr(map_aggregate(arguments, lambda a: f"%{number[a]}" if isinstance(a, Node) else a))
-
-
 def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
-    """The first proposal that computes the region, with its proof; None where none does."""
+    """Returns the first proposal that computes the region, or None, and the proof; proofs are cached."""
     key = structure_of(region, autocast), choices.get()
-    if (known := _known.get(key)) is not None:
-        found = None if known.index is None else next(p for i, p in enumerate(proposals) if i == known.index)
-        return found, known
-    _look_at_inputs(region, autocast)
-    found, proof = _prove(region, proposals, autocast)
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[key] = proof
-    return found, proof
+    if (proof := _proofs.get(key)) is not None:
+        return None if proof.index is None else next(p for i, p in enumerate(proposals) if i == proof.index), proof
+    _check_inputs(region, autocast)
+    proposal, proof = _prove(region, proposals, autocast)
+    if len(_proofs) >= _MOST_PROOFS:
+        _proofs.clear()
+    _proofs[key] = proof
+    return proposal, proof
 
 
 def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
+    """Does what `prove` does, but uncached; raises Unrecognised if only the first run's outputs are equal."""
     least = float("inf")
     with _apart(tensor_of(region.source).device):
         values, theirs = _first_run(region, ORDINARY)
-        upstream = _random(theirs.shape, _generator(1)).to(theirs.device)
+        upstream = _random(theirs.shape, torch.Generator().manual_seed(1)).to(theirs.device)
         gradients = None
         for index, proposal in enumerate(proposals):
             ours = _built(proposal, values)
@@ -107,10 +107,10 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
             if not error < TOLERANCE:
                 continue
             gradients = _gradients(theirs, values, upstream) if gradients is None else gradients
-            given = _gradients(ours, values, upstream)
-            if [g is None for g in given] != [g is None for g in gradients]:
+            our_gradients = _gradients(ours, values, upstream)
+            if [g is None for g in our_gradients] != [g is None for g in gradients]:
                 raise Unrecognised("an input would get a gradient of zero in place of none, or none in place of zero")
-            error = _gradient_error(gradients, given)
+            error = _gradient_error(gradients, our_gradients)
             if not error < TOLERANCE:
                 raise Unrecognised(f"the outputs are the same, the gradients are not ({error:.0e})")
             _try_dtypes(region, proposal, values, autocast)
@@ -125,7 +125,7 @@ def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Pro
 
 
 def _built(proposal: Proposal, values: dict[Node, Any], casts: frozenset = _CASTS) -> Tensor:
-    """The output of the operation; casts: dtypes that become float64, as they do in the region."""
+    """Runs a proposal on these values of nodes; dtypes in `casts` become float64, as in the region."""
     try:
         return proposal.build(functools.partial(_compute, values, casts))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -133,15 +133,14 @@ def _built(proposal: Proposal, values: dict[Node, Any], casts: frozenset = _CAST
 
 
 def _compute(values: dict[Node, Any], casts: frozenset, function, *arguments, **keywords):
-    """Calls a function now, with the values of nodes."""
-
+    """Calls a function now, with the values of nodes in place of the nodes: a graph.Call."""
     arguments, keywords = _values((arguments, keywords), values, casts)
     arguments = [list(a) if isinstance(a, (list, tuple)) else a for a in arguments]
     return function(*arguments, **keywords)
 
 
 def _values(arguments: Any, values: dict[Node, Any], casts: frozenset) -> Any:
-    """The arguments with the values of nodes in their place, and float64 in place of the dtypes `casts`."""
+    """Returns arguments with values in place of nodes, and float64 in place of the dtypes `casts`."""
 
     def value(a):
         if isinstance(a, Node):
@@ -151,17 +150,13 @@ def _values(arguments: Any, values: dict[Node, Any], casts: frozenset) -> Any:
     return map_aggregate(arguments, value)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    # Drawn in 32 bits, which takes a third of the time; all that is computed from it is float64.
+    # Drawing 32 bits takes a third of the time of 64; all that is computed from these numbers is float64.
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").double()
 
 
 def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
-    """Random inputs and the region's output, of few samples, tokens and units where it works."""
+    """Runs a region on random inputs of the smallest lengths that it takes; returns inputs and output."""
     *ways, last = ways_to_shrink(region, numbers)
     for lengths in ways:
         with contextlib.suppress(Exception):
@@ -170,8 +165,9 @@ def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tenso
 
 
 def _run(region: Region, lengths: Lengths, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
+    """Runs a region on random inputs of these lengths; returns the inputs' values and the output."""
     values = _inputs(region, lengths, numbers)
-    # What the region changes in place is a copy: leaves may not be changed, and the operation reads them too.
+    # A region that changes tensors in place runs on copies: leaves may not be changed, and the operation reads them.
     copied = any(map(changed_by, region.nodes))
     env = {node: v.clone() if copied and isinstance(v, Tensor) else v for node, v in values.items()}
     for node in region.nodes:
@@ -182,15 +178,16 @@ def _run(region: Region, lengths: Lengths, numbers: Numbers) -> tuple[dict[Node,
 
 
 def _execute(node: Node, env: dict[Node, Any], lengths: Lengths, last: bool):
+    """Runs one node of a region on the values in env. last: whether it is the region's output."""
     arguments, keywords = _values((node.args, node.kwargs), env, _CASTS)
     keywords = dict(keywords)
     if name_of(node) in RESHAPES:
-        given = arguments[1:]
-        listed = len(given) == 1 and isinstance(given[0], (tuple, list))
-        arguments = (arguments[0], lengths.of(given[0])) if listed else (arguments[0], *lengths.of(given))
-    if name_of(node) == "rms_norm" and argument(node, 3, "eps") is None:  # what it is depends on the dtype of the call
+        x, *shape = arguments
+        listed = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+        arguments = (x, lengths.of(shape[0])) if listed else (x, *lengths.of(shape))
+    if name_of(node) == "rms_norm" and argument(node, 3, "eps") is None:  # by default it depends on the input's dtype
         arguments, keywords["eps"] = arguments[:3], default_eps(tensor_of(node.args[0]).dtype)
-    if last and name_of(node) in ("iadd", "add_"):  # autograd would not have it: the norm has kept what this changes
+    if last and name_of(node) in ("iadd", "add_"):  # in place it would change what the norm has saved for backward
         return torch.add(*arguments, **keywords)
     if node.op == "call_function":
         return node.target(*arguments, **keywords)
@@ -200,8 +197,8 @@ def _execute(node: Node, env: dict[Node, Any], lengths: Lengths, last: bool):
 
 
 def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, Any]:
-    """Random float64 tensors, masks with both values, pixels, and sizes."""
-    generator, values = _generator(numbers.seed), {}
+    """Draws a value for each input of a region: float64 tensors, masks, pixels, offsets and numbers."""
+    generator, values = torch.Generator().manual_seed(numbers.seed), {}
     packings, tokens = packings_in(region), lengths.of(tensor_of(region.source).shape)[-2]
     for node in region.inputs:
         value = value_of(node)
@@ -221,7 +218,7 @@ def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, An
             values[node] = pixels(lengths.of(value.shape, node)).to(value.device)
         else:
             x = _random(lengths.of(value.shape, node), generator)
-            if x.dim() == 2:  # a weight keeps the size of what it multiplies
+            if x.dim() == 2:  # a weight, whose products shall be as large as its inputs
                 x *= x.shape[-1] ** -0.5
             if numbers.wide and node is not region.source:
                 x *= 1000
@@ -232,13 +229,13 @@ def _inputs(region: Region, lengths: Lengths, numbers: Numbers) -> dict[Node, An
 
 
 def _offsets(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
-    """Offsets of packed samples of random lengths, as many as there are in a fake tensor."""
+    """Draws offsets of packed samples with random lengths, as many as a fake tensor has."""
     inner = torch.randint(tokens + 1, (like.shape[0] - 2,), generator=generator, device="cpu").sort().values
     ends = torch.tensor([0, tokens], device="cpu")
     return torch.cat([ends[:1], inner, ends[1:]]).to(like.device, torch.int32)
 
 
-def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
+def _check_inputs(region: Region, autocast: torch.dtype | None) -> None:
     """Raises Unrecognised where random inputs would prove too little."""
     inside, layers, masks, packings = set(region.nodes), set(), set(), packings_in(region)
     for node in region.inputs:
@@ -263,7 +260,7 @@ def _look_at_inputs(region: Region, autocast: torch.dtype | None) -> None:
 
 
 def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
-    """The relative error: of the branch where there is a residual, which may be much larger."""
+    """Returns the error relative to the output, or to output - source if that branch is smaller."""
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         return float("inf")
     whole = theirs.norm()
@@ -272,6 +269,7 @@ def _error(theirs: Tensor, ours: Tensor, source: Tensor | None = None) -> float:
 
 
 def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> list[Tensor | None]:
+    """Returns the gradients of all inputs that require one, each tensor once; None for unused inputs."""
     leaves = list({id(v): v for v in values.values() if isinstance(v, Tensor) and v.requires_grad}.values())
     if not output.requires_grad:
         return [None] * len(leaves)
@@ -279,24 +277,24 @@ def _gradients(output: Tensor, values: dict[Node, Any], upstream: Tensor) -> lis
 
 
 def _gradient_error(theirs: list[Tensor | None], ours: list[Tensor | None]) -> float:
-    """The largest relative error of a gradient; both lists have None in the same places.
+    """Returns the largest relative error of a gradient; both lists have None in the same places.
 
-    One that is zero but for rounding, as that of k's bias, is held against the others."""
-    theirs, ours = ([g for g in given if g is not None] for given in (theirs, ours))
+    The error of a gradient that is zero but for rounding, as that of k's bias, is relative to the largest gradient."""
+    theirs, ours = ([g for g in gradients if g is not None] for gradients in (theirs, ours))
     least = 1e-6 * max((g.norm().item() for g in theirs), default=0.0)
     errors = [(a - b).norm().item() / max(a.norm().item(), least, 1e-300) for a, b in zip(theirs, ours)]
     return max(errors, default=0.0) if all(e == e for e in errors) else float("inf")
 
 
 def _try_dtypes(region: Region, proposal: Proposal, values: dict[Node, Any], autocast: torch.dtype | None) -> None:
-    """Runs the operation in the dtypes of the call: the output must have the original's."""
+    """Runs the operation in the call's dtypes; raises Unrecognised if its output has another one."""
     real, device = {}, tensor_of(region.source).device
     for node, value in values.items():
         floating = isinstance(value, Tensor) and value.is_floating_point()
         real[node] = value.detach().to(tensor_of(node).dtype) if floating else value
     with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        given = _built(proposal, real, casts=frozenset()).dtype
+        dtype = _built(proposal, real, casts=frozenset()).dtype
     stream = proposal.kind.endswith("block") and choices.get().residual_in_fp32 is not None
-    chosen = stream and given in (autocast, torch.float32)
-    if given != (want := tensor_of(region.output).dtype) and not chosen:
-        raise Unrecognised(f"the operation gives {given} where the model has {want}")
+    chosen = stream and dtype in (autocast, torch.float32)
+    if dtype != (want := tensor_of(region.output).dtype) and not chosen:
+        raise Unrecognised(f"the operation gives {dtype} where the model has {want}")

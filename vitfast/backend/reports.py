@@ -10,7 +10,7 @@ class Entry(NamedTuple):
     """One part of a graph.
 
     kind: the operation that it is or would be. name: the module that it was captured in. why: the reason why it was
-    left, None where an operation replaces it, ALREADY where it was one before.
+    left, None where an operation replaces it, ALREADY where the model called the operation itself.
     """
 
     kind: str
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
 
 
 class Report(tuple[Entry, ...]):
-    """A tuple of entries that prints as a summary; recognition and proof: seconds."""
+    """A tuple of entries that prints as a summary; `recognition` and `proof` are the seconds they took."""
 
     recognition = 0.0
     proof = 0.0
@@ -34,7 +34,7 @@ class Report(tuple[Entry, ...]):
 
     @property
     def already(self) -> list[Entry]:
-        """The calls of operations that the model made itself: of a ViT of vitfast, or after `accelerate`."""
+        """The operations that the model called itself: it is a ViT of vitfast, or was accelerated."""
         return [entry for entry in self if entry.why == ALREADY]
 
     def __str__(self) -> str:

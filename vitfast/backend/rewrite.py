@@ -1,7 +1,7 @@
-"""Replaces parts of a graph by operations: each is found, proven, then written.
+"""Replaces regions of a graph by operations: each is found by structure, proven by numbers, then written.
 
-Structure only proposes: read off the graph are anchors (the norm, the linear layers, the attention or softmax) and
-their arguments. The views, transposes and products in between are not looked at; numbers decide (proof.py).
+Structure only proposes: from the graph it reads the anchors (norm, linear layers, attention or softmax) and their
+arguments. It does not look at the views, transposes and products in between, as numbers decide (proof.py).
 """
 
 import functools
@@ -16,12 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 from .arguments import laid_out
 from .attention import attention_alone, attention_blocks
 from .embedding import patch_embeddings
-from .graph import Positions, Proposal, Region, Unrecognised, additions
+from .graph import Candidate, Positions, Proposal, Region, Unrecognised, additions
 from .lengths import packing_of
 from .mlp import mlp_alone, mlp_blocks
-from .nodes import VALUE_FREE, argument, is_layout_seen, is_unchanged, module_of, name_of, operation_of, size, tensor_of
+from .nodes import VALUE_FREE, argument, is_unchanged, layout_matters, module_of, name_of, operation_of, size, tensor_of
 from .packed import join_pieces, pieces_of, prove_pieces
-from .parts import NORMS, linear_of, norm_alone, parts_of
+from .parts import norm_alone, parts_of
 from .proof import prove
 from .reports import ALREADY, Entry, Report, joined
 from .spelling import standardise
@@ -30,15 +30,15 @@ _log = logging.getLogger("vitfast")
 
 
 def ambient_autocast(device: str) -> torch.dtype | None:
-    """The dtype of autocast now, None where it is off."""
+    """Returns the dtype of autocast that is active now, or None."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def autocast_dtypes(
     graph: Graph, device: str, ambient: Callable[[str], torch.dtype | None]
 ) -> dict[Node, torch.dtype | None]:
-    """The dtype of autocast at each node: as it is around the graph, and as the graph switches it."""
-    active, found, around = {}, {}, ambient(device)
+    """Returns autocast's dtype (None: off) at each node: that around the graph, or what the graph enters."""
+    active, dtypes, around = {}, {}, ambient(device)
     for node in graph.nodes:
         if name_of(node) == "_enter_autocast" and argument(node, 0, "device_type") == device:
             enabled = argument(node, 2, "enabled", True)
@@ -46,12 +46,12 @@ def autocast_dtypes(
             active[node] = dtype if enabled else None
         elif name_of(node) == "_exit_autocast":
             active.pop(node.args[0], None)
-        found[node] = list(active.values())[-1] if active else around
-    return found
+        dtypes[node] = list(active.values())[-1] if active else around
+    return dtypes
 
 
 def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | None] = ambient_autocast) -> Report:
-    """Rewrites a captured graph in place, with the graphs inside it (of activation checkpointing).
+    """Rewrites a captured graph in place, and the graphs inside it, which activation checkpointing runs.
 
     ambient(device type): the dtype of autocast around the graph.
     """
@@ -74,18 +74,18 @@ def rewrite_graph(module: GraphModule, ambient: Callable[[str], torch.dtype | No
 
 
 class _Rewriter:
-    """One graph while it is rewritten."""
+    """The state of one graph's rewriting; `run` finds, proves and replaces regions."""
 
     def __init__(self, graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]):
         self.graph, self.autocast = graph, autocast
         self.positions = Positions(graph)
-        self.packings: dict[tuple, tuple[Node, Node]] = {}  # offsets and longest, by lengths
+        self.packings: dict[tuple, tuple[Node, Node]] = {}  # nodes of the samples' lengths -> offsets and longest
         self.proof_seconds = 0.0
-        self.written: list[Node] = []  # outputs of what replaced regions
+        self.written: list[Node] = []  # the nodes that took the place of regions' outputs
         self.ours = {node: name for node in graph.nodes if (name := operation_of(node)) is not None}
 
     def run(self) -> list[Entry]:
-        """Blocks first, then what is left of their parts."""
+        """Replaces blocks first, then parts outside of replaced blocks; returns the report's entries."""
         calls = itertools.groupby((name, module_of(node)) for node, name in self.ours.items())
         entries = [Entry(name.replace("_", " ").replace("mlp", "MLP"), module, ALREADY) for (name, module), _ in calls]
         for node in [node for node in self.graph.nodes if name_of(node) == "cat"]:
@@ -93,17 +93,19 @@ class _Rewriter:
         for node in additions(self.graph):
             if node not in self.ours:
                 entries += self._guarded(self._block, node)
-        alone = (self._patch_embedding, ""), (self._attention, "attention"), (self._mlp, ""), (self._norm, "")
-        for replace, kind in alone:
+        alone = [(functools.partial(self._alone, propose), "") for propose in (mlp_alone, norm_alone)]
+        for replace, kind in ((self._patch_embedding, ""), (self._attention, "attention"), *alone):
             for node in list(self.graph.nodes):
-                if node in self.positions.place and node not in self.ours:  # else it went with a block
+                if node in self.positions.place and node not in self.ours:  # else it was part of a replaced region
                     entries += self._guarded(replace, node, kind)
-        for node in filter(is_layout_seen, self.written):
+        for node in filter(layout_matters, self.written):
             self._restore_layout(node)
         return entries
 
     def _guarded(self, replace, node: Node, kind: str = "") -> list[Entry]:
-        """An error leaves this part as it was; so does what no operation computes, an entry if of a kind."""
+        """Returns the entries of replace(node), or one on an error in it, which leaves the part as it was.
+
+        Where no operation computes the part, it returns an entry of this kind, or none if the kind is empty."""
         try:
             return replace(node)
         except Unrecognised as reason:
@@ -113,40 +115,39 @@ class _Rewriter:
             return [Entry("block", module_of(node), f"{type(error).__name__}: {error}")]
 
     def _pieces(self, cat: Node) -> list[Entry]:
-        """Joins attention of packed samples, which a block may take then."""
+        """Joins the pieces of an attention of packed samples in one call, which a block may then include."""
         start = time.perf_counter()
         try:
-            if (pieces := pieces_of(cat, self.positions)) is None:
-                return []
-            join_pieces(self.graph, pieces, prove_pieces(pieces), self.packings)
+            if (pieces := pieces_of(cat, self.positions)) is not None:
+                join_pieces(self.graph, pieces, prove_pieces(pieces), self.packings)
+                self.positions = Positions(self.graph)
         finally:
             self.proof_seconds += time.perf_counter() - start
-        self.positions = Positions(self.graph)
         return []
 
     def _block(self, add: Node) -> list[Entry]:
-        """The entry of an addition that ends a block, none of one that is no candidate."""
+        """Replaces the block that ends in a residual addition; returns no entry if no block can end there."""
         for residual, branch in (add.all_input_nodes, add.all_input_nodes[::-1]):
-            source, same = residual, []
+            source, unchanged = residual, []
             while not (nodes := self.positions.between(source, branch)) and is_unchanged(source):
-                same, source = [*same, source], source.args[0]
+                unchanged, source = [*unchanged, source], source.args[0]
             if not nodes:
                 continue
-            region = self.positions.around([*nodes, *same, add], source)
+            region = self.positions.around([*nodes, *unchanged, add], source)
             parts = parts_of(region)
             if not parts.attentions and len(parts.linears) < 2:
                 continue
             inside = {self.ours[node] for node in region.nodes if node in self.ours}
             kind = "attention block" if parts.attentions or "attention" in inside else "MLP block"
             name = module_of(parts.norms[0] if parts.norms else add)
-            found = attention_blocks(parts) if parts.attentions else mlp_blocks(parts)
-            return [self._replace(region, found, kind, name)]
+            proposals = attention_blocks(parts) if parts.attentions else mlp_blocks(parts)
+            return [self._replace(region, proposals, kind, name)]
         return []
 
     def _patch_embedding(self, node: Node) -> list[Entry]:
         left = []
-        for region, found in patch_embeddings(self.positions, node):
-            entry = self._replace(region, found, "patch embedding", module_of(node))
+        for candidate in patch_embeddings(self.positions, node):
+            entry = self._replace(*candidate, "patch embedding", module_of(node))
             if entry.why is None:
                 return [entry]
             left = [entry]
@@ -157,46 +158,38 @@ class _Rewriter:
             return [Entry("attention", module_of(node), None)]
         if name_of(node) not in ("scaled_dot_product_attention", "softmax"):
             return []
-        found = attention_alone(self.positions, node)
-        return [] if found is None else [self._replace(*found, "attention", module_of(node))]
+        candidate = attention_alone(self.positions, node)
+        return [] if candidate is None else [self._replace(*candidate, "attention", module_of(node))]
 
-    def _mlp(self, node: Node) -> list[Entry]:
-        return self._alone(node, mlp_alone(self.positions, node) if linear_of(node) is not None else None)
-
-    def _norm(self, node: Node) -> list[Entry]:
-        return self._alone(node, norm_alone(self.positions, node) if name_of(node) in NORMS else None)
-
-    def _alone(self, node: Node, found: tuple[Region, Iterator[Proposal]] | None) -> list[Entry]:
-        """The entry of a part without a block, where it is replaced: those left are no news."""
-        entry = None if found is None else self._replace(*found, "", module_of(node))
+    def _alone(self, propose: Callable[[Positions, Node], Candidate | None], node: Node) -> list[Entry]:
+        """Replaces an MLP or a norm outside of blocks; the report has an entry only if it is replaced."""
+        candidate = propose(self.positions, node)
+        entry = None if candidate is None else self._replace(*candidate, "", module_of(node))
         return [entry] if entry is not None and entry.why is None else []
 
-    def _replace(self, region: Region, found: Iterator[Proposal], kind: str, name: str) -> Entry:
-        """The entry of what replaces a region, or of this kind where nothing does."""
+    def _replace(self, region: Region, proposals: Iterator[Proposal], kind: str, name: str) -> Entry:
+        """Replaces a region by the first proposal that is proven; returns the report's entry on it.
+
+        kind: the entry's if no proposal is proven. name: of the module that the region was captured in."""
         inside = {self.ours[node] for node in region.nodes if node in self.ours}
         why = f"{min(inside)} in it is vitfast's already" if inside else self.positions.obstacle(region)
-        if why is None:
-            dtypes = self.autocast(tensor_of(region.source).device.type)
-            proposal, why = self._proven(region, found, dtypes.get(region.output))
-            if proposal is not None:
-                kind = proposal.kind
-                self._write(region, proposal)
-        return Entry(kind, name, why)
-
-    def _proven(self, region: Region, found, dtype) -> tuple[Proposal | None, str | None]:
-        """(a proposal, None) or (None, why there is none)."""
-        start = time.perf_counter()
+        if why is not None:
+            return Entry(kind, name, why)
+        dtypes, start = self.autocast(tensor_of(region.source).device.type), time.perf_counter()
         try:
-            proposal, proof = prove(region, found, dtype)
+            proposal, proof = prove(region, proposals, dtypes.get(region.output))
         except Unrecognised as reason:
-            return None, str(reason)
+            return Entry(kind, name, str(reason))
         finally:
             self.proof_seconds += time.perf_counter() - start
-        nearest = f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
-        return proposal, nearest if proposal is None else None
+        if proposal is None:
+            nearest = f"not the same numbers as any operation (the nearest differs by {proof.error:.0e})"
+            return Entry(kind, name, nearest)
+        self._write(region, proposal)
+        return Entry(proposal.kind, name, None)
 
     def _write(self, region: Region, proposal: Proposal) -> None:
-        """Writes an operation in front of the region's output, which it replaces; the region goes."""
+        """Writes a proposal's calls in front of the region's output, and erases the region they replace."""
         written, inside, output = [], set(region.nodes), region.output
 
         def call(function, *arguments, **keywords):
@@ -219,12 +212,13 @@ class _Rewriter:
         for user, keywords in swaps:
             user.args, user.kwargs = (region.source, *user.args[1:]), keywords
         for node in reversed(self.positions.nodes[: self.positions.place[output] + 1]):
-            if not node.users and (node in inside or name_of(node) in VALUE_FREE | {"getitem"}):  # lengths of its nodes
+            # Outside of the region, only reads of its nodes' sizes have become unused.
+            if not node.users and (node in inside or name_of(node) in VALUE_FREE | {"getitem"}):
                 self.graph.erase_node(node)
         self.positions = Positions(self.graph)
 
     def _restore_layout(self, node: Node) -> None:
-        """Gives an output, which operations write contiguous, the layout with which it was captured."""
+        """Gives an output, which operations write contiguous, the memory layout that it was captured with."""
         strides = list(map(size, tensor_of(node).stride()))
         with self.graph.inserting_after(node):
             axes = sorted(range(len(strides)), key=lambda axis: -strides[axis])
@@ -233,18 +227,18 @@ class _Rewriter:
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def _value_free_users(self, region: Region) -> list[tuple[Node, dict]]:
-        """Nodes outside that read an inner tensor's dtype or shape, with their keyword arguments.
+        """Returns the nodes outside that read only an inner tensor's dtype or shape, with keyword arguments.
 
-        They can read the source's as well."""
-        inside, source, found = set(region.nodes), tensor_of(region.source), []
+        With these keyword arguments they read the same off the source, so that the inner tensor can go."""
+        inside, source, swaps = set(region.nodes), tensor_of(region.source), []
         like = [source.shape, source.stride(), source.dtype]
         for node in region.nodes[:-1]:
             for user in node.users:
-                name, own = name_of(user), tensor_of(node)
-                if user in inside or name not in VALUE_FREE or own is None or user.args[:1] != (node,):
+                name, inner = name_of(user), tensor_of(node)
+                if user in inside or name not in VALUE_FREE or inner is None or user.args[:1] != (node,):
                     continue
                 if name.startswith("new_"):
-                    found.append((user, {"dtype": own.dtype, **user.kwargs}))
-                elif name.endswith("_like") and [own.shape, own.stride(), own.dtype] == like:
-                    found.append((user, user.kwargs))
-        return found
+                    swaps.append((user, {"dtype": inner.dtype, **user.kwargs}))
+                elif name.endswith("_like") and [inner.shape, inner.stride(), inner.dtype] == like:
+                    swaps.append((user, user.kwargs))
+        return swaps

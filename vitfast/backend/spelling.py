@@ -1,4 +1,4 @@
-"""Brings a captured graph into one spelling, of the same values, before parts are looked for."""
+"""Rewrites a captured graph into one spelling with the same values, before regions are looked for."""
 
 import functools
 import operator
@@ -15,13 +15,13 @@ from .lengths import RESHAPES
 from .nodes import ADDS, ANALYTIC, name_of, tensor_of, value_of
 from .packed import read_once, write_call
 
-# The names of the first arguments of ANALYTIC functions, but for those whose first ones are others.
+# Functions whose first parameter is named `input`; those whose second parameter is named `other` or `mat2`.
 _INPUT = ANALYTIC - {"where", "einsum", "cat", "stack", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_divide divide".split())
 
 
 def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
-    """Puts arguments in their places; writes out fused calls and symbolic numbers.
+    """Makes arguments positional, constants of symbolic numbers, and separate calls of a fused layer.
 
     autocast(device type): the dtype of autocast at each node.
     """
@@ -35,31 +35,27 @@ def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype |
 
 
 def _place_arguments(node: Node) -> None:
+    """Makes `input`, `other` and `mat2` positional arguments, and each operand of an einsum one."""
     name = name_of(node)
-    if node.op == "call_function" and name in _INPUT and not node.args and "input" in node.kwargs:
-        _place(node, "input")
-    for word in ("other", "mat2"):
-        if name in _OTHER and len(node.args) == 1 and word in node.kwargs:
-            _place(node, word)
+    for place, word in ((0, "input"), (1, "other"), (1, "mat2")):
+        takes = name in _OTHER if place else name in _INPUT and node.op == "call_function"
+        if takes and word in node.kwargs and len(node.args) == place:
+            node.args = (*node.args, node.kwargs[word])
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != word}
     if name == "einsum" and len(node.args) == 2 and isinstance(node.args[1], (list, tuple)):
         node.args = (node.args[0], *node.args[1])
 
 
-def _place(node: Node, word: str) -> None:
-    node.args = (*node.args, node.kwargs[word])
-    node.kwargs = {key: value for key, value in node.kwargs.items() if key != word}
-
-
 def _reads_constant(node: Node) -> bool:
-    """Whether a number that a node reads is an operation's, such as the eps of a norm."""
+    """Whether a number that a node reads is a constant of the model: an eps, a rate of dropout, a scale."""
     added = name_of(node) in ADDS and any(tensor_of(a) is not None for a in node.all_input_nodes)
     return added or any(word in name_of(node) for word in ("norm", "dropout", "attention"))
 
 
 def _fix_numbers(graph: Graph) -> None:
-    """Makes constants of what dynamic=True makes inputs: eps of norms, rates of dropout, scales.
+    """Makes constants of the floats that dynamic=True has made inputs: eps, rates of dropout, scales.
 
-    Other numbers then compile the graph once more: making a float of a symbol is a guard on it.
+    `float` of a symbol adds a guard on it, so that a call with another number compiles the graph once more.
     """
     for node in list(graph.nodes):
         value, readers = value_of(node), list(node.users)
@@ -73,7 +69,7 @@ def _fix_numbers(graph: Graph) -> None:
 
 
 def _list_sizes(graph: Graph) -> None:
-    """Gives reshapes the lengths of a tensor one by one in place of its size, which no region reads."""
+    """Rewrites x.view(y.size()) to take the lengths one by one, as regions read numbers but no torch.Size."""
     for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
         readers = [user for user in node.users if name_of(user) in RESHAPES and user.args[1:] == (node,)]
         if not readers:
@@ -90,9 +86,9 @@ def _list_sizes(graph: Graph) -> None:
 
 @torch.no_grad()
 def _write_out(graph: Graph, fused: Node, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
-    """Replaces PyTorch's fused call for inference by its parts.
+    """Replaces PyTorch's fused encoder layer, which runs in inference, by separate calls.
 
-    It stays where there is autocast, in which it gives another dtype than its parts, or a nested tensor.
+    The fused call stays under autocast, where it returns another dtype than separate calls, and on nested tensors.
     """
     x = tensor_of(fused.args[0])
     if x is None or x.is_nested or autocast(x.device.type)[fused] is not None:
@@ -106,7 +102,7 @@ def _write_out(graph: Graph, fused: Node, autocast: Callable[[str], dict[Node, t
 def _encoder_layer(
     call: Call, x, width, heads, qkv, qkv_bias, proj, proj_bias, gelu, norm_first, eps, *parameters
 ) -> Node:
-    """The parts of nn.TransformerEncoderLayer, from the arguments of its fused call."""
+    """Writes the separate calls of nn.TransformerEncoderLayer, from the arguments of its fused call."""
     *norms, fc1, fc1_bias, fc2, fc2_bias, mask, kind = parameters
     if mask is not None and tensor_of(mask).dtype == torch.bool:
         mask = call(torch.logical_not, mask)
