@@ -57,7 +57,8 @@ def main(names: list[str]) -> None:
         print(f"{name:<24}{len(run):>3} files {count_lines(run):>6} lines")
         if names:
             for path, functions in sorted(run.items()):
-                print(f"    {path.relative_to(ROOT)!s:<42}{count_lines([path]):>5}  {', '.join(sorted(functions))}")
+                where = path.relative_to(ROOT)
+                print(f"    {where!s:<42}{count_lines([path]):>5}  {', '.join(sorted(functions))}")
 
 
 if __name__ == "__main__":
