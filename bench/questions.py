@@ -12,17 +12,17 @@ B16, BF16, TIMM = "B/16 224 B256", "vitfast compile bf16", "timm compile bf16"
 
 # ---- files
 
-KERNELS = "attention/* layer_norm/* matmul/* patch_embed/* libraries/* rows launch plans tiles".split()
+KERNELS = "attention/* matmul/* patch_embed/* libraries/* layer_norm rows launch plans tiles".split()
 BESIDE = (*(f"kernels/{name}.py" for name in KERNELS), "kernels/libraries/*.cpp", "vitfast/ops/*.py")
 OURS = (*BESIDE, "vitfast/model/*.py")
 DOOR = (*BESIDE, "vitfast/backend/*.py")
 ADAPTERS = (*DOOR, "vitfast/adapters/*.py")
 EMBED = ("vitfast/eval/embed*.py", "vitfast/data/resize.py", "vitfast/data/jpeg.py", "kernels/resize/*.py")
 EVERY_KERNEL = ("kernels/*/*.py", "kernels/*.py", "vitfast/ops/*.py")
-FAMILIES = dict(attention="attention", linear_gelu="matmul", mlp_block="matmul", add_layer_norm="layer_norm")
-FAMILIES |= {"patch_embed uint8": "patch_embed"}
+FAMILIES = dict(attention="attention/*", linear_gelu="matmul/*", mlp_block="matmul/*", add_layer_norm="layer_norm")
+FAMILIES |= {"patch_embed uint8": "patch_embed/*"}
 # files of operations; those of whole models are OURS or ADAPTERS
-FILES = {op: (f"kernels/{folder}/*.py", "kernels/rows.py") for op, folder in FAMILIES.items()}
+FILES = {op: (f"kernels/{files}.py", "kernels/rows.py") for op, files in FAMILIES.items()}
 
 # ---- rows of README's table
 

@@ -1,4 +1,4 @@
-"""Every configuration that the functions of kernels/*/configs.py give, for a few shape classes of each branch."""
+"""Every configuration that the functions beside the kernels give, for a few shape classes of each branch."""
 
 from collections.abc import Iterator
 from itertools import product

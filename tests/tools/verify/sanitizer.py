@@ -60,7 +60,7 @@ class Finding:
     kind: str
     kernel: str
     tensor: str  # the kernel's argument
-    source: str  # "kernels/rows.py:40 < layer_norm/forward.py:58": the line, and the lines that called it
+    source: str  # "kernels/rows.py:40 < layer_norm.py:58": the line, and the lines that called it
     program: shadow.Program | None
     detail: str  # with the element's index
     count: int = 1
