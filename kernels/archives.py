@@ -35,7 +35,7 @@ MANIFEST = "vitfast.json"
 FIELDS = set("gpu triton ptxas python key kernels models count".split())  # of the manifest
 FILE = re.compile(r"vitfast\.json|\w+/\w+\.(cubin|json)")  # nothing else is written to Triton's cache, least of all C
 MOST_BYTES = 2**26  # of a file; a kernel has some 100 KB
-GROUP = "__grp__"  # begins the name of the file in which Triton lists a kernel's files; it is what Triton looks for
+GROUP = "__grp__"  # begins the name of the file that lists a kernel's files; Triton looks for this file
 
 
 def source_hash() -> str:
@@ -47,8 +47,8 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def made_with(sm: int) -> dict[str, str]:
-    """The versions and hashes that must be the same where an archive for this compute capability is used."""
+def fingerprint(sm: int) -> dict[str, str]:
+    """The versions and hashes on which the use of an archive for this compute capability depends."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     backend = make_backend(GPUTarget("cuda", sm, 32)).hash()
@@ -76,7 +76,7 @@ def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
                 yield member.name, tar.extractfile(member).read()
     except OSError:
         raise
-    except Exception as error:  # lzma's own is none of the usual ones, and lzma need not be there
+    except Exception as error:  # LZMAError is no subclass of the usual ones, and lzma may be missing
         raise ValueError(f"{archive} is no archive of kernels, or is damaged: {error}") from None
 
 
@@ -86,12 +86,12 @@ def manifest(archive: Path) -> dict:
     if name != MANIFEST:
         raise ValueError(f"{archive} is no archive of kernels: it does not begin with {MANIFEST}")
     try:
-        made = json.loads(text)
-        if not FIELDS <= made.keys() or not re.fullmatch(r"sm_\d+", made["gpu"]):
+        fields = json.loads(text)
+        if not FIELDS <= fields.keys() or not re.fullmatch(r"sm_\d+", fields["gpu"]):
             raise ValueError(f"it lacks one of {', '.join(sorted(FIELDS))}")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{archive} is no archive of kernels: {MANIFEST} is wrong: {error}") from None
-    return made
+    return fields
 
 
 def driver_version() -> tuple[int, int] | None:
@@ -105,20 +105,20 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def refusal(made: dict, gpus: Set[int]) -> str:
-    """Why a machine cannot use the archive of this manifest, or "".
+def refusal(fields: dict, gpus: Set[int]) -> str:
+    """Why a machine cannot use the archive with these fields of the manifest, or "".
 
     gpus: the compute capabilities of its GPUs; where there is none, an archive for any GPU will do.
     """
-    sm = int(made["gpu"].removeprefix("sm_"))
+    sm = int(fields["gpu"].removeprefix("sm_"))
     if gpus and sm not in gpus:
         return f"it is for sm_{sm}, and the GPU here is {' or '.join(f'sm_{each}' for each in sorted(gpus))}"
-    here, versions = made_with(sm), "Triton {triton}, ptxas {ptxas}, Python {python}, hash {key}".format
-    if made["key"] != here["key"]:
-        return f"it was made with {versions(**made)}; here are {versions(**here)}"
-    if made["kernels"] != here["kernels"]:
-        return f"it was made from other kernels (hash {made['kernels']}, here {here['kernels']})"
-    driver, needed = driver_version(), int(made["ptxas"].partition(".")[0])
+    here, versions = fingerprint(sm), "Triton {triton}, ptxas {ptxas}, Python {python}, hash {key}".format
+    if fields["key"] != here["key"]:
+        return f"it was made with {versions(**fields)}; here are {versions(**here)}"
+    if fields["kernels"] != here["kernels"]:
+        return f"it was made from other kernels (hash {fields['kernels']}, here {here['kernels']})"
+    driver, needed = driver_version(), int(fields["ptxas"].partition(".")[0])
     if driver and driver[0] < needed:
         return f"its machine code needs a driver for CUDA {needed}, and the driver here is for CUDA %d.%d" % driver
     return ""
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 
 
 def install(archive: Path, folder: Path | None = None) -> None:
-    """Adds an archive to Triton's cache, or to another folder that is to be one; asks for no refusal.
+    """Adds an archive to Triton's cache, or to another folder to be used as one, without `refusal`.
 
     Raises ValueError for a damaged archive, of which nothing is added.
     Triton notes the absolute path of every file of a kernel: the paths are rewritten for where the files lie now. A
@@ -183,16 +183,16 @@ def install_named(named: Path, device: int) -> None:
             used += 1
         except (OSError, ValueError) as error:
             failed[archive] = str(error)
-    told = failed if used else refused | failed
-    if told or not used:
-        what = "; ".join(f"{path} is not used: {reason}" for path, reason in told.items())
+    reasons = failed if used else refused | failed
+    if reasons or not used:
+        what = "; ".join(f"{path} is not used: {reason}" for path, reason in reasons.items())
         what = what or f"there is no .tar.xz in {named}"
         text = f"VITFAST_KERNELS_CACHE: {what}. Triton compiles the kernels that are not in its cache"
         warnings.warn(text, stacklevel=2)
 
 
 _lock = threading.Lock()
-_looked_at: set[tuple[int, str]] = set()  # GPUs, and the folder of Triton's cache then
+_looked_at: set[tuple[int, str]] = set()  # (GPU, the folder of Triton's cache when it was looked at)
 
 
 def add_named(device: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs operations that have run before from their arguments to their launches, by plans.
+"""Plans: recordings by which an operation that has run before makes its launches at less cost.
 
 What the code of an operation does (configurations, grids, views, sizes of outputs) depends on the shapes, strides,
 dtypes and alignment of its arguments, not on what is in them. When it is called with such arguments for the second
@@ -6,8 +6,8 @@ time, a Recorder writes down which operations of PyTorch and which launches it m
 makes them: straight-line code in which all else is a constant. A launch takes addresses, so a view that only launches
 read is an address and a number of bytes; a descriptor is kept for each address; a tensor is freed after its last use.
 
-Whoever watches launches (Triton's hooks and profilers, `recording`) meets the operation's own code, and so does every
-operation that reads what is in a tensor. Inside each `tiles.using`, plans are made anew.
+The operation's code itself runs while anything watches launches (Triton's hooks and profilers, `recording`), and always
+where an operation reads the contents of a tensor. Each `tiles.using` has plans of its own.
 """
 
 import re
@@ -41,29 +41,29 @@ _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.defa
 
 
 class _Address(int):
-    """The address that a descriptor keeps of its tensor, whose memory it does not hold."""
+    """The address of a tensor, which a descriptor keeps in place of it, so as not to hold its memory."""
 
     def data_ptr(self) -> int:
         return self
 
 
 class _Descriptors(dict):
-    """The descriptors of one argument of a launch, by address: all else is as in the first."""
+    """The descriptors of one argument of a launch, by address; their other fields are the first one's."""
 
     def __init__(self, first: object):
         super().__init__()
         self.kind, self.fields = type(first), {**vars(first), "base": None}
 
     def of(self, base: int | Tensor) -> object:
-        found = object.__new__(self.kind)
-        vars(found).update(self.fields, base=base)
-        return found
+        descriptor = object.__new__(self.kind)
+        vars(descriptor).update(self.fields, base=base)
+        return descriptor
 
     def __missing__(self, address: int) -> object:
         if len(self) >= MOST:
             self.clear()
-        found = self[address] = self.of(_Address(address))
-        return found
+        descriptor = self[address] = self.of(_Address(address))
+        return descriptor
 
 
 class Plan(NamedTuple):
@@ -104,8 +104,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, values: Sequence):
         super().__init__()
         self.reason: str | None = None
-        self.numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id, which another may get when a tensor is freed
-        self.roots: list[tuple[int, int]] = []  # by number: that of the tensor that it is a view of, bytes after that
+        self.numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id; another may get it when a tensor is freed
+        self.roots: list[tuple[int, int]] = []  # by number: (the number of the viewed tensor, offset in bytes)
         # names that a line defines, its expression, and whether it may be left out where nothing reads them
         self.lines: list[tuple[list[str], str, bool]] = []
         self.constants: dict[str, object] = {}
@@ -124,27 +124,27 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with launch.taped(None):  # what it launches it will launch again
-            found = function(*args, **kwargs)
-        made, given = list(_tensors([found])), list(_tensors((args, kwargs.values())))
+        with launch.taped(None):  # the plan calls `function`, which launches these again
+            outputs = function(*args, **kwargs)
+        tensors, inputs = list(_tensors([outputs])), list(_tensors((args, kwargs.values())))
         texts = [self._text(x) for x in args] + [f"{name}={self._text(x)}" for name, x in kwargs.items()]
         call = f"{self._constant(_QUICK.get(function, function))}({', '.join(texts)})"
         names, optional = [], False
-        if not made or len(made) != (len(found) if isinstance(found, (tuple, list)) else 1):
+        if not tensors or len(tensors) != (len(outputs) if isinstance(outputs, (tuple, list)) else 1):
             self.reason = f"{function} reads what is in a tensor"
         elif function in _EMPTY:
-            options = f"dtype={self._constant(found.dtype)}, device={self._constant(found.device)}"
-            call = f"empty({tuple(found.shape)}, {found.stride()}, {options})"
-            names, optional = [self._add(found)], True
-        elif not any(x is y for x in made for y in given):  # else it changes one in place
-            names = [self._add(x, given) for x in made]
+            options = f"dtype={self._constant(outputs.dtype)}, device={self._constant(outputs.device)}"
+            call = f"empty({tuple(outputs.shape)}, {outputs.stride()}, {options})"
+            names, optional = [self._add(outputs)], True
+        elif not any(x is y for x in tensors for y in inputs):  # otherwise the call changes one in place
+            names = [self._add(x, inputs) for x in tensors]
             optional = any(self.roots[int(name[1:])][0] != int(name[1:]) for name in names)  # views
-            call += "[0]" * (isinstance(found, (tuple, list)) and len(names) == 1)
+            call += "[0]" * (isinstance(outputs, (tuple, list)) and len(names) == 1)
         self.lines.append((names, call, optional))
-        return found
+        return outputs
 
     def launched(self, each: Launch, compiled: object) -> None:
-        """Adds a launch that has been made; compiled: what Triton compiled, None in its interpreter."""
+        """Adds a launch after it ran; compiled: the kernel as Triton compiled it, None in its interpreter."""
         self.launches += 1
         self.kernels[each.kernel] = None
         values = {name: self._text(value, self._address) for name, value in each.arguments.items()}
@@ -154,23 +154,23 @@ class Recorder(TorchDispatchMode):
             self.reason = "a kernel has arguments by default"
             return
         else:
-            known = map(self._constant, (compiled.function, compiled.packed_metadata))
-            first = *map(str, (*each.grid, 1, 1)[:3]), "stream", *known, "None", "None", "None"
+            constants = map(self._constant, (compiled.function, compiled.packed_metadata))
+            first = *map(str, (*each.grid, 1, 1)[:3]), "stream", *constants, "None", "None", "None"
             values = ", ".join((*first, *(values[name] for name in each.kernel.arg_names)))
             call = f"{self._constant(compiled.run)}({values})"
         self.lines.append(([], call, False))
 
     # ---- names and texts
 
-    def _add(self, x: Tensor, given: Iterable[Tensor] = ()) -> str:
-        """Names a new tensor, which may be a view of one of `given`."""
+    def _add(self, x: Tensor, bases: Iterable[Tensor] = ()) -> str:
+        """Names a new tensor, which may be a view of one of `bases`."""
         number = len(self.roots)
         self.roots.append((number, 0))
-        for other in given:
-            known = self._number(other)
-            if known is not None and other.untyped_storage()._cdata == x.untyped_storage()._cdata:
-                root, start = self.roots[known]
-                self.roots[number] = root, start + x.data_ptr() - other.data_ptr()
+        for base in bases:
+            base_number = self._number(base)
+            if base_number is not None and base.untyped_storage()._cdata == x.untyped_storage()._cdata:
+                root, start = self.roots[base_number]
+                self.roots[number] = root, start + x.data_ptr() - base.data_ptr()
         self.numbers[id(x)] = number, weakref.ref(x)
         return f"t{number}"
 
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _text(self, value: object, tensor: Callable[[Tensor], str] | None = None) -> str:
-        """The source of a value; tensor: that of a tensor in it."""
+        """The source of a value; tensor: the function that gives the source of a tensor in it."""
         tensor = tensor or self._tensor
         if isinstance(value, Tensor):
             return tensor(value)
@@ -212,9 +212,9 @@ class Recorder(TorchDispatchMode):
             return f"{self._constant(kept.of)}({base})" if base[0] == "t" else f"{self._constant(kept)}[{base}]"
         return self._constant(value)
 
-    def plan(self, found: Tensor | tuple[Tensor, ...]) -> Plan | str:
-        """The plan of a call that returned `found`; a text says why there can be none."""
-        returned = self._text(found)
+    def plan(self, outputs: Tensor | tuple[Tensor, ...]) -> Plan | str:
+        """The plan of a call that returned `outputs`, or a text that says why there can be none."""
+        returned = self._text(outputs)
         if self.reason is not None:
             return self.reason
         lines, read = [f"return {returned}"], _names(returned)
@@ -236,8 +236,8 @@ class Recorder(TorchDispatchMode):
 
 def _names(text: str) -> set[str]:
     """The names of tensors and addresses in the source of a line; an address needs its tensor."""
-    found = set(re.findall(r"\b[tp]\d+\b", text))
-    return found.union(f"t{name[1:]}" for name in found)
+    names = set(re.findall(r"\b[tp]\d+\b", text))
+    return names.union(f"t{name[1:]}" for name in names)
 
 
 def _tensors(values: Iterable) -> Iterable[Tensor]:

@@ -7,8 +7,8 @@ over all parts, the sums dV^T = dO^T P and dK^T = Q^T dS each become one product
 parts of falling sizes (197 = 128 + 64 + 5), so that S and dP take few registers, two programs fit a multiprocessor and
 few rows are past the end.
 
-The rows of dS sum to zero, so the sum of dK over the keys is zero. The algorithm is FlashAttention-2's (Dao, 2023), its
-loops exchanged.
+The rows of dS sum to zero, so the sum of dK over the keys is zero. The algorithm is FlashAttention-2's (Dao, 2023)
+with its loops exchanged.
 """
 
 import functools
@@ -26,7 +26,7 @@ MOST_TOKENS = 208
 
 @functools.cache
 def query_parts(n: int) -> tuple[int, ...]:
-    """The sizes of the parts that n queries lie in: 197 -> 128, 64, 16; 50 -> 64.
+    """The sizes of the parts into which n queries are cut: 197 -> 128, 64, 16; 50 -> 64.
 
     Two parts of 128 would spill registers.
     """
@@ -39,7 +39,7 @@ def query_parts(n: int) -> tuple[int, ...]:
 
 @triton.jit
 def load_parts(head, N, PARTS: tl.constexpr, HEAD: tl.constexpr):
-    """All rows of a head in parts of these sizes, zeros past N."""
+    """Loads all rows of a head in parts of these sizes, with zeros past N."""
     parts, first = (), 0
     for i in tl.static_range(len(PARTS)):
         parts = parts + (load_head_rows(head, first + tl.arange(0, PARTS[i]), N, True, HEAD)[0],)
@@ -49,7 +49,7 @@ def load_parts(head, N, PARTS: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def fold(x):
-    """Adds the blocks of 64 rows of x, which moves nothing between threads."""
+    """Adds up the blocks of 64 rows of x; no number moves from one thread to another."""
     if x.shape[0] > 64:
         return tl.sum(x.reshape(x.shape[0] // 64, 64, x.shape[1]), 0)
     else:
@@ -58,7 +58,7 @@ def fold(x):
 
 @triton.jit
 def column_sums(parts):
-    """The sums over the rows of all parts, the first of which has 64 at least."""
+    """The sums over the rows of all parts; the first part has at least 64 rows."""
     total, rest = fold(parts[0]), tl.zeros((parts[0].shape[1],), tl.float32)
     for i in tl.static_range(1, len(parts)):
         if parts[i].shape[0] >= 64:
@@ -85,7 +85,7 @@ def _attention_bwd_resident_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk and dv of one head."""
+    """Computes dq, dk and dv of one head."""
     D: tl.constexpr = HEAD.first
     DTYPE: tl.constexpr = inputs[0][0].dtype.element_ty
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -97,16 +97,16 @@ def _attention_bwd_resident_kernel(
     lses, deltas, dqs, first = (), (), (), 0
     for i in tl.static_range(len(PARTS)):
         rows = first + tl.arange(0, PARTS[i])
-        # inf past N: those queries weigh nothing
+        # lse is inf past N, so that those queries have zeros in P
         lses = lses + (tl.load(lse_row + rows, mask=rows < N, other=float("inf")) * LOG2E,)
         deltas = deltas + (row_dot((os[i],), (dos[i],)),)
         dqs = dqs + (tl.zeros(qs[i].shape, tl.float32),)
         first += PARTS[i]
-    base2_scale = scale * LOG2E  # once: the loop moves nothing out of itself
+    base2_scale = scale * LOG2E  # once, since disable_licm leaves it in the loop
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES, disable_licm=True):
         k = qkv_box.load([b, H + h, start, 0]).reshape(BLOCK_N, D)
         v = qkv_box.load([b, 2 * H + h, start, 0]).reshape(BLOCK_N, D)
-        # a key past N is zero, but exp(-lse) may be inf, and inf times zero is no number
+        # a key past N is zero, but exp(-lse) may be inf, and inf times zero is NaN
         counts = (start + tl.arange(0, BLOCK_N) < N)[None, :]
         dv, dk, sums = tl.zeros((D, BLOCK_N), tl.float32), tl.zeros((D, BLOCK_N), tl.float32), ()
         for i in tl.static_range(len(PARTS)):
@@ -134,7 +134,7 @@ def _attention_bwd_resident_kernel(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int]) -> bool:
-    """Whether the kernel can read these: 16 bits, few tokens, heads of one chunk, slices of one tensor."""
+    """Whether the kernel takes these: few tokens, heads of one chunk, 16-bit slices of one tensor."""
     return q.shape[1] <= MOST_TOKENS and not chunks[1] and describable(q) and are_one_tensor(q, k, v)
 
 

@@ -1,22 +1,23 @@
 """Attention backward, provider "specialized": four warpgroups with roles, a program a multiprocessor.
 
-It serves samples of 193 to 207 tokens and heads of 64 in 16 bits on sm_90. It is written in Gluon, because warpgroups
-that wait for one another alone cannot be said in Triton. A program goes from head to head. With S = Q K^T,
-P = exp(scale S - lse), dP = dO V^T, delta = rowsum(o do) and dS = P (dP - delta):
+It serves samples of 193 to 207 tokens and heads of 64 in 16 bits on sm_90. It is written in Gluon, because in
+Triton warpgroups cannot wait for one another. A program goes from head to head. With S = Q K^T, P = exp(scale S - lse),
+dP = dO V^T, delta = rowsum(o do) and dS = P (dP - delta):
 
-- Three warpgroups have 64 keys each. Of 32 queries at a time they make S^T and dP^T, then dV += P^T dO and
-  dK += dS^T Q, with P^T and dS^T from registers, and leave dS^T in shared memory.
-- One has the queries, 64 at a time: it loads all tensors ahead by TMA, makes delta, and dQ = dS K over all keys. Of the
-  last 16 keys, of which 197 tokens fill 5, it makes S, dP, dV and dK too, in 16 columns in place of 64 rows.
+- Three warpgroups have 64 keys each. For 32 queries at a time they compute S^T and dP^T, then dV += P^T dO and
+  dK += dS^T Q, with P^T and dS^T in registers, and they write dS^T to shared memory.
+- One has the queries, 64 at a time: it loads all tensors ahead by TMA and computes delta, and dQ = dS K over all keys.
+  For the last 16 keys, of which 197 tokens fill 5, it computes S, dP, dV and dK too, in 16 columns, not 64 rows.
 
-The n-th use of a barrier, counted from 0, ends its phase n, which waits name by n & 1; a wait for the phase before the
-first is over at once. `q_full`: q, do and o of a block of queries have come. `rows_full`: its lse and delta are there,
-and its tile of dS^T, one of two, is free, because the queries write these rows after dQ of the block before the last
-has left. `ds_full`: dS^T of the 192 keys is there, and the keys need that block no more, so that its q and do give way
-to those of three blocks on. `kv_full` and `kv_free`: k and v of a head, one of two. Nobody waits in a circle, because
-rows_full of a block needs ds_full of the block before the last alone, and ds_full only rows_full of its own.
+The n-th use of a barrier, counted from 0, ends its phase n, and a wait names it by n & 1; a wait for the phase before
+the first returns at once. `q_full`: q, do and o of a block of queries are loaded. `rows_full`: the block's lse and
+delta are written, and its tile of dS^T, one of two, is free, because these rows are written after dQ of the block
+before the last has been stored. `ds_full`: dS^T of the 192 keys is written, and no keys need the block's q and do, so
+that those of the block three later may take their place. `kv_full` and `kv_free`: k and v of a head, in one of two
+buffers, are loaded, or may be overwritten. There is no deadlock: rows_full of a block waits only for ds_full of the
+block before the last, and ds_full only for rows_full of the same block.
 
-The rows of P sum to one and those of dS to zero: the sum of dV over the keys is that of dO over the queries, dK's zero.
+The rows of P sum to one, those of dS to zero: over the keys, dV sums to the sum of dO over the queries, dK to zero.
 """
 
 from torch import Tensor
@@ -37,7 +38,7 @@ view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_me
 LOG2E = gl.constexpr(1.4426950408889634)
 RING = gl.constexpr(3)  # blocks of q and do in shared memory
 TAIL = gl.constexpr(192)  # the first of the last 16 keys
-ONES = gl.constexpr(207)  # no key, so its column of P is one, and that of dV^T = dO^T P the sum of dO
+ONES = gl.constexpr(207)  # no key: its column of P is one, so its column of dV^T = dO^T P is the sum of dO
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 FEW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
@@ -45,7 +46,7 @@ OPERAND = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # 64 x 64 are two of 64 x 32, one behind the other
+HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # a 64 x 64 tile is two of 64 x 32, one after the other
 THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -53,10 +54,10 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT barriers, each of which ends a phase after ARRIVALS arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
 
 
 @gluon.jit
@@ -95,21 +96,21 @@ def load_queries(boxes, tiles, full, b, h, block, n):
 
 @gluon.jit
 def write_rows(tiles, rows, bars, lse_ptr, head, block, N, n):
-    """Writes lse, in units of log 2, and delta of the n-th block of queries, once its o and do are there."""
+    """Writes lse, in units of log 2, and delta of the n-th block of queries, once its o and do are loaded."""
     slot = n % RING
     offs = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    lse = gl.load(lse_ptr + head.to(gl.int64) * N + offs, mask=offs < N, other=float("inf"))  # inf weighs nothing
+    lse = gl.load(lse_ptr + head.to(gl.int64) * N + offs, mask=offs < N, other=float("inf"))  # inf makes P zero
     mbarrier.wait(bars[2].index(slot), (n // RING) & 1)
     o, do = tiles[5].index(n % 2).load(ROWS).to(gl.float32), tiles[4].index(slot).load(ROWS).to(gl.float32)
     rows.index(slot).store(lse * LOG2E)
     rows.index(RING + slot).store(gl.sum(o * do, 1))
-    fence_async_shared()  # these reads come before the next copy into o's tile
+    fence_async_shared()  # orders these reads before the next copy into o's tile
     mbarrier.arrive(bars[3].index(slot))
 
 
 @gluon.jit
 def _queries(boxes, tiles, rows, bars, lse_ptr, sums_ptr, heads, N, H, scale, SUMS: gl.constexpr):
-    """All loads, lse and delta, dQ, and dk and dv of the last 16 keys."""
+    """The warpgroup of queries: does all loads, lse and delta, dQ, and dk and dv of the last 16 keys."""
     ks, _, tails, qs, dos, _, dss, few = tiles
     kv_full, kv_free, q_full, _, ds_full = bars
     DTYPE: gl.constexpr = ks.dtype
@@ -133,7 +134,7 @@ def _queries(boxes, tiles, rows, bars, lse_ptr, sums_ptr, heads, N, H, scale, SU
         dk, dv = zero, zero
         sums = gl.sum(gl.zeros([64, 64], gl.float32, PRODUCT).reshape([4, 2, 8, 64]), 1) if SUMS else zero
         for block in range(4):
-            slot, stage, now = j % RING, j % 2, (j // 4) % 2  # `now` is `buffer`, not kept in registers
+            slot, stage, now = j % RING, j % 2, (j // 4) % 2  # `now` equals `buffer`, but takes no registers
             q, do, k_tail, v_tail = qs.index(slot), dos.index(slot), tails.index(now), tails.index(2 + now)
             s = warpgroup_mma(q, k_tail.permute([1, 0]), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(do, v_tail.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -147,7 +148,7 @@ def _queries(boxes, tiles, rows, bars, lse_ptr, sums_ptr, heads, N, H, scale, SU
             fence_async_shared()
             dv = warpgroup_mma(do.permute([1, 0]), p_tile, dv, is_async=True)
             dk = warpgroup_mma(q.permute([1, 0]), ds_tile, dk, is_async=True)
-            tma.store_wait(0)  # the block before has left its tile
+            tma.store_wait(0)  # dQ of the block before has been read from its tile
             if more | (block < 3):
                 after = gl.where(block == 3, head + programs, head)
                 write_rows(tiles, rows, bars, lse_ptr, after, (block + 1) % 4, N, j + 1)
@@ -159,9 +160,9 @@ def _queries(boxes, tiles, rows, bars, lse_ptr, sums_ptr, heads, N, H, scale, SU
                 dq = warpgroup_mma(dst.permute([1, 0]), ks.index(now * 3 + i), dq, is_async=True)
             dv, dk, dq = warpgroup_mma_wait(0, [dv, dk, dq])
             if SUMS:
-                sums += gl.sum(dq.reshape([4, 2, 8, 64]), 1)  # of the pairs of rows that lie in one thread
+                sums += gl.sum(dq.reshape([4, 2, 8, 64]), 1)  # adds the pairs of rows that one thread holds
             store_rows(boxes[4], [b, h, block * 64, 0], dss.index(stage * 3), (dq * scale).to(DTYPE), 64)
-            if more | (block == 0):  # nobody needs this block any more
+            if more | (block == 0):  # this block's q and do may be overwritten
                 b3, h3 = gl.where(block > 0, next_b, b), gl.where(block > 0, next_h, h)
                 load_queries(boxes, tiles, q_full, b3, h3, (block + 3) % 4, j + 3)
             j += 1
@@ -180,7 +181,7 @@ def _queries(boxes, tiles, rows, bars, lse_ptr, sums_ptr, heads, N, H, scale, SU
 
 @gluon.jit
 def _keys(boxes, tiles, rows, bars, heads, N, H, scale, W: gl.constexpr):
-    """dk and dv of keys 64 W to 64 W + 63 of every head, and their dS^T for the warpgroup of queries."""
+    """Warpgroup W of keys: computes dk, dv and dS^T of keys 64 W to 64 W + 63 of every head."""
     kv_full, kv_free, q_full, rows_full, ds_full = bars
     DTYPE: gl.constexpr = tiles[0].dtype
     qs = view(tiles[3], DTYPE, [RING * 2, 32, 64], WIDE)
@@ -243,7 +244,7 @@ def _attention_bwd_specialized_kernel(
     scale,
     SUMS: gl.constexpr,
 ):
-    """dq, dk and dv of every num_programs(0)-th head."""
+    """Computes dq, dk and dv of every num_programs(0)-th head."""
     DTYPE: gl.constexpr = qkv_box.dtype
     tiles = (
         gl.allocate_shared_memory(DTYPE, [2 * 3, 64, 64], WIDE),  # k of two heads
@@ -267,28 +268,29 @@ def _attention_bwd_specialized_kernel(
             (_keys, (boxes, tiles, rows, bars, heads, N, H, scale, 2)),
         ],
         [4, 4, 4],
-        [128, 128, 128],  # registers a thread: of 120, some of the keys' lie on the stack, and their products wait
+        [128, 128, 128],  # registers per thread; with 120, those of keys use the stack and their products wait
     )
 
 
 def box(x: Tensor, heads: int, rows: int) -> TensorDescriptor:
-    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows."""
+    """A descriptor of x (B, N, H, Dh) and the memory after it, as (B, heads, N, Dh) in blocks of rows."""
     (B, N, _, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
     shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
     return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, D], BOX.value)
 
 
 def readable(x: Tensor) -> Tensor:
-    """x (B, N, H, Dh), copied where no descriptor can be made of it."""
+    """Returns x (B, N, H, Dh), copied where no descriptor can describe it."""
     fits = x.stride(3) == 1 and not x.data_ptr() % 16 and all(step > 0 and step % 8 == 0 for step in x.stride()[:3])
     return x if fits else x.contiguous()
 
 
 def launch_specialized(common: dict, inputs: tuple, dq: tuple, sums: Tensor) -> None:
-    """Launches the kernel as `launch_resident` does its own, with the same arguments."""
+    """Launches the kernel, with the arguments of `launch_resident`."""
     q, o, do = inputs[0][0], readable(inputs[3][0]), readable(inputs[4][0])
     B, _, H, _ = q.shape
-    given = {name: common[name] for name in ("N", "H", "scale", "lse_ptr", "SUMS", "num_warps")}
-    given |= dict(qkv_box=box(q, 3 * H, 64), tail_box=box(q, 3 * H, 16), do_box=box(do, H, 64), o_box=box(o, H, 64))
-    given |= dict(dqkv_box=box(dq[0], 3 * H, 64), dtail_box=box(dq[0], 3 * H, 16), sums_ptr=sums, heads=B * H)
-    launch(_attention_bwd_specialized_kernel, (row_programs(q.device, 1, B * H),), **given)
+    names = "N", "H", "scale", "lse_ptr", "SUMS", "num_warps"
+    arguments = {name: common[name] for name in names} | dict(sums_ptr=sums, heads=B * H)
+    boxes = dict(qkv_box=box(q, 3 * H, 64), tail_box=box(q, 3 * H, 16), do_box=box(do, H, 64), o_box=box(o, H, 64))
+    boxes |= dict(dqkv_box=box(dq[0], 3 * H, 64), dtail_box=box(dq[0], 3 * H, 16))
+    launch(_attention_bwd_specialized_kernel, (row_programs(q.device, 1, B * H),), **arguments, **boxes)

@@ -3,7 +3,7 @@
 The kernel for dQ also writes delta = rowsum(o do), which the other reads. They compute seven matrix products where
 backward_resident.py has five, but carry nothing from one block to the next, and take samples of any length. The inner
 loop has blocks as in forward_tiled.py: first a short masked one, then whole ones without masks. The outer blocks too
-end with a short one of 16 rows where that is enough, as for 197 = 3 x 64 + 5, which would else cost as much as 64.
+end with a short one of 16 rows where that is enough, as for 197 = 3 x 64 + 5: a whole one would cost as much as 64.
 """
 
 import triton
@@ -85,17 +85,17 @@ def queries_bwd(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
     VARIES: tl.constexpr,
-    MASK: tl.constexpr = True,  # whether the queries may pass N
+    MASK: tl.constexpr = True,  # whether some queries may lie past N
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
-    ROTATES: tl.constexpr = rope is not None  # then addresses made before the loop would spill
+    ROTATES: tl.constexpr = rope is not None  # if so, addresses computed before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
     delta = row_dot(load_head_rows(o_head, rows, N, MASK, HEAD), do)
     tl.store(delta_row + rows, delta, mask=rows < N)
-    # +inf past N: those queries weigh nothing
+    # lse is +inf past N, so that those queries have zeros in P
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     dq = zero_head_rows(BLOCK_M, QK)
     whole = whole_blocks(keys, BLOCK_N, VARIES)
@@ -133,12 +133,12 @@ def _dkdv_step(
 ):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
 
-    Everything is transposed, so that P^T and dS^T are left operands as they come.
+    Everything is transposed, so that P^T and dS^T are left operands as they are computed.
     """
     rows = start + tl.arange(0, QUERIES)
     q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
-    # Past N all are zero, and so is what those queries add. Beside rotary positions masks prevent spills in any block.
+    # q and do are zero past N, and so is what they add. With rotary positions, masks prevent spills in every block.
     if MASK or rope is not None:
         lse = tl.load(lse_row + rows, mask=rows < N, other=0.0)
         delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
@@ -185,11 +185,11 @@ def keys_bwd(
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
     dk = [chunk * scale for chunk in dk]
-    if MASK:  # keys that do not count have gathered gradients like the others, in their own rows; they are zeroed here
+    if MASK:  # hidden keys have gathered gradients like the others, each in its own row; these are set to zero here
         dk = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dk]
         dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
     if rope is not None:
-        # Without it the tables read for k would stay in registers until here. For dQ the store of delta prevents that.
+        # Without it the tables loaded for k would stay in registers until here; for dQ the store of delta does this.
         tl.debug_barrier()
     dk = store_unrotated_rows(grad_heads[0], dk, rope, cols, N, UNROTATE, QK)
     store_head_rows(grad_heads[1], dv, cols, N, HEAD)
@@ -200,7 +200,7 @@ def keys_bwd(
 def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.constexpr):
     """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32.
 
-    The rows of dS sum to zero, and so dK to zero over all keys, unless it is rotated back.
+    The rows of dS sum to zero, so dK sums to zero over all keys, unless it is rotated back.
     """
     dk = zero_head_rows(1, QK) if QK.rope_layout == "" else dkdv[0]
     store_sums(sums_ptr, dk, block * 2, h, H, QK)
@@ -229,7 +229,7 @@ def _attention_bwd_dq_kernel(
     LAST_N: tl.constexpr,
     SHORT_M: tl.constexpr,
 ):
-    """dQ and delta of BLOCK_M queries of one head; of SHORT_M, where not 0, after the last whole block."""
+    """Computes dQ and delta of BLOCK_M queries of a head; SHORT_M, if not 0, is the last block's size."""
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
@@ -280,7 +280,7 @@ def _attention_bwd_dkdv_kernel(
     LAST_M: tl.constexpr,
     SHORT_N: tl.constexpr,
 ):
-    """dK and dV of BLOCK_N keys of one head; of SHORT_N, where not 0, after the last whole block."""
+    """Computes dK and dV of BLOCK_N keys of a head; SHORT_N, if not 0, is the last block's size."""
     PACKED: tl.constexpr = table_ptr is not None
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:

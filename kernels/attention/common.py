@@ -30,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 class Head(NamedTuple):
     """The head that a kernel is compiled for.
 
-    In Triton 3.6 its fields read as plain numbers: one passed on to another function is first named as a constexpr.
+    Triton 3.6 reads its fields as plain numbers: to pass one to another function, first name it as a constexpr.
     """
 
     dim: int
@@ -86,9 +86,9 @@ def load_head_chunk(
     HEAD: tl.constexpr,
     END: tl.constexpr = 0,
 ):
-    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N.
+    """Loads columns FIRST..FIRST + SIZE of some rows of a head; numbers outside are zero.
 
-    END: the first column that is outside; 0 stands for the head's own end.
+    MASK_ROWS: some rows may lie past N. END: the first column outside; 0 stands for the end of the head.
     """
     LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
     ptrs = chunk_ptrs(head, rows, FIRST, SIZE, HEAD)
@@ -102,7 +102,7 @@ def load_head_chunk(
 
 @triton.jit
 def load_head_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of a head as a tuple of its chunks: ((rows, first),) or ((rows, first), (rows, second))."""
+    """Loads rows of a head as a tuple of its chunks: ((rows, first),) or ((rows, first), (rows, second))."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
     first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD)
@@ -144,7 +144,7 @@ def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
 
 @triton.jit
 def zero_head_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """The chunks of ROWS rows, zero, in fp32."""
+    """The chunks of ROWS rows of zeros, in fp32."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
     if D1 > 0:
@@ -157,8 +157,8 @@ def zero_head_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
 def dot_nt(a, b, HEAD: tl.constexpr, acc=None):
     """acc + a b^T over the chunks of the head: (rows of a, rows of b), fp32.
 
-    acc must be made for this product and not be carried by a loop: Triton adds wrongly on sm_100 where two products go
-    into one accumulator that a loop carries (triton-lang/triton#10821).
+    acc must be computed for this product and not be carried by a loop: Triton adds wrongly on sm_100 where two products
+    go into one accumulator that a loop carries (triton-lang/triton#10821).
     """
     acc = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=HEAD.precision)
     if len(a) > 1:
@@ -188,13 +188,13 @@ def shift_of(m, scale, HEAD: tl.constexpr):
 
 @triton.jit
 def exp_difference(s, shift, scale, HEAD: tl.constexpr):
-    """exp(scale (s - m)), shift being shift_of m, a column.
+    """exp(scale (s - m)), where shift, a column, is shift_of m.
 
-    In fp32, beside a bias and in packed samples, the difference comes first: the weight of a lone key is 1.
+    In fp32, with a bias and in packed samples, the difference is taken first, so that the weight of a lone key is 1.
     HEAD.folds: one multiply-add gives s c - shift for c = scale log2(e). shift is m c rounded, so that all weights of a
     row, and their sum l, have one factor too many, 2^(m c - shift), which is within 6e-8 |logit| of 1 (6e-4 at logits
-    of 1e4). Neither o = acc / l nor lse = ln(2) (shift + log2(l)) knows it, but for what acc's weights lose by rounding
-    to 16 bits. A factor that no longer fits 16 bits takes logits beyond 1e8.
+    of 1e4). It cancels in o = acc / l and in lse = ln(2) (shift + log2(l)), except where acc's weights are rounded to
+    16 bits. Only logits beyond 1e8 make a factor that does not fit 16 bits.
     """
     if HEAD.folds:
         return tl.exp2(tl.fma(s, scale * LOG2E, -shift))
@@ -222,7 +222,7 @@ def row_dot(a, b):
 
 @triton.jit
 def bounds(offsets_ptr, samples, tokens):
-    """First token and number of tokens of samples, within the tokens there are whatever the offsets say."""
+    """First token and number of tokens of samples, clamped to the tokens that exist."""
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples).to(tl.int32), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples + 1).to(tl.int32), first), tokens)
     return first, end - first
@@ -230,7 +230,7 @@ def bounds(offsets_ptr, samples, tokens):
 
 @triton.jit
 def program_coords(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
-    """A program's (b, h, block in its sample, the sample's first token and its tokens, start of its lse).
+    """A program's (b, h, block in its sample, the sample's first token and number of tokens, start of its lse).
 
     table_ptr: the `tile_table` of all `tokens`, or None for tensors (B, N, H, Dh) whose samples have one size. For a
     program without a tile, the sample has 0 tokens.
@@ -274,7 +274,7 @@ def _tiles_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes one sample's tiles, after those of samples with more blocks, or as many and a lower number."""
+    """Writes one sample's tiles, after those of samples with more blocks, or with as many and a lower index."""
     sample = tl.program_id(0)
     first, n = bounds(offsets_ptr, sample, tokens)
     blocks = tl.cdiv(n, BLOCK)
@@ -296,9 +296,9 @@ def _tiles_kernel(
 
 
 def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
-    """(tiles, 3) int32, a row per tile: its sample's first token and number of tokens, its number there.
+    """(tiles, 3) int32, a row per tile: its sample's first token and number of tokens, its index there.
 
-    Rows that no tile needs are all zeros: a sample without tokens.
+    Rows without a tile are all zeros, which stand for a sample without tokens.
     """
     samples = len(offsets) - 1
     tiles = tokens // block + samples
@@ -316,7 +316,7 @@ def describable(x: Tensor) -> bool:
 
 
 def head_box(x: Tensor, heads: int, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor of x (B, N, H, Dh) and what lies behind it, (B, heads, N, Dh), in blocks of rows."""
+    """A descriptor of x (B, N, H, Dh) and the memory after it, as (B, heads, N, Dh) in blocks of rows."""
     (B, N, _, D), (over_b, over_n, over_h, _) = x.shape, x.stride()
     shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
     return TensorDescriptor(x.as_strided(shape, strides), shape, strides, [1, 1, rows, columns])

@@ -1,10 +1,10 @@
 """Launch configurations of attention, as (warps, stages, BLOCK_M, BLOCK_N) where nothing is named.
 
-Each is, of a few tried from large to small, the first that compiled without spills and with every product on the tensor
-cores: in Triton 3.9 for every case in tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. Only those were
-timed whose comments say so, on an NVIDIA H100 in bf16 with a cold L2: 197 tokens with 12 heads of 64 (batch 256), 577
-with 12 of 64 and 257 with 16 of 80 (batch 64). Options cost registers: rotary positions hold a second half of each head
-and its tables, masks a block of numbers beside the logits, and padded heads the mask of their columns.
+A few were tried from large to small, and each is the first that compiled without spills and with every product on the
+tensor cores: in Triton 3.9 for every case in tests/codegen.csv, in 3.6 and 3.8 for the cases that were tried. Only
+those whose comments say so were timed, on an NVIDIA H100 in bf16 with a cold L2: 197 tokens with 12 heads of 64 (batch
+256), 577 with 12 of 64 and 257 with 16 of 80 (batch 64). Options cost registers: rotary positions hold a second half of
+each head and its tables, masks a block of numbers beside the logits, and padded heads the mask of their columns.
 """
 
 import re
@@ -22,14 +22,14 @@ class Case:
     def __init__(self, shape: str, bits: str, sm: int):
         head, mask, self.tokens, self.options = re.fullmatch(r"d(\d+)([nm])(\d*|long)([rfbkp]*)", shape).groups()
         self.head, self.padded, self.fp32, self.sm = int(head), mask == "m", bits == "32", sm
-        self.sync = sm in (80, 89, 120)  # their products do not run beside other instructions, as wgmma's do
+        self.sync = sm in (80, 89, 120)  # their products run beside no other instructions, unlike wgmma
         self.rope, self.pairs = self.options[:1] in ("r", "f"), self.options[:1] == "r"  # interleaved pairs
         self.masked, self.plain, self.packed = self.options[-1:] in ("b", "k"), not self.options, self.options == "p"
         self.medium, self.large = self.head in (80, 96), self.head == 128
-        self.narrow = self.pairs and self.large and self.padded  # 104 to 120, which leave the fewest registers
+        self.narrow = self.pairs and self.large and self.padded  # heads of 104 to 120, which leave the fewest registers
 
     def of_heads(self, small: Tile, medium: Tile, large: Tile) -> Tile:
-        """The tile for heads of up to 64 columns, of up to 96, or of 128."""
+        """Chooses the tile for heads of up to 64 columns, of up to 96, or of 128."""
         return large if self.large else medium if self.medium else small
 
 
@@ -40,7 +40,7 @@ def _config(tile: Callable[[Case], Tile], case: Case, provider: str = "triton") 
 
 @configures("attention_fwd")
 def _attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once."""
+    """One program holds up to 256 keys of a head: it rescales nothing and reads K and V once."""
     c = Case(shape, bits, sm)
     tiled = _config(_forward, c, "tiled")
     many_registers = c.large or c.medium and c.options == "f"
@@ -59,14 +59,14 @@ def _forward(c: Case) -> Tile:
         (c.sync and (c.plain and not c.large or c.sm != 120 and c.options == "fp" and c.head <= 64), (4, 2, 64, 32)),
         (c.sm == 120 and c.medium and c.rope and not c.masked, (8, 1, 64, 32)),
         (c.sync, (8, 1, 32, 32) if c.large and (c.rope or c.masked) else (8, 2, 64, 32)),
-        # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.
+        # A bias beside 64 x 64 logits leaves wgmma too few registers in small heads, but not in those of 64.
         (c.masked and (c.medium or c.head == 64 and not c.padded), (8, 2, 128, 64)),
         (c.masked and c.sm == 90, (8, 2, 128, 16) if c.large else (8, 2, 32, 32)),
         (c.masked, (8, 1, 64, 32)),
         (c.sm == 100 and c.medium and c.rope, (4, 3, 64, 64) if c.options == "rp" else (8, 2, 64, 64)),
         (c.rope, (8, 3 if c.head <= 64 else 2, 128, 32 if c.sm == 90 and c.narrow else 64)),
         (c.tokens == "long" or c.sm == 100 and c.plain and c.tokens != "320", (8, 3, 128, 64)),
-        # Of 257 tokens, heads of 80: 112 us, with 3 stages 118, 128 queries 136. Most packed samples are short.
+        # 257 tokens, heads of 80: 112 us, with 3 stages 118, with 128 queries 136. Most packed samples are short.
         (True, (4, 2 if c.sm == 90 and c.tokens == "320" and c.head == 80 else 3, 64, 64)),
     )
 
@@ -81,7 +81,7 @@ def _attention_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     tiled, hopper = config(provider="tiled"), sm == 90 and bits == "16"
     if not hopper or shape not in ("d64n64", "d64m64", "d64n128", "d64m128", "d64n256"):
         return [tiled]
-    # In Gluon: 14 full waits in a row in place of 84 (counted, run on no GPU). It leaves unless one says that it wins.
+    # "specialized" has 14 full waits in a row in place of 84 (counted, not timed); if it is not faster, it is to go.
     roles = [config(4, 1, "specialized")] if shape == "d64n256" else []
     return [config(4, 1, "resident", BLOCK_N=32, STAGES=3), tiled, *roles]
 
@@ -140,5 +140,5 @@ def _bias(c: Case) -> Tile:
 
 for _name, _tile in dict(dq=_dq, dkdv=_dkdv, bias=_bias).items():
     configures(f"attention_bwd_{_name}")(lambda *case, tile=_tile: [_config(tile, Case(*case))])
-# GROUPS: of samples, whose shares are added up afterwards.
+# GROUPS: the number of groups of samples, whose partial sums are added up afterwards.
 configures("rope_bwd")(lambda shape, bits, sm: [config(8 if sm == 100 else 4, 1, BLOCK_M=16, GROUPS=8)])

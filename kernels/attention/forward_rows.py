@@ -13,7 +13,7 @@ from .terms import load_rotated_rows, rope_of
 
 @triton.jit
 def load_keys(head, rope, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
-    """Every row of a head in one to three blocks of rows; only the last reaches past N."""
+    """Loads every row of a head in one to three blocks of rows; only the last reaches past N."""
     first = load_rotated_rows(head, rope, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
     if KEYS1 > 0:
         second = load_rotated_rows(head, rope, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
@@ -34,7 +34,7 @@ def _attention_fwd_short_kernel(
     o,
     lse_ptr,  # (B, H, N)
     rope,  # (cos, sin, strides of B, H, rows, num_prefix) or None
-    q_box,  # descriptors of (B, H, N, Dh) in blocks of BLOCK_M rows of a head, or None: by pointers
+    q_box,  # descriptors of (B, H, N, Dh) in blocks of BLOCK_M rows of a head, or None, where pointers are used
     o_box,
     N,
     H,
@@ -47,7 +47,7 @@ def _attention_fwd_short_kernel(
     KEYS2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """query_blocks x BLOCK_M queries of one head against all of its keys."""
+    """Computes o and lse of query_blocks x BLOCK_M queries of one head over all of its keys."""
     groups = tl.cdiv(N, BLOCK_M * query_blocks)
     pid = tl.program_id(0)
     bh = pid // groups

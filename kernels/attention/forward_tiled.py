@@ -45,14 +45,14 @@ def _fwd_step(
     QK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m: the largest logit so far, which HIDES lets be -inf."""
+    """Adds a block of keys to the online softmax; m: the largest logit so far, -inf only with HIDES."""
     cols = start + tl.arange(0, KEYS)
     k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
     s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
     m_new = tl.maximum(m, shift_of(tl.max(s, 1), scale, HEAD))
-    # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
+    # where every key so far is hidden, nothing is subtracted: -inf - -inf is NaN
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
     p = exp_difference(s, shift[:, None], logit_scale(bias, scale), HEAD)
     decay = tl.exp2(m - shift) if HEAD.folds else exp_difference(m, shift, logit_scale(bias, scale), HEAD)
@@ -81,8 +81,8 @@ def _attention_fwd_tiled_kernel(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
 ):
-    """BLOCK_M queries of one head against blocks of BLOCK_N keys, and one of LAST_N (0: none is needed)."""
-    ROTATES: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
+    """Attends with BLOCK_M queries of a head to blocks of BLOCK_N keys and, if not 0, one of LAST_N."""
+    ROTATES: tl.constexpr = terms[0] is not None  # if so, addresses computed before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED

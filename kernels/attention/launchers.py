@@ -11,8 +11,8 @@ logits never in memory, made for the short, odd sequences of vision (50, 197, 25
 - backward, "tiled" (backward_tiled.py): one kernel for dQ, which also writes delta = rowsum(o do), and one for dK and
   dV: 7 matrix products.
 
-No atomics are needed: one program has all of what it sums. A head is one or two power-of-two chunks (80 = 64 + 16), so
-that it is not padded to the next power of two where that wastes much. Which path runs is data, in configs.py.
+No atomics are needed, because each sum is computed by one program. A head is one or two power-of-two chunks (80 =
+64 + 16), so that it is not padded to the next power of two where that wastes much. configs.py chooses the kernel.
 """
 
 import functools
@@ -53,7 +53,7 @@ def head_chunks(head_dim: int) -> tuple[int, int]:
 
 @functools.cache
 def key_blocks(n: int) -> dict[str, int]:
-    """N <= 256 keys as one to three falling powers of two: 197 -> 128, 64, 16; 250 -> 256, 0, 0."""
+    """Cuts N <= 256 keys into one to three falling powers of two: 197 -> 128, 64, 16; 250 -> 256, 0, 0."""
     blocks, rest = [], n
     while rest > 0:
         size = max(16, triton.next_power_of_2(rest))
@@ -78,14 +78,14 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
     """ "d80n256": the padded head size, tokens up to 64, 128, 256, 320 or "long"; AttentionOptions.suffix.
 
     Padded heads have "m" for "n", as in "d80m256", since masks take registers. Packed samples have "d80np", without the
-    tokens: another number of tokens compiles nothing anew.
+    tokens, so that another number of tokens compiles no new kernel.
     """
     padded = sum(head_chunks(head_dim))
     longest = "" if suffix.endswith("p") else next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
     return f"d{padded}{'n' if head_dim == padded else 'm'}{longest}{suffix}"
 
 
-# Providers that lack rotary positions; that lack a bias, key lengths and packed samples.
+# Providers without rotary positions, and providers without a bias, key lengths and packed samples.
 _NO_ROPE = ("resident", "specialized", "single_pass_tma")
 _NO_MASK = ("single_pass", *_NO_ROPE)
 
@@ -93,7 +93,7 @@ _NO_MASK = ("single_pass", *_NO_ROPE)
 def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
     suffix = options.suffix(q.shape[-1])
     without = unfit if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
-    whole = op == "attention_fwd" and batch_invariant()  # padded samples have the tokens of a neighbour
+    whole = op == "attention_fwd" and batch_invariant()  # the tokens of a padded sample depend on its neighbours
     tokens = sys.maxsize if whole else q.shape[1]
     return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix), without)
 
@@ -127,7 +127,7 @@ def _terms(options: AttentionOptions, HEAD: Head) -> dict:
 def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN) -> tuple[dict, list[tuple]]:
     """Sizes, scale and head, which every kernel takes; and (B, N, H, Dh) tensors with their strides.
 
-    HEAD says where all heads start at multiples of 8 elements: Triton itself sees multiples of 16 only, and would load
+    HEAD tells whether heads start at multiples of 8 elements: Triton itself sees multiples of 16 only, and would load
     heads of 72 or 88 one element at a time. Packed samples have 0 for N and B's stride, which differ between batches.
     """
     _, N, H, D = tensors[0].shape
@@ -139,16 +139,16 @@ def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN
         pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
         farthest = max(farthest, (options.longest if packed else N) * strides[1])
-    # The factor is a number more to hold: with it, kernels of packed samples spill on sm_100 (Triton 3.8 and 3.9).
+    # Folding holds one more number: with it, kernels of packed samples spill on sm_100 (Triton 3.8 and 3.9).
     folds = tensors[0].element_size() == 2 and options.bias is None and not packed
     head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision(), folds)
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
 def _short_block(q: Tensor, block: int, options: AttentionOptions) -> int:
-    """16, the rows of the last block, where at most as many follow the whole ones; else 0.
+    """The rows of a short last block: 16 where at most 16 rows follow the whole blocks, else 0.
 
-    197 tokens in blocks of 64 leave 5.
+    For example, 197 tokens in blocks of 64 leave 5.
     With options, and in heads of two chunks, the last block stays whole: a second path makes such kernels spill.
     """
     whole = bool(options.suffix(q.shape[3]) or head_chunks(q.shape[3])[1])
@@ -156,23 +156,23 @@ def _short_block(q: Tensor, block: int, options: AttentionOptions) -> int:
 
 
 def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
-    """`last_block` of the keys; `block` where their number differs from sample to sample."""
+    """`last_block` of the keys; `block` where the number of keys differs from sample to sample."""
     return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0.
+    """Returns o (B, N, H, Dh) and lse (B, H, N), in fp32, of q, k, v (B, N, H, Dh); scale > 0.
 
-    They are written into `o` where it is given, with any strides but a unit last one.
+    The last stride of each is 1. The result is written into the argument `o` where there is one.
     """
     B, N, H, D = q.shape
-    # Packed samples come among longer ones, so samples of one size take their kernel too.
+    # Packed samples may lie among longer ones, so samples of one size take the kernel of packed ones too.
     if batch_invariant() and q.numel() and options.offsets is None and options.bias is options.key_lengths is None:
-        found, lse = attention_fwd(*(x.flatten(0, 1)[None] for x in (q, k, v)), scale, as_packed(options, q))
-        found, lse = found.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
-        return found if o is None else o.copy_(found), lse
+        out, lse = attention_fwd(*(x.flatten(0, 1)[None] for x in (q, k, v)), scale, as_packed(options, q))
+        out, lse = out.view(q.shape), lse.view(H, B, N).transpose(0, 1).contiguous()
+        return out if o is None else o.copy_(out), lse
     o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
     # With few heads a launch is short, and the descriptors cost more of the host's time than they save.
     boxes = B * H >= MANY_HEADS and describable(q) and describable(o) and not head_chunks(D)[1]
@@ -207,9 +207,9 @@ def attention_bwd(
     unrotate: bool = True,
     as_qkv: bool = True,
 ) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """(gradients of q, k and v, contiguous; the QKV bias's gradient, (3 H Dh,) in fp32, or None).
+    """Returns the gradients of q, k and v, contiguous, and the QKV bias's, (3 H Dh,) in fp32, or None.
 
-    as_qkv: the former are one tensor dqkv (B, N, 3, H, Dh), else a tuple (dq, dk, dv). unrotate: False leaves dq and
+    as_qkv: the first are one tensor dqkv (B, N, 3, H, Dh), else a tuple (dq, dk, dv). unrotate: False leaves dq and
     dk, and their sums in the bias's gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
@@ -249,7 +249,7 @@ def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, options: AttentionOpt
     common |= dict(dcos_ptr=shares[0], dsin_ptr=shares[1], B=B, samples=samples)
     meta = {name: value for name, value in config.meta.items() if name != "GROUPS"}
     launch(_rope_bwd_kernel, (cdiv(size[0], config["BLOCK_M"]) * groups * H,), **common, **meta)
-    shared = [axis for axis, own in ((0, per_sample), (1, per_head)) if not own]
+    shared = [axis for axis, varies in ((0, per_sample), (1, per_head)) if not varies]
     dcos, dsin = ((share.sum(shared) if shared else share).reshape(cos.shape) for share in shares)
     return dcos, dsin
 
@@ -324,7 +324,7 @@ def attention_bwd_dkdv(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Second half of the tiled backward: dk, dv and, where wanted, their sums, (2 H Dh,) in fp32.
 
-    delta (B, H, N) is what attention_bwd_dq writes. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
+    delta (B, H, N) is what attention_bwd_dq writes. `dk` and `dv` (B, N, H, Dh; of equal strides) are written if given.
     """
     B, N, H, _ = q.shape
     dk, dv = (q.new_empty(q.shape) if grad is None else grad for grad in (dk, dv))

@@ -30,7 +30,7 @@ class AttentionOptions(NamedTuple):
 
     @property
     def keywords(self) -> dict:
-        """The keyword arguments of ref.attention that say the same, without `longest`."""
+        """The same options as keyword arguments of ref.attention, without `longest`."""
         layout = "interleaved" if self.interleaved else "half"
         rope = dict(rope=(self.cos, self.sin), rope_layout=layout, num_prefix=self.num_prefix)
         masks = dict(bias=self.bias, key_lengths=self.key_lengths, offsets=self.offsets)
@@ -41,20 +41,20 @@ PLAIN = AttentionOptions()
 
 
 def as_packed(options: AttentionOptions, q: Tensor) -> AttentionOptions:
-    """The options of attention over samples of one size, q (B, N, H, Dh), as of packed ones; no masks."""
+    """Turns options for samples of one size, q (B, N, H, Dh), without masks, into those of packed ones."""
     B, N = q.shape[:2]
     offsets = torch.arange(B + 1, dtype=torch.int32, device=q.device) * N
     if options.cos is not None:
-        pairs = (options.cos, 1.0), (options.sin, 0.0)  # the rotation by no angle is the prefix's
+        pairs = (options.cos, 1.0), (options.sin, 0.0)  # prefix tokens are rotated by angle 0
         cos, sin = (_packed_table(table, B, still, options.num_prefix) for table, still in pairs)
         options = options._replace(cos=cos, sin=sin)
     return options._replace(offsets=offsets, num_prefix=0, longest=N)
 
 
 def _packed_table(table: Tensor, B: int, still: float, prefix: int) -> Tensor:
-    """cos or sin (..., N - prefix, R) for each token of B samples, (B N, R) or (H, B N, R).
+    """Expands cos or sin (..., N - prefix, R) to each token of B samples, (B N, R) or (H, B N, R).
 
-    still: the number that leaves a token as it is, for the prefix.
+    still: the number for prefix tokens, which leaves a token as it is.
     """
     table = F.pad(table.reshape((1,) * (4 - table.dim()) + table.shape), (0, 0, prefix, 0), value=still)
     table = table.expand(B, -1, -1, -1).transpose(0, 1).flatten(1, 2)

@@ -39,7 +39,7 @@ def rope_of(rope, b, h, first=0, PACKED: tl.constexpr = False):
 
 @triton.jit
 def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
-    """A table's numbers for both columns of pairs, in fp32; `still` for tokens that are not rotated."""
+    """Loads a table's numbers for both columns of pairs, in fp32; `still` for tokens that are not rotated."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     rotates = (rows >= rope[3]) & (rows < N)
@@ -60,7 +60,7 @@ def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
 
 @triton.jit
 def factors(rope, rows, N, HEAD: tl.constexpr):
-    """cos and sin of some rows: (cos_a, cos_b, sin_a, sin_b), each (rows, pairs)."""
+    """Loads cos and sin of some rows: (cos_a, cos_b, sin_a, sin_b), each (rows, pairs)."""
     cos_a, cos_b = _column_factors(rope[0], rope, rows, N, 1.0, HEAD)
     sin_a, sin_b = _column_factors(rope[1], rope, rows, N, 0.0, HEAD)
     return cos_a, cos_b, sin_a, sin_b
@@ -165,7 +165,7 @@ def _rope_bwd_kernel(
             dcos_b += d_b * x_b
             dsin_a -= d_a * x_b
             dsin_b += d_b * x_a
-            # other threads have read what is overwritten here
+            # all threads must have read what is overwritten below
             tl.debug_barrier()
             store_pairs(grad_head, d_a * cos_a + d_b * sin_b, d_b * cos_b - d_a * sin_a, rows, N, HEAD)
     last = N - rope[3]
@@ -231,10 +231,10 @@ def logit_scale(bias, scale):
 def softmax_weights(s, lse, bias, scale, HEAD: tl.constexpr):
     """exp(logit_scale s - lse), where add_bias returned s and lse is a column or a row.
 
-    HEAD.folds: in base 2, by one multiply-add. lse log2(e) is rounded as lse was, and forward's maximum before, so that
-    the weights of a query have a factor within 2e-7 |lse| of 1, three times what the rounding of lse makes. Else the
-    difference is taken before the change to base 2. So it is 0 with a bias that masks all keys of a query by the lowest
-    finite number.
+    HEAD.folds: it is computed in base 2 by one multiply-add. lse log2(e) is rounded, as were lse and, before it, the
+    maximum in forward, so that the weights of a query have a factor within 2e-7 |lse| of 1, three times what rounding
+    lse makes. Otherwise the difference is taken before the change to base 2. So it is 0 where a bias masks all keys of
+    a query by the lowest finite number.
     """
     if bias is not None:
         return tl.exp2((s - lse) * LOG2E)
@@ -259,7 +259,7 @@ def _bias_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M x BLOCK_N of the gradient of one head's bias, summed over the samples that share it."""
+    """Computes BLOCK_M x BLOCK_N of the gradient of a head's bias, summed over the samples that share it."""
     blocks_n = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(N, BLOCK_M) * blocks_n
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -269,7 +269,7 @@ def _bias_bwd_kernel(
     tables, biases, lengths_ptr = terms[0], terms[1], terms[2]
     ROTATES: tl.constexpr = tables is not None
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # disable_licm: nothing is kept from sample to sample but the sums
+    # disable_licm: only the sums are kept in registers from sample to sample
     for i in tl.range(0, samples, num_stages=1, disable_licm=True):
         b = group * samples + i
         q_head, k_head, v_head, o_head, do_head = [head_of(x, b, h, HEAD) for x in inputs]
@@ -281,7 +281,7 @@ def _bias_bwd_kernel(
         v = load_head_rows(v_head, cols, keys, True, HEAD)
         do = load_head_rows(do_head, rows, N, True, HEAD)
         delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
-        # +inf past N: those queries weigh nothing
+        # lse is +inf past N, so that those queries have zeros in p
         lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
         s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
         p = softmax_weights(s, lse[:, None], bias, scale, HEAD)

@@ -1,6 +1,6 @@
 """cuBLASLt for proj and fc2: out = res + x W^T + b in one pass.
 
-That is D = A B + C + bias with C and D apart, where torch reaches cuBLASLt for x W^T + b alone. This module calls
+That is D = A B + C + bias with C and D in different memory; torch calls cuBLASLt for x W^T + b alone. This module calls
 cublaslt.cpp through ctypes. It is compiled when it is first needed, against the headers and the library in the wheels
 that torch came with, so no CUDA toolkit has to be installed.
 """
@@ -57,7 +57,7 @@ def find_cublaslt() -> tuple[Path, list[Path]]:
     name = f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations] if spec else []
-    for library in (found for folder in folders for found in folder.glob(f"*/lib/{name}")):
+    for library in (path for folder in folders for path in folder.glob(f"*/lib/{name}")):
         wheel = library.parents[1]
         # CUDA 12's wheels have a folder each; crt/host_defines.h is in none of them, but Triton has it.
         headers = [wheel / "include", wheel.parent / "cuda_runtime" / "include"]
@@ -80,14 +80,14 @@ def compile_command(sources: list[Path], target: Path) -> list[str]:
 
 
 def build() -> Path:
-    """The path of cublaslt.cpp compiled, among torch's extensions; compiles it unless it is there.
+    """Returns the path of the library of cublaslt.cpp, in torch's extensions; compiles it if missing.
 
     Since machines may share a home folder, there is a file for each source text, torch, libcublasLt and kind of
     processor. The file appears whole or not at all; processes that start together each build it, and the last one's
     file stays. Raises RuntimeError or OSError where it cannot be built.
     """
-    made_for = f"{torch.__version__} {find_cublaslt()[0]} {platform.machine()}"
-    kind = hashlib.sha256(SOURCE.read_bytes() + made_for.encode()).hexdigest()[:16]
+    environment = f"{torch.__version__} {find_cublaslt()[0]} {platform.machine()}"
+    kind = hashlib.sha256(SOURCE.read_bytes() + environment.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     path = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache, f"vitfast_cublaslt_{kind}.so").absolute()  # for ctypes
     if path.exists():
@@ -136,7 +136,7 @@ def unsupported_reason(x: Tensor) -> str | None:
 
 
 def _handle_and_stream() -> tuple[int, int]:
-    """torch's own cuBLAS handle, which cuBLASLt takes too, and the stream; of the current device."""
+    """The current device's cuBLAS handle in torch, which cuBLASLt takes too, and its current stream."""
     return torch.cuda.current_blas_handle(), torch.cuda.current_stream().cuda_stream
 
 
@@ -146,16 +146,16 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _alignment(t: Tensor | None) -> int:
-    """The alignment of t's address in bytes, at most 256, beyond which no algorithm asks; 0 for None."""
+    """The alignment of t's address in bytes, at most 256, since no algorithm needs more; 0 for None."""
     return 0 if t is None else min(256, t.data_ptr() & -t.data_ptr())
 
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(handle: int, problem: Problem) -> tuple[ctypes.Array, ctypes.Array]:
-    """(problem, algorithm) as cublaslt.cpp takes them; the latter's first word: bytes of workspace."""
-    given, choice = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
-    _succeed(_library()[0].vitfast_choose(handle, given, WORKSPACE, choice), problem)
-    return given, choice
+    """(problem, algorithm) as cublaslt.cpp takes them; algorithm[0] is the bytes of workspace."""
+    fields, algorithm = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
+    _succeed(_library()[0].vitfast_choose(handle, fields, WORKSPACE, algorithm), problem)
+    return fields, algorithm
 
 
 def _succeed(message: bytes | None, problem: Problem) -> None:
@@ -188,8 +188,8 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
             *(TYPES[t.dtype] for t in (x, out)),
             *(_alignment(t) for t in (x, weight, bias, residual, out)),
         )
-        given, choice = _chosen(handle, problem)
-        workspace = torch.empty(choice[0], dtype=torch.uint8, device=x.device)
+        fields, algorithm = _chosen(handle, problem)
+        workspace = torch.empty(algorithm[0], dtype=torch.uint8, device=x.device)
         pointers = (None if t is None else t.data_ptr() for t in (x, weight, bias, residual, out, workspace))
-        _succeed(library.vitfast_run(handle, given, choice, *pointers, stream), problem)
+        _succeed(library.vitfast_run(handle, fields, algorithm, *pointers, stream), problem)
     return out

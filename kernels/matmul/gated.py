@@ -57,7 +57,7 @@ def two_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M rows and BLOCK_N columns of A Up^T and of A Gate^T in fp32; zeros outside."""
+    """Computes BLOCK_M rows and BLOCK_N columns of A Up^T and of A Gate^T in fp32; zeros outside."""
     K = sizes[2]
     up_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     gate_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -227,7 +227,7 @@ def gated_bwd_kernel(
 
 
 def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list[KernelConfig]:
-    """Descriptors need no masks, so they take the widest blocks for every shape."""
+    """Kernels with descriptors need no masks, so they take the widest blocks for every shape."""
     return [best, CUBLAS, *([replace(widest, provider="tma")] if bits == "16" and sm in (90, 100) else [])]
 
 
@@ -236,13 +236,13 @@ def _gated_linear_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """Two products at once have blocks like one product's, with half the columns for each."""
     widest = product_config(8, 3, 128, 64, 64, 2)
     half = widest if sm in (90, 100) and divides_k(shape) else product_config(4, 3, 64, 64, 32, 2)
-    # In fp32 each of the two would spill on the other's GPUs, with Triton 3.6 or with 3.9.
+    # In fp32 each of these two spills on the GPUs of the other one, with Triton 3.6 or with 3.9.
     return _gated(half if bits == "16" else product_config(4, 3, 64, 32, 32, 1 if sm == 120 else 2), widest, bits, sm)
 
 
 @configures("dgated_matmul")
 def _dgated_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """It reads and writes two of everything, so its blocks are narrower or cut into smaller pieces."""
+    """The epilogue reads and writes pairs of matrices, so blocks are narrower or cut into more pieces."""
     half = product_config(8, 3, 128, 128, 64, 8) if sm in (90, 100) else product_config(4, 3, 128, 64, 32, 4)
     return _gated(half if bits == "16" else pointer_config(bits, sm), half, bits, sm)
 
@@ -251,7 +251,7 @@ configures("gated_bwd")(lambda *_: [tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32)])
 
 
 def _activated(p: Tensor, activation: str) -> Tensor:
-    """The activation, by PyTorch."""
+    """Applies the activation by PyTorch."""
     if activation == "silu":
         return F.silu(p)
     if activation == "quick_gelu":
@@ -298,7 +298,7 @@ def gated_linear(
     return h, *(saved or (empty, empty))
 
 
-# (dup, dgate, h, workspaces of the column sums of dup and of dgate): h is None where not wanted, and so are both sums.
+# (dup, dgate, h, workspaces of the column sums of dup and of dgate): h and both sums are None where not wanted.
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -21,9 +21,9 @@ from .product import load_piece, store_column_sums, store_piece
 
 @triton.jit(do_not_specialize=["M"])
 def gelu_bwd_kernel(
-    dy_ptr,  # (M, N), None for act, and gelu'(pre), alone
+    dy_ptr,  # (M, N), or None where only act and gelu'(pre) are computed
     pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N), of gelu'(pre) where dy_ptr is None; None for act alone
+    dpre_ptr,  # (M, N), takes gelu'(pre) where dy_ptr is None; None where only act is computed
     act_ptr,  # (M, N) or None
     sums_ptr,  # (row blocks, N) or None
     M,

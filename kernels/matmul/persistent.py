@@ -1,4 +1,4 @@
-"""The persistent product: one program a multiprocessor makes its blocks of the output in one loop.
+"""The persistent product: a program per multiprocessor computes its blocks of the output in one loop.
 
     out = epilogue(bias + A B)      A (M, K), B (K, N) or its transpose, bias (N,) or None
 
@@ -7,13 +7,13 @@ epilogue of the block before. Three things keep instructions out of that epilogu
 bf16; an element is a number of the output):
 
 - The accumulator starts at the bias of the next block's columns, set where a block ends. Where Triton flattens two
-  loops, it is set to zero by two instructions an element, and the bias takes another.
+  loops, two instructions per element set it to zero, and one more adds the bias.
 - Results leave by descriptors (TMA), without addresses and masks.
 - A matrix that the epilogue reads (the residual, or what the MLP kept) is loaded by TMA AHEAD steps before its use.
-  The warps wait for it there, under one product in flight. It then lies in registers in pairs: as 16-bit numbers, the
-  loop would carry each in a register of its own. AHEAD = 0: the epilogue loads it.
+  The warps wait for it there, under one product in flight. Registers then hold it in pairs: of single 16-bit
+  numbers, the loop would carry each in a register of its own. AHEAD = 0: the epilogue loads it.
 
-With these, fc1 + GELU takes 14 instructions an element in place of 19, fc2 + residual 6 in place of 11.
+With these, fc1 + GELU takes 14 instructions per element in place of 19, fc2 + residual 6 in place of 11.
 """
 
 from collections.abc import Callable
@@ -38,16 +38,16 @@ from .product import (
     times_factors,
 )
 
-PLAIN = tl.constexpr(INTERPRETED)  # the interpreter knows no assembly
+PLAIN = tl.constexpr(INTERPRETED)  # the interpreter cannot run assembly
 
 
 @triton.jit
 def first_sums(
     bias_ptr, pid, zero, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, TAKEN: tl.constexpr
 ):
-    """Where the sums of block `pid` start, (BLOCK_M, BLOCK_N) in fp32; past the last block, any block's.
+    """The initial sums of block `pid`, (BLOCK_M, BLOCK_N) in fp32; past the last block, any block's.
 
-    zero: 0.0 as an argument, since ptxas spends two instructions an element on a constant.
+    zero: 0.0 as an argument, since ptxas spends two instructions per element on a constant.
     """
     if TAKEN:
         _, _, first_n = block_offsets(
@@ -76,9 +76,9 @@ def split_pairs(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def together(a, b):
-    """a and b (16 bits), held alike.
+    """Returns a and b (16 bits) in the same layout of registers.
 
-    Triton would hold two results of which only one depends on the accumulator in two ways, and compute all that both
+    If only one of two results depends on the accumulator, Triton gives them different layouts and computes what both
     need twice: 30 instructions an element in place of 22 where dGELU writes the activation too.
     """
     if PLAIN:
@@ -96,10 +96,10 @@ def persistent_kernel(
     early_ptr,  # descriptor of (M, N) in 16 bits, which the epilogue reads; or None
     out_ptr,  # descriptor of (M, N)
     more_ptr,  # as out_ptr, or None
-    others,  # pointers and sizes that the epilogue knows
+    others,  # pointers and sizes that only the epilogue reads
     M,
     zero,
-    N: tl.constexpr,  # like K a constant: as arguments, they spill registers
+    N: tl.constexpr,  # N and K are constants: as arguments, they spill registers
     K: tl.constexpr,
     ACT: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -141,9 +141,9 @@ def persistent_kernel(
             if early_ptr is not None:
                 read = split_columns(split_pairs(early, out_ptr.dtype), SUBTILES)
             for i in tl.static_range(SUBTILES):
-                given = read[i] if early_ptr is not None else None
+                early_piece = read[i] if early_ptr is not None else None
                 at = index_m, first_m, first_n + i * COLS, M, N
-                EPILOGUE(pieces[i], given, out_ptr, more_ptr, others, at, ACT)
+                EPILOGUE(pieces[i], early_piece, out_ptr, more_ptr, others, at, ACT)
             acc = first_sums(bias_ptr, pid + programs, zero, M, N, BLOCK_M, BLOCK_N, GROUP_M, BIASED)
 
 
@@ -174,7 +174,7 @@ def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
 
 @triton.jit
 def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
-    """The same, which keeps the activation's slope."""
+    """The same epilogue, except that it keeps the activation's slope in place of pre."""
     _, first_m, first_n, _, _ = at
     act, slope = activate_and_kept_slope(acc.to(out.dtype), ACT)
     kept.store([first_m, first_n], slope)

@@ -1,6 +1,6 @@
 """The backward of a linear layer whose output is scaled: out = drop_path[b] * layer_scale * (x W^T + b).
 
-scale_rows            g = drop_path[b] * layer_scale * dout, either factor if it is given; and the column sum of g
+scale_rows            g = drop_path[b] * layer_scale * dout, each factor only where it is given; and the column sum of g
 scaled_weight_grad    with s = layer_scale, g = drop_path[b] * dout (not yet times s) and G = g^T x:
                       dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)     x W^T need not be kept
                       (the caller, who has the column sum, adds b * colsum(g))
@@ -62,10 +62,10 @@ def scale_rows_kernel(
 @triton.jit
 def scaled_weight_grad_kernel(
     product_ptr,  # (N, K) fp32
-    w_ptr,  # (N, K); None where no dls is wanted
+    w_ptr,  # (N, K), or None if dls is not wanted
     ls_ptr,  # (N,)
     out_ptr,  # (N, K)
-    dls_ptr,  # (N,); None where w_ptr is
+    dls_ptr,  # (N,), or None if w_ptr is
     N,
     K,
     stride_wn,
@@ -133,7 +133,7 @@ def scaled_weight_grad(
     g (M, N): the gradient of that output, *not* multiplied by the scale; x (M, K), weight (N, K). dW (N, K) is in g's
     dtype, dlayer_scale (N,) in fp32, None without a weight; a bias adds b * colsum(g) to it.
     """
-    if g.dtype == torch.float32 or g.device.type == "cpu":  # CUDA alone has products of 16-bit matrices in fp32
+    if g.dtype == torch.float32 or g.device.type == "cpu":  # only CUDA multiplies 16-bit matrices into fp32
         product = torch.mm(g.float().t(), x.float())
     else:
         product = torch.mm(g.t(), x, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Backward of the patch embedding; no atomics, so the same bits every time.
+"""Backward of the patch embedding; it uses no atomics, so its bits are the same every time.
 
 dW = dy^T patches. The patches are gathered from the image again, and the rows are split: each split writes an fp32
 partial sum, and a second kernel adds these in order. The sum of dy over the batch, made in one pass, is the gradient of
@@ -32,7 +32,7 @@ from .patches import (
 
 @triton.jit
 def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
-    """Some columns of some rows of dy (B, T+N, D); zeros where masked."""
+    """Loads some columns of some rows of dy (B, T+N, D); zeros where masked."""
     return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
 
@@ -89,7 +89,7 @@ def patch_embed_dweight_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_D x BLOCK_K of dy^T patches, summed over one split of the rows; gathers the patches again."""
+    """Computes BLOCK_D x BLOCK_K of dy^T patches over one split of the rows, from the images."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(1)
@@ -158,7 +158,7 @@ def patch_embed_dimages_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M patches x BLOCK_K pixels of dy W, stored plainly, as every pixel belongs to one patch."""
+    """Computes BLOCK_M patches x BLOCK_K pixels of dy W; every pixel belongs to one patch."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0) // blocks_k * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -186,7 +186,7 @@ def _patch_rows(dy: Tensor, prefix: int, packed: Packed | None) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of `patch_embed_fwd`, or the dtypes of those that are wanted; None where one is not."""
+    """Gradients of `patch_embed_fwd`, or the dtypes of those that are wanted; None for the others."""
 
     images: Tensor | torch.dtype | None
     weight: Tensor | torch.dtype | None

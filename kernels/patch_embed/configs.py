@@ -20,16 +20,16 @@ def _fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
         (sm in (90, 100), _config(8, 3, 128, 256, 64)),
         (True, _config(8, 4 if sm == 80 else 3, 128, 128, 32)),
     )
-    # Raw pixels on sm_90, where each block of columns converts them: instructions of the main loop for a number of the
-    # result, counted with Triton 3.6 at B/16, not timed: 15.1 for 128 x 256 x 64, 26.3 for 128 x 128, 11.1 and 19.1 for
-    # these, of which two programs of the second fit.
+    # On sm_90 each block of columns converts raw pixels again. The main loop takes 15.1 instructions per element of the
+    # result with 128 x 256 x 64, 26.3 with 128 x 128, and with the two configurations below 11.1 and 19.1 (counted with
+    # Triton 3.6 at B/16, not timed). Two programs of the second one fit a multiprocessor.
     even = [_config(8, 2, 128, 256, 128)] if shape == "u8-even-large" else []
     return [best, CUBLAS, *(even + [_config(4, 3, 64, 256, 64)] if sm == 90 and raw and large else [])]
 
 
 @configures("patch_embed_dweight")
 def _dweight(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """PROGRAMS: the number that splitting the rows aims at."""
+    """PROGRAMS: the number of programs that splitting the rows aims at."""
     few_rows = bits == "32" or sm in (80, 89, 120)
     best = first(
         (bits == "32" and shape.startswith("u8"), _config(4, 3, 16, 64, 64, PROGRAMS=264)),

@@ -48,8 +48,8 @@ def patch_embed_fold_kernel(
 ):
     """Writes W a / scale, K in the image's order, and bias + sum_k W c.
 
-    a (SCALES) and c (SHIFTS) are by channel. scale: a power of two for each row, by which its largest number fits fp16;
-    1 if scale_ptr is None.
+    a (SCALES) and c (SHIFTS) have a number per channel. scale is a power of two for each row that makes its largest
+    number fit fp16; it is 1 if scale_ptr is None.
     """
     K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def patch_embed_fold_kernel(
             w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0)
             folded = w.to(tl.float32) * channel_values(k // C_INNER % len(SCALES), SCALES)
             largest = tl.maximum(largest, tl.abs(folded))
-        # Of the largest's bits those of its exponent, 2^e, and by subtraction 2^-e: it becomes 2^14 to 2^15.
+        # The exponent's bits of the largest number are 2^e; subtraction gives 2^-e. It becomes 2^14 to 2^15.
         bits = tl.minimum(tl.maximum(tl.max(largest, 0), 2.0**-100), 2.0**126).to(tl.int32, bitcast=True) & 0x7F800000
         tl.store(scale_ptr + d, bits.to(tl.float32, bitcast=True) * 2.0**-14)
         inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True) * 2.0**14
@@ -115,7 +115,7 @@ def patch_embed_fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M patches, which neighbours share in L2, x BLOCK_D columns; the last programs do the prefix."""
+    """Computes BLOCK_M patches x BLOCK_D columns; the last programs write the prefix tokens."""
     K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
@@ -127,7 +127,7 @@ def patch_embed_fwd_kernel(
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = row < rows
         image, patch, corner = locate(row, layout, strides, AXES)
-        # Images of another dtype, uint8 or fp32 under autocast, take the weights' in registers. A wgmma reads its first
+        # Images of another dtype, uint8 or fp32 under autocast, get the weights' in registers. A wgmma reads its first
         # operand from there, and Triton before 3.9 overwrites such registers too early (triton-lang/triton#9433; on an
         # H100 a model of fp32 images was wrong). The second operand lies in shared memory.
         SECOND: tl.constexpr = image_ptr.dtype.element_ty != weight_ptr.dtype.element_ty
@@ -148,7 +148,7 @@ def patch_embed_fwd_kernel(
                 acc = tl.dot(x, w, acc, input_precision=PRECISION)
         if SECOND:
             acc = tl.trans(acc)
-        # In two halves: positions and accumulator together are more than the registers hold.
+        # Tokens are written in two halves: the registers cannot hold all positions beside the accumulator.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
         out_row = token_row(row, image, prefix, packed, mask_m)
@@ -188,7 +188,7 @@ def patch_embed_fwd(
     """
     (width, _, p, q), prefix = weight.shape, 0 if cls_token is None else cls_token.shape[1]
     batch = len(images) if packed is None else len(packed[1])
-    # packed patches are walked c before p before q; so is then every image
+    # packed patches are walked c before p before q; batch invariance walks every image so
     images = images.contiguous() if packed is not None or batch_invariant() else images
     geometry = geometry_of(images, (p, q), prefix, packed)
     patches, k = geometry["layout"].patches, geometry["AXES"].k
@@ -201,14 +201,14 @@ def patch_embed_fwd(
         return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
     ordered, scale = in_image_order(weight, images), None
     if images.dtype == torch.uint8:
-        given = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
-        # Bytes become fp16 at the least cost, so bf16 weights too: with a scale for each row they lose nothing by it.
+        arguments = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
+        # Bytes become fp16 at the least cost, so bf16 weights become fp16 too; a scale for each row loses none.
         halves = weight.itemsize == 2
         ordered = torch.empty(width, k, device=weight.device, dtype=torch.float16 if halves else weight.dtype)
         bias, scale = (torch.empty(width, device=weight.device, dtype=torch.float32) for _ in range(2))
-        given |= dict(folded_ptr=ordered, folded_bias_ptr=bias, scale_ptr=scale if halves else None)
-        launch(patch_embed_fold_kernel, (width,), **given)
-        scale = given["scale_ptr"]
+        arguments |= dict(folded_ptr=ordered, folded_bias_ptr=bias, scale_ptr=scale if halves else None)
+        launch(patch_embed_fold_kernel, (width,), **arguments)
+        scale = arguments["scale_ptr"]
     if packed is None:
         size, pos_start = (batch, prefix + patches), 0 if pos_embed is None else prefix + patches - pos_embed.shape[1]
     else:

@@ -57,7 +57,7 @@ def divide(x, magic, shift):
 
 @triton.jit
 def k_offsets(k, strides, AXES: tl.constexpr):
-    """Offsets of the K axis; strides: of a patch or an image, then of its three axes."""
+    """Offsets of the K axis; strides: that of a patch or an image, then those of its three axes."""
     outer = (k // (AXES.k1 * AXES.k2)).to(tl.int64) * strides[1] * AXES.unit
     middle = (k // AXES.k2 % AXES.k1).to(tl.int64) * strides[2] * AXES.unit
     return outer + middle + (k % AXES.k2).to(tl.int64) * strides[3]
@@ -65,7 +65,7 @@ def k_offsets(k, strides, AXES: tl.constexpr):
 
 @triton.jit
 def locate(row, layout, strides, AXES: tl.constexpr):
-    """For each row, one patch of the batch: its image, its number there, the offset of its first pixel."""
+    """For each row, one patch of the batch: its image, its index there, the offset of its first pixel."""
     image = divide(row, layout.patches_magic, layout.patches_shift)
     patch = row - image * layout.patches
     y = divide(patch, layout.columns_magic, layout.columns_shift)
@@ -88,9 +88,9 @@ def token_row(row, image, prefix, packed, mask):
 
 @triton.jit
 def centred_bytes(u):
-    """u - 128 in fp16 of bytes u: 1024 + u is the byte below the upper byte of 1024.
+    """u - 128 in fp16 of bytes u: the bits of 1024 + u are the upper byte of 1024, then u.
 
-    This takes an instruction a byte, where the way over fp32 takes three and a half.
+    This takes one instruction per byte; a conversion by way of fp32 takes three and a half.
     """
     if INTERPRETED:
         return (u.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152
@@ -116,7 +116,7 @@ def centred_bytes(u):
 def load_patches(ptrs, mask, dtype: tl.constexpr, SHORT: tl.constexpr = False):
     """Loads image values as `dtype`, finite where masked; uint8 becomes u - 128.
 
-    SHORT: in fp16 by one instruction a pixel.
+    SHORT: whether bytes become fp16 by one instruction per pixel.
     """
     x = tl.load(ptrs, mask=mask, other=0)
     if x.dtype == tl.uint8:
@@ -126,7 +126,7 @@ def load_patches(ptrs, mask, dtype: tl.constexpr, SHORT: tl.constexpr = False):
 
 @triton.jit
 def channel_values(channel, VALUES: tl.constexpr):
-    """VALUES[channel], the values being known at compile time."""
+    """VALUES[channel], where VALUES are constants of the kernel."""
     value = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(VALUES)):
         value = tl.where(channel == i, VALUES[i], value)
@@ -151,8 +151,8 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
     columns = width // q
     patches = height // p * columns
     strides, runs = ((0, image_strides[2], 1), (p, q * chans)) if last else (image_strides[1:], (p, q))
-    # Triton sees whether 16 divides an integer argument, but no smaller divisor: 14 x 14 patches of 518-pixel rows need
-    # to know that 2 does, to load in pairs.
+    # Triton sees whether 16 divides an integer argument, but no smaller divisor. In 14 x 14 patches of 518-pixel rows
+    # it can load pairs of pixels only if it sees that 2 divides the strides.
     unit = math.gcd(16, image_strides[0], strides[0], strides[1])
     return dict(
         rows=batch * patches,
@@ -173,8 +173,8 @@ def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int, packed: Pac
     """
     if packed is not None:  # a patch is an image of one row
         images, patch = images.view(len(images), 1, 1, -1), (1, images.shape[1:].numel())
-    found = _geometry(images.shape, images.stride(), patch, channels_last(images))
-    return dict(found, prefix=prefix, packed=packed, PRECISION=fp32_precision())
+    geometry = _geometry(images.shape, images.stride(), patch, channels_last(images))
+    return dict(geometry, prefix=prefix, packed=packed, PRECISION=fp32_precision())
 
 
 def in_image_order(weight: Tensor, images: Tensor) -> Tensor:

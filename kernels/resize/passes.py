@@ -3,8 +3,8 @@
     y[i] = clip((2^21 + sum_k weights[k, i] x[first[i] + k]) >> 22, 0, 255)
 
 Several images of different sizes share a launch: their bytes lie in one buffer, and a table says for each image where
-it begins, how it is laid out and which coefficients are its own. vitfast/data/resize.py makes the coefficients; every
-output has equally many, which all lie inside the image.
+it begins, how it is laid out and which coefficients it uses. vitfast/data/resize.py computes the coefficients; every
+output pixel of an image has equally many, and they all stand for pixels inside the image.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..launch import launch
 
-BITS = 22  # of the fraction of a weight: 8 of the pixel and 2 for sums beyond white are left of 32
+BITS = 22  # of a weight's fraction: of 32, they leave 8 for the pixel and 2 for sums beyond white
 BLOCK_R, BLOCK_C = 8, 128
 
 
 class Source(NamedTuple):
-    """An image in a buffer of bytes, and the shape and the coefficients of what one pass makes of it.
+    """An image in a buffer of bytes, and the shape and the coefficients of the result of one pass.
 
     The pixels of a row lie side by side. first (n,) and weights (K, n), int32, are for the n rows of the result where
     the pass is vertical, else for its n columns.
@@ -91,20 +91,20 @@ def resize_pass_kernel(
 
 
 def resize_pass(x: Tensor, sources: Sequence[Source], vertical: bool) -> Tensor:
-    """The bytes of the results, (C, height, width) of one image after the other.
+    """Returns the bytes of the results, (C, height, width) of one image after the other.
 
     x: the bytes of all images. vertical: whether the pass runs along columns.
     """
-    own = {id(s.weights): s for s in sources}  # images of one size share their coefficients
-    counts = np.array([(len(s.first), s.weights.size) for s in own.values()], np.int64)
-    places = dict(zip(own, np.cumsum(counts, 0) - counts))
+    coefficients = {id(s.weights): (s.first, s.weights) for s in sources}  # images of one size share theirs
+    counts = np.array([(len(first), weights.size) for first, weights in coefficients.values()], np.int64)
+    places = dict(zip(coefficients, np.cumsum(counts, 0) - counts))
     numbers = [(*s[:3], *places[id(s.weights)], s.channels * s.height, *s[4:6], len(s.weights)) for s in sources]
     table = np.array(numbers, np.int64)
     rows, width = table[:, 5], table[:, 7]
     sizes = rows * width
     table = np.insert(table, 3, np.cumsum(sizes) - sizes, axis=1)
-    first = np.concatenate([s.first for s in own.values()])
-    weights = np.concatenate([s.weights.ravel() for s in own.values()])
+    first = np.concatenate([first for first, _ in coefficients.values()])
+    weights = np.concatenate([weights.ravel() for _, weights in coefficients.values()])
     blocks = int((-(-rows // BLOCK_R) * -(-width // BLOCK_C)).max())
     y = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=x.device)
     launch(

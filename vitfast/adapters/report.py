@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..ops.dispatch import current_mode, unsupported_reason
-from ..ops.fusable import own_forward
+from ..ops.fusable import has_instance_forward
 from .structure import parts_of, require_module
 
 AT_THE_FIRST_CALL = "decided at the first call"
@@ -89,7 +89,7 @@ def _layer_entries(model: nn.Module) -> list[Entry]:
         of_layer = getattr(module, "report_entries", None)
         if of_layer is not None and not name.startswith(covered):
             covered += (f"{name}.",)
-            wrapped = [("", "has a forward of its own, set on the instance")] if own_forward(module) else None
+            wrapped = [("", "has a forward of its own, set on the instance")] if has_instance_forward(module) else None
             entries += [Entry(name, type(module).__name__, *entry) for entry in wrapped or of_layer()]
     return entries
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..kernels.tiles import batch_invariant
-from ..ops.fusable import own_forward
+from ..ops.fusable import has_instance_forward
 from . import replace_blocks
 from .packed import CheckedSplits, lengths_as_symbols
 from .parts import Choices
@@ -264,7 +264,7 @@ class CompiledCall:
             self.ran, self.why = [], "torch.jit.trace is at work"
             return module._call_impl(*args, **kwargs)
         set_forward = module.__dict__.get("forward")  # on the instance
-        if own_forward(module) and set_forward is not self.around_forward:
+        if has_instance_forward(module) and set_forward is not self.around_forward:
             self.ran, self.why = [], "it has a forward of its own, set on the instance"
             return module._call_impl(*args, **kwargs)
         if not _has_hooks(module):

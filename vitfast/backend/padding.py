@@ -25,7 +25,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.tiles import batch_invariant
-from ..ops.fusable import own_forward
+from ..ops.fusable import has_instance_forward
 from .eager import CompiledCall, Group, replica_of
 from .packed import packed_of, use_offsets
 from .parts import Choices
@@ -215,7 +215,7 @@ class Tower:
         """Returns why a call cannot be tried with packed tokens, or None."""
         if _has_any_global_hook() or any(map(_hooked, module.modules())):
             return "there are hooks, or the call asks for outputs of layers"
-        if any(own_forward(x) or not isinstance(x._compiled_call_impl, PackableCall) for x in self.layers()):
+        if any(has_instance_forward(x) or not isinstance(x._compiled_call_impl, PackableCall) for x in self.layers()):
             return "some of its layers are the library's"
         traced = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
         if traced or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

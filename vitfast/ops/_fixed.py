@@ -1,11 +1,11 @@
-"""PyTorch's operations by algorithms in which the bits of a sample do not depend on its batch.
+"""Algorithms for PyTorch's operations in which the bits of a sample do not depend on its batch.
 
-They stand before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act in that one:
+They are called before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act in it:
 
-- a product takes its rows in blocks of ROWS, filled up with zeros, or on CUDA it is our kernel of linear layers;
+- a product takes its rows in blocks of ROWS, filled up with zeros, or on CUDA runs our kernel of linear layers;
 - a convolution of patches is such a product; other convolutions, attention, norms over an image, pooling and
   resampling run sample by sample, each on a fresh copy, so that a library meets one shape and one alignment;
-- a sum over a dimension adds its upper half to its lower half until one is left: zeros behind change nothing;
+- a sum over a dimension adds its upper half to its lower half until one is left, so zeros at the end change nothing;
 - on a CPU, functions that PyTorch computes by vectors, and by other code where elements do not fill one (GELU, SiLU),
   run on whole vectors, in chunks that PyTorch does not divide among threads.
 
@@ -28,7 +28,7 @@ if NO_TRITON is None:
 
 ROWS = 32  # in a block of a product
 TRIALS = 8  # blocks of equal rows
-ALIGNMENT = 64  # bytes, at a multiple of which a row begins: elsewhere MKL sums in another order
+ALIGNMENT = 64  # bytes; rows begin at multiples of it, because elsewhere MKL sums in another order
 CHUNK = 1 << 14  # elements; PyTorch divides 2^15 and more among threads
 VECTORS = 128  # elements, whole vectors of every CPU and dtype
 FUSED = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"  # PyTorch's attentions
@@ -37,14 +37,14 @@ FUSED = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cu
 class Call:
     """A call of one of PyTorch's operations: its arguments, by name, and `run`, PyTorch's own kernel."""
 
-    def __init__(self, name: str, theirs, keys, given: dict):
-        self.name, self.theirs, self.keys, self.given = name, theirs, keys, given
+    def __init__(self, name: str, theirs, keys, arguments: dict):
+        self.name, self.theirs, self.keys, self.arguments = name, theirs, keys, arguments
 
     def __getitem__(self, name: str):
-        return self.given[name]
+        return self.arguments[name]
 
     def run(self, /, **changed):
-        return self.theirs.call_boxed(self.keys, **(self.given | changed))
+        return self.theirs.call_boxed(self.keys, **(self.arguments | changed))
 
 
 def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
@@ -54,7 +54,7 @@ def _put_before(library: Library, name: str, key: str, ours: Callable) -> None:
     """
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    try:  # what PyTorch composes of other operations is the same on every device
+    try:  # the code of a composed operation is the same on every device
         theirs = torch.library.get_kernel(operation, "CPU" if key == "CompositeImplicitAutograd" else key)
     except RuntimeError:
         return
@@ -83,19 +83,19 @@ _alike: dict[tuple, bool] = {}
 
 
 def _rows_are_alike(name: str, run, b: Tensor) -> bool:
-    """Whether run(block, b) computes all rows of a block alike; tried once for each kind of b."""
+    """Whether run(block, b) gives equal rows for equal rows of a block; tried once for each kind of b."""
     kind = name, b.dtype, b.device, b.shape, b.stride(), torch.get_num_threads()
     if kind not in _alike:
         numbers = torch.arange(b.numel(), dtype=torch.float32, device=b.device).sin_()
         other = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=b.device).copy_(numbers.view(b.shape))
         # Sums in two orders may round alike, so several rows are tried.
-        found = [run(row.to(b.dtype).repeat(ROWS, 1), other) for row in numbers.view(-1, len(b))[:TRIALS]]
-        _alike[kind] = all(bool(((each == each[:1]) | each.isnan()).all()) for each in found)
+        blocks = [run(row.to(b.dtype).repeat(ROWS, 1), other) for row in numbers.view(-1, len(b))[:TRIALS]]
+        _alike[kind] = all(bool(((block == block[:1]) | block.isnan()).all()) for block in blocks)
     return _alike[kind]
 
 
 def _product(call: Call, a: Tensor, b: Tensor, run) -> Tensor:
-    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one where they come out unlike.
+    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one row where equal rows give unequal ones.
 
     K and N are filled up with zeros, so that every row of the block, of b and of the result is aligned.
     """
@@ -143,7 +143,7 @@ def baddbmm(call: Call) -> Tensor:
 
 
 def contiguous(*names: str):
-    """The algorithm of an operation that PyTorch makes of others, chosen by strides of `names`."""
+    """The algorithm of an operation that PyTorch composes of others, which depend on strides of `names`."""
     return lambda call: call.run(**{name: call[name].contiguous() for name in names if call[name].dim() > 2})
 
 
@@ -152,7 +152,7 @@ def mv(call: Call) -> Tensor:
 
 
 def convolution(call: Call) -> Tensor:
-    """Of patches, each an image's pixels that no other patch has: a product. Else sample by sample."""
+    """One product for patches that share no pixels; other convolutions run sample by sample."""
     x, weight, bias = call["input"], call["weight"], call["bias"]
     sides, apart = list(weight.shape[2:]), not any(call["padding"]) and not call["transposed"] and call["groups"] == 1
     if not apart or list(call["stride"]) != sides or any(step != 1 for step in call["dilation"]):
@@ -167,25 +167,25 @@ def convolution(call: Call) -> Tensor:
 
 
 def _sample_by_sample(*names: str, outputs: int = 1, **changed):
-    """The algorithm of an operation with samples along axis 0 of `names` and first `outputs`."""
+    """The algorithm that runs an operation by samples, along axis 0 of `names` and the first `outputs`."""
 
     def by_sample(call: Call):
-        given = {name: call[name] for name in names if call.given.get(name) is not None}
-        first = next(iter(given.values()))
+        tensors = {name: call[name] for name in names if call.arguments.get(name) is not None}
+        first = next(iter(tensors.values()))
         count = len(first)
-        if not count or call.given.get("training"):
+        if not count or call.arguments.get("training"):
             return call.run()
 
         def copy(x: Tensor, i: int) -> Tensor:
             shared = len(x) != count or x.dim() < first.dim()
             return (x if shared else x[i : i + 1]).clone(memory_format=torch.contiguous_format)
 
-        found = [call.run(**{name: copy(x, i) for name, x in given.items()}, **changed) for i in range(count)]
-        if isinstance(found[0], Tensor):
-            return torch.cat(found)
-        each = list(zip(*found))[:outputs]
+        samples = [call.run(**{name: copy(x, i) for name, x in tensors.items()}, **changed) for i in range(count)]
+        if isinstance(samples[0], Tensor):
+            return torch.cat(samples)
+        each = list(zip(*samples))[:outputs]
         joined = (torch.cat(xs) if xs[0] is not None and xs[0].numel() else xs[0] for xs in each)
-        return *joined, *found[0][outputs:]
+        return *joined, *samples[0][outputs:]
 
     return by_sample
 
@@ -204,7 +204,7 @@ def sdp_choice(call: Call) -> int:
 
 
 def encoder(call: Call):
-    """nn.TransformerEncoder's and nn.MultiheadAttention's code for evaluation."""
+    """The fused kernels of nn.TransformerEncoder and nn.MultiheadAttention for evaluation."""
     if call["mask"] is not None:
         what = "nn.MultiheadAttention with a mask in evaluation"
         raise NotImplementedError(f"batch_invariant: {what}; torch.backends.mha.set_fastpath_enabled(False) helps")
@@ -213,7 +213,7 @@ def encoder(call: Call):
 
 def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     """x summed over dims, in fp32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # a copy, and no -0.0, which 0.0 changes
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) + 0.0  # a copy without -0.0, to which an added zero gives 0.0
     for dim in dims:
         while (n := x.shape[dim]) > 1:
             half = 1 << (n - 1).bit_length() - 1
@@ -223,9 +223,9 @@ def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _summing(function):
-    """The algorithm of sums: function(call, x, total, count), each of count elements.
+    """The algorithm of an operation that sums: function(call, x, total, count), count elements per sum.
 
-    total(x, keepdim) is x summed over the call's dimensions. PyTorch sums over all of them, and integers.
+    total(x, keepdim) is x summed over the call's dimensions. PyTorch itself sums over all dimensions, and integers.
     """
 
     def algorithm(call: Call):
@@ -235,15 +235,15 @@ def _summing(function):
             return call.run()
         dims = [dim % x.dim() for dim in dims]
         total = lambda x, keepdim=call["keepdim"]: tree_sum(x, dims, keepdim)  # noqa: E731
-        found = function(call, x, total, torch.Size(x.shape[dim] for dim in dims).numel())
-        dtype = call.given.get("dtype") or x.dtype
-        return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
+        statistics = function(call, x, total, torch.Size(x.shape[dim] for dim in dims).numel())
+        dtype = call.arguments.get("dtype") or x.dtype
+        return statistics.to(dtype) if isinstance(statistics, Tensor) else tuple(each.to(dtype) for each in statistics)
 
     return algorithm
 
 
 def _variance(call: Call, x: Tensor, total, count: int) -> tuple[Tensor, Tensor]:
-    """The variance and the mean."""
+    """Returns the variance and the mean."""
     middle = total(x, True) / count
     freedom = max(0, count - (1 if call["correction"] is None else call["correction"]))
     var = total((x.to(middle.dtype) - middle).square()) / freedom
@@ -264,8 +264,7 @@ def on_vectors(call: Call) -> Tensor:
     name = "self" if isinstance(call["self"], Tensor) else "exponent"
     x = call[name]
     filled = F.pad(x.flatten(), (0, -x.numel() % VECTORS), value=1.0)
-    found = torch.cat([call.run(**{name: chunk}) for chunk in filled.split(CHUNK)])
-    return found[: x.numel()].view(x.shape)
+    return torch.cat([call.run(**{name: chunk}) for chunk in filled.split(CHUNK)])[: x.numel()].view(x.shape)
 
 
 def glu(call: Call) -> Tensor:
@@ -285,8 +284,8 @@ ALGORITHMS = {
     **{f"{aa}upsample_{kind}2d{aa and '_aa'}": _image for aa in ("", "_") for kind in ("bilinear", "bicubic")},
     "sum.dim_IntList": _summing(lambda call, x, total, count: total(x)),
     "mean.dim": _summing(lambda call, x, total, count: total(x) / count),
-    "var.correction": _summing(lambda *given: _variance(*given)[0]),
-    "std.correction": _summing(lambda *given: _variance(*given)[0].sqrt()),
+    "var.correction": _summing(lambda *arguments: _variance(*arguments)[0]),
+    "std.correction": _summing(lambda *arguments: _variance(*arguments)[0].sqrt()),
     "var_mean.correction": _summing(_variance),
     "linalg_vector_norm": lambda call: _euclidean(call) if call["ord"] == 2 else call.run(),
     "_softmax": softmax,
@@ -296,7 +295,7 @@ ON_CPU = "gelu silu sigmoid mish elu softplus exp2 rsqrt pow.Scalar pow.Tensor_S
 
 
 _library: Library | None = None
-_stance = None  # of torch.compile; it restores the one before
+_stance = None  # of torch.compile; leaving it restores the one before
 
 
 def install() -> None:
@@ -306,8 +305,8 @@ def install() -> None:
         return
     _library = Library("aten", "IMPL")
     on_cpu = ALGORITHMS | dict.fromkeys(ON_CPU.split(), on_vectors)
-    for key, found in {"CPU": on_cpu, "CUDA": ALGORITHMS, "CompositeImplicitAutograd": COMPOSED}.items():
-        for name, algorithm in found.items():
+    for key, algorithms in {"CPU": on_cpu, "CUDA": ALGORITHMS, "CompositeImplicitAutograd": COMPOSED}.items():
+        for name, algorithm in algorithms.items():
             _put_before(_library, name, key, algorithm)
     _stance = torch.compiler.set_stance("force_eager")
 

@@ -29,8 +29,8 @@ def checked(
     (B, N, H, _), most = shape, 0
     if offsets is not None:
         masks = dict(bias=bias is not None, key_lengths=key_lengths is not None, num_prefix=num_prefix)
-        for name, given in masks.items():
-            if given:
+        for name, is_set in masks.items():
+            if is_set:
                 raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
         most, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
     elif longest is not None:
@@ -55,8 +55,8 @@ def checked(
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
     """Checks offsets and `longest`; returns the tokens of the longest packed sample, or more."""
-    given = check.as_whole(longest)
-    if longest is not None and (given is None or given < 0):
+    limit = check.as_whole(longest)
+    if longest is not None and (limit is None or limit < 0):
         want = "None or a whole number, the tokens of a sample at most"
         raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
     most = check_offsets(op, offsets, tokens, device)
@@ -64,7 +64,7 @@ def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int,
         return tokens if most is None else most
     if most is not None and most > longest:
         raise ValueError(f"{op}: longest must be at least the tokens of the longest sample, {most}, got {longest}")
-    return given
+    return limit
 
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
@@ -119,7 +119,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     out: Tensor | None  # (B, N, H, Dh)
     lse: Tensor | None  # (B, H, N) in fp32
@@ -141,8 +141,8 @@ def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> di
     tensors, as_qkv = (*t.heads, *saved, _unit_rows(do), t.scale), t.k is None
     grads, _ = kernels.attention_bwd(*tensors, options=t.options, unrotate=not needs_rope(needs), as_qkv=as_qkv)
     dq, dk, dv = grads.unbind(2) if as_qkv else grads
-    found = dict(q=grads) if as_qkv else dict(q=dq, k=dk, v=dv)
-    return found | option_gradients(t.options, needs, tensors, dq, dk)
+    qkv_grads = dict(q=grads) if as_qkv else dict(q=dq, k=dk, v=dv)
+    return qkv_grads | option_gradients(t.options, needs, tensors, dq, dk)
 
 
 def needs_rope(needs: NamedTuple) -> bool:
@@ -155,7 +155,7 @@ def option_gradients(
 ) -> dict[str, Tensor | None]:
     """Gradients of cos, sin and the bias, None where not needed.
 
-    tensors: q, k, v, o, lse, do and the scale. dq, dk: still rotated where needs_rope; this unrotates them in place.
+    tensors: q, k, v, o, lse, do and the scale. dq, dk: still rotated where needs_rope; they are unrotated in place.
     """
     dcos = dsin = None
     if needs_rope(needs):
@@ -175,18 +175,17 @@ def head_unsupported(head_size: int, scale: float) -> str | None:
 
 def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor | None, **options) -> Tensor:
     """`attention` of jagged nested tensors; returns a jagged nested tensor."""
-    given = [x for x in (qkv, k, v) if x is not None]
-    if offsets is not None or any(not isinstance(x, Tensor) or x.layout != torch.jagged for x in given):
+    tensors = [x for x in (qkv, k, v) if x is not None]
+    if offsets is not None or any(not isinstance(x, Tensor) or x.layout != torch.jagged for x in tensors):
         raise ValueError("attention: nested tensors must be jagged, all of them, and come without offsets")
-    if any(x.shape != qkv.shape for x in given):  # the jagged length too, which stands for the offsets
+    if any(x.shape != qkv.shape for x in tensors):  # this also compares the jagged lengths, which identify the offsets
         raise ValueError("attention: jagged q, k and v must be alike, with the same offsets")
-    values, offsets = [x.values() for x in given], qkv.offsets()
+    values, offsets = [x.values() for x in tensors], qkv.offsets()
     if qkv.lengths() is not None:
         raise ValueError("attention: a jagged tensor with gaps cannot be read; make it contiguous()")
     if options["longest"] is None:
         options["longest"] = qkv._maybe_max_seqlen  # None unless it was computed before
-    found = attention(*values, offsets=offsets, **options)
-    return torch.nested.nested_tensor_from_jagged(found, offsets)
+    return torch.nested.nested_tensor_from_jagged(attention(*values, offsets=offsets, **options), offsets)
 
 
 @autocasts("bias")
@@ -242,9 +241,9 @@ def attention(
     check.same("attention", name, qkv, k=k, v=v)
     if qkv.shape[-1] == 0:
         raise ValueError(f"attention: the head size must be at least 1, got {name} {tuple(qkv.shape)}")
-    shape, given = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
+    shape, terms = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
     shape = shape if offsets is None else (1, *shape)
-    options = checked("attention", qkv, shape, *given, offsets, longest)
+    options = checked("attention", qkv, shape, *terms, offsets, longest)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     scale = check.number("attention", "scale", scale, -check.FLOAT32, "None or a number that float32 holds")
     if kernels_wanted("attention", qkv, head_unsupported(qkv.shape[-1], scale)):

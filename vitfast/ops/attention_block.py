@@ -27,12 +27,12 @@ if NO_TRITON is None:
 
 
 def _samples(x: Tensor) -> tuple[int, int]:
-    """B and N of x (B, N, D); for packed samples, x (tokens, D), they are 1 and the tokens."""
+    """B and N of x (B, N, D); for packed samples, x (tokens, D), they are 1 and the number of tokens."""
     return x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
 
 
 class _Arguments(NamedTuple):
-    """The arguments of attention_block; "in" is qkv, "out" is proj."""
+    """The arguments of attention_block; "in" stands for qkv, "out" for proj."""
 
     x: Tensor  # (B, N, D) or (tokens, D)
     norm_weight: Tensor  # (D,)
@@ -51,7 +51,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32
@@ -82,7 +82,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     dout, below, want_rope = as_matrix(dout), block.needs_norm(needs), needs_rope(needs)
     g, g_sum = block.branch_gradient(dout, t, needs, norm_follows=below)
     dout_weight, dscale = block.weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
-    # Through proj and attention.
+    # Gradients through proj and attention.
     want_layer = below or needs.in_weight or needs.in_bias
     grads, din, din_bias, norm = {}, None, None, block.NormBackward({}, g_sum, None, ())
     if want_layer or want_rope or needs.options.bias:
@@ -94,7 +94,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
         if needs.in_bias and want_rope:
             din_bias = scale_rows(din, None, None, 1, want_scaled=False)[1]
         tensors = do = dqkv = None  # freed before more is allocated
-    # Through qkv, the norm and the residual.
+    # Gradients through qkv, the norm and the residual.
     if want_layer:
         dh = input_grad(din, as_matrix(t.in_weight)) if below else None
         norm = block.norm_backward(t, needs, saved, dh, dout, g_sum, needs.in_weight)
@@ -151,25 +151,25 @@ def attention_block(
     op = "attention_block"
     rows, width = check.weight(op, x, qkv_weight=qkv_weight)
     inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
-    asked, num_heads = num_heads, check.as_whole(num_heads)
-    if num_heads is None:
-        raise TypeError(f"{op}: num_heads must be an integer, got {asked!r}")
-    if num_heads < 1 or rest or not inner or inner % num_heads:
-        want = f"3 * num_heads * head size rows with num_heads {num_heads}"
+    heads = check.as_whole(num_heads)
+    if heads is None:
+        raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
+    if heads < 1 or rest or not inner or inner % heads:
+        want = f"3 * num_heads * head size rows with num_heads {heads}"
         raise ValueError(f"{op}: qkv_weight must have {want}, got {rows}")
     if x.dim() != (3 if offsets is None else 2):
         want = "(B, N, D), or packed with offsets" if offsets is None else "(tokens, D) of packed samples"
         raise ValueError(f"{op}: x must be {want}, got {tuple(x.shape)}")
-    shape, given = (*_samples(x), num_heads, inner // num_heads), (rope, rope_layout, num_prefix, bias, key_lengths)
-    options = checked(op, qkv_weight, shape, *given, offsets, longest)
+    shape, terms = (*_samples(x), heads, inner // heads), (rope, rope_layout, num_prefix, bias, key_lengths)
+    options = checked(op, qkv_weight, shape, *terms, offsets, longest)
     if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
         drop_path = drop_path[ref.owners(offsets, len(x))]
     weights = norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias
-    t = _Arguments(x, *weights, layer_scale, drop_path, options, num_heads, eps, norm, keep)
+    t = _Arguments(x, *weights, layer_scale, drop_path, options, heads, eps, norm, keep)
     layers = dict(qkv_=(qkv_weight, qkv_bias, (rows, width)), proj_=(proj_weight, proj_bias, (width, inner)))
     t = t._replace(eps=block.check_block(op, t, layers, residual_in_fp32))
-    unsupported = head_unsupported(inner // num_heads, 1.0) or norm_unsupported(width, drop_path)
+    unsupported = head_unsupported(inner // heads, 1.0) or norm_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=block.choose_keep(t, qkv_weight)))
-    given = dict(num_heads=num_heads, longest=longest, **block.keywords(t), **options.keywords)
-    return ref.attention_block(x, *weights, **given)
+    keywords = dict(num_heads=heads, longest=longest, **block.keywords(t), **options.keywords)
+    return ref.attention_block(x, *weights, **keywords)

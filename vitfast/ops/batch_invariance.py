@@ -1,8 +1,8 @@
 """Batch invariance: an image's output has the same bits alone, in any batch and in any packed mix.
 
-Three things make it so. Our launchers take configurations by width, head size and dtype alone, never a library, and
-samples of one size take the attention of packed ones. A ViT packs every batch. And PyTorch's operations that models
-call beside ours are replaced by fixed algorithms (_fixed.py).
+Three things make it so. Our launchers choose configurations by width, head size and dtype alone and never call a
+library, and samples of one size use the attention of packed ones. A ViT packs every batch. And PyTorch's operations
+that models call beside ours are replaced by fixed algorithms (_fixed.py).
 """
 
 import os
@@ -16,7 +16,7 @@ from . import _fixed
 
 VARIABLE = "VITFAST_BATCH_INVARIANT"
 _lock = threading.Lock()
-_threads = 0  # how many have switched the mode on by themselves
+_threads = 0  # how many threads have switched the mode on for themselves
 
 
 def _switch(value: bool | None) -> None:

@@ -2,7 +2,7 @@
 
 A multiply-add of a product counts as two, everything else as nothing. Backward counts the products that autograd would
 run for the gradients that are needed, and attention's as torch counts those of fused attention, five. What kernels
-compute again besides costs nothing. Keys that are hidden from a query count as well.
+compute again counts as nothing. Keys that are hidden from a query count as well.
 
 Packed samples count by their lengths, for which the host waits for the device, as it does for torch's own formulas.
 Where offsets have no values (FakeTensor, meta), each query counts with `longest` keys, which is an upper bound.
@@ -19,8 +19,8 @@ from .operation import Registered
 
 _WEIGHTS = ("weight", "in_weight", "up_weight", "out_weight")
 _CONSTANT = {"dout", "drop_path", "key_lengths", "offsets", "rows", "starts"}  # `needs` leaves them out
-_BELOW = {"images", "x", "norm_weight", "norm_bias"}  # come before the first layers
-_LAST = {"out_weight", "out_bias", "layer_scale"}  # come after attention or the activation
+_BELOW = {"images", "x", "norm_weight", "norm_bias"}  # arguments before the first layers
+_LAST = {"out_weight", "out_bias", "layer_scale"}  # arguments after attention or the activation
 
 
 def _pairs(x: Tensor, offsets: Tensor | None, longest: int) -> int:
@@ -34,13 +34,13 @@ def _pairs(x: Tensor, offsets: Tensor | None, longest: int) -> int:
 
 
 def _flops(operation, *args, out_val=None, **kwargs) -> int:
-    """FLOPs of a call of an operation or its derivative, whose schema names the arguments."""
+    """FLOPs of a call of an operation or of its backward, whose schema names the arguments."""
     t = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     x, forward = next(iter(t.values())), "needs" not in t  # x: the input, or dout, which has its rows
     needed = set() if forward else {k for k, need in zip((k for k in t if k not in _CONSTANT), t["needs"]) if need}
     inner = bool(needed - _LAST)
     rows = math.prod(x.shape[:-1])
-    if "images" in t:  # patch_embed's backward has them if there are products
+    if "images" in t:  # patch_embed's backward takes images only if it has products
         rows = 0 if t["images"] is None else t["images"].numel() // math.prod(t["weight"].shape[1:])
     total = 0
     for name in _WEIGHTS:
@@ -55,7 +55,7 @@ def _flops(operation, *args, out_val=None, **kwargs) -> int:
 
 
 def register_formulas() -> None:
-    """Makes the operations known to torch's counter; not without Triton, where importing it warns."""
+    """Adds the formulas to torch's counter; not without Triton, where importing the counter warns."""
     if NO_TRITON is None:
         from torch.utils.flop_counter import register_flop_formula
 

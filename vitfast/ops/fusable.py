@@ -1,6 +1,6 @@
 """Decides at each call whether an operation may read modules' parameters instead of calling them.
 
-Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or weight norm added later, is seen.
+Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or weight norm added later, is noticed.
 Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
 """
 
@@ -15,21 +15,21 @@ ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...]], ...]
 
 def expected_modules(modules: dict[str, type | tuple[type, ...]]) -> ExpectedModules:
     """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name there, types)."""
-    found = []
+    expected = []
     for path, types in modules.items():
         parent, _, name = path.rpartition(".")
-        found.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
-    return tuple(found)
+        expected.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
+    return tuple(expected)
 
 
 def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def own_forward(module: nn.Module) -> bool:
-    """Whether the instance has a forward of its own, and not its class's, which transformers puts back."""
-    own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+def has_instance_forward(module: nn.Module) -> bool:
+    """Whether a forward other than the class's is set on the instance; transformers sets the class's."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def fallback_reason(expected: ExpectedModules, layer: nn.Module) -> str | None:
@@ -49,7 +49,7 @@ def fallback_reason(expected: ExpectedModules, layer: nn.Module) -> str | None:
         # A hook runs only if this module is called.
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return f"{path} has hooks"
-        if own_forward(module):
+        if has_instance_forward(module):
             return f"{path} has a forward of its own, set on the instance"
         if cls is Dropout and module.p > 0 and module.training:
             return f"{path} is active in training"

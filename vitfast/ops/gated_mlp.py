@@ -4,8 +4,8 @@
     gated_mlp_block: x + drop_path[b] * layer_scale * gated_mlp(norm(x))
 
 "in" is gate, whose output is the pre-activation `pre`; "out" is down. Kept for backward are the inputs and the outputs
-of `in` and `up`; with an inner norm its input and statistics too. The activation is computed again where it is needed;
-with keep="all" the block also keeps the input of `down`. Passes over memory:
+of `in` and `up`; with an inner norm, so are its input and statistics. The activation is computed again where
+needed; with keep="all" the block also keeps the input of `down`. Passes over memory:
 
 forward     One product reads x and writes up and pre (in training) and the last layer's input. With an inner norm, that
             product writes the norm's input h, and one more pass writes the last layer's input.
@@ -40,7 +40,7 @@ if NO_TRITON is None:
 
 
 class _HiddenSaved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     pre: Tensor | None = None  # (M, F)
     up: Tensor | None = None  # (M, F)
@@ -50,7 +50,7 @@ class _HiddenSaved(NamedTuple):
 
 
 class _HiddenBackward(NamedTuple):
-    """The results of `_Hidden.backward`; None for what is not wanted."""
+    """The results of `_Hidden.backward`; those that are not wanted are None."""
 
     dpre: Tensor | None  # (M, F)
     dup: Tensor | None  # (M, F)
@@ -60,7 +60,7 @@ class _HiddenBackward(NamedTuple):
 
 
 class _Hidden(NamedTuple):
-    """The parameters and options of all before the last layer, and what kernels compute of them."""
+    """The parameters and options of all layers before the last, and what kernels compute with them."""
 
     in_weight: Tensor  # (F, D), gate
     in_bias: Tensor | None  # (F,)
@@ -73,7 +73,7 @@ class _Hidden(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """Keyword arguments of ref.gated_mlp."""
+        """The options as keyword arguments of ref.gated_mlp."""
         inner = dict(inner_norm_weight=self.inner_norm_weight, inner_norm_bias=self.inner_norm_bias)
         return dict(activation=self.activation, inner_eps=self.inner_eps, **inner)
 
@@ -84,7 +84,7 @@ class _Hidden(NamedTuple):
         return reason and f"inner norm: {reason}"
 
     def forward(self, x: Tensor, save: bool) -> tuple[Tensor, _HiddenSaved]:
-        """(the last layer's input (M, F), the tensors kept for backward where they are to `save`) for x (M, D)."""
+        """The last layer's input (M, F) for x (M, D), and the tensors kept for backward if `save`."""
         layers = as_matrix(self.up_weight), self.up_bias, as_matrix(self.in_weight), self.in_bias
         inner, up, pre = gated_linear(x, *layers, self.activation, save)
         if self.inner_norm_weight is None:
@@ -100,7 +100,7 @@ class _Hidden(NamedTuple):
         return _HiddenSaved(pre, up, *norm)
 
     def recompute(self, saved: _HiddenSaved) -> Tensor:
-        """The input of the last layer, once more."""
+        """Computes the input of the last layer again."""
         if self.inner_norm_weight is not None:
             return layer_norm_fwd(saved.inner_h, self.inner_norm_weight, self.inner_norm_bias, self.inner_eps)[0]
         return gelu(saved.pre, self.activation).mul_(saved.up)
@@ -108,10 +108,10 @@ class _Hidden(NamedTuple):
     def backward(
         self, g: Tensor, out_weight: Tensor, saved: _HiddenSaved, needs: "_Hidden", below: bool, want_inner: bool
     ) -> _HiddenBackward:
-        """Through the last layer, the inner norm and the activation.
+        """Gradients through the last layer, the inner norm and the activation.
 
         g: the gradient (M, D') of the last layer's output; out_weight (D', F). below: whether the gradient of x is
-        needed. want_inner: whether the last layer's input is.
+        needed. want_inner: whether the last layer's input is needed.
         """
         want_sums = needs.in_bias or needs.up_bias
         if self.inner_norm_weight is None:
@@ -217,7 +217,7 @@ class _Block(NamedTuple):
 
 
 class _BlockSaved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32
@@ -242,7 +242,7 @@ def _block_fake(t: _Block) -> tuple[Tensor, _BlockSaved]:
 def _block_backward(dout: Tensor, t: _Block, saved: _BlockSaved, needs: _Block) -> dict[str, Tensor | None]:
     dout, below = as_matrix(dout), block.needs_norm(needs)
     g, g_sum = block.branch_gradient(dout, t, needs, norm_follows=below)
-    # Through down, the inner norm and the activation. The same product may write down's input again.
+    # Gradients through down, the inner norm and the activation. The same product may write down's input again.
     inner, hidden = saved.inner, None
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if below or any(needs.hidden):
@@ -255,7 +255,7 @@ def _block_backward(dout: Tensor, t: _Block, saved: _BlockSaved, needs: _Block) 
         return block.output_layer_gradients(t, needs, g_sum, dout_weight, dscale)
     dpre, dup, sums, grads = hidden.dpre, hidden.dup, hidden.sums, hidden.norm
     inner = hidden = None  # 4 M D numbers, freed before more is allocated
-    # Through gate and up, the norm and the residual.
+    # Gradients through gate and up, the norm and the residual.
     dh = t.hidden.input_gradient(dpre, dup) if below else None
     want_h = needs.hidden.in_weight or needs.hidden.up_weight
     norm = block.norm_backward(t, needs, saved, dh, dout, g_sum, want_h, sums)

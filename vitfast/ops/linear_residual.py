@@ -1,6 +1,6 @@
 """The output layer of a residual branch, residual + drop_path[b] * layer_scale * (x W^T + b).
 
-What fused blocks share with it is in blocks.py.
+The functions that it shares with fused blocks are in blocks.py.
 """
 
 from typing import NamedTuple

@@ -27,7 +27,7 @@ class PackedImages:
     `pack` makes it. patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, the index of each patch in the grid of
     its image, row by row. offsets: (S + 1,) int32: image s owns the patches offsets[s] to offsets[s + 1]. grids: (S, 2)
     int32, patches down and across. counts: the number of patches of each image, as Python numbers; longest: the largest
-    of them. buffer: the memory that the tensors share, which is pinned and sent as one; None where `pack` has not laid
+    of them. buffer: the memory that the tensors share, which is pinned and sent as one; None where `pack` has not put
     them there, or one was replaced since.
     """
 
@@ -62,7 +62,7 @@ class PackedImages:
 
     @property
     def _together(self) -> bool:
-        """Whether all tensors still lie in the buffer: none was given other memory since."""
+        """Whether all tensors still lie in the buffer, and none has moved to other memory."""
         where = lambda t: t.untyped_storage().data_ptr()  # noqa: E731
         return self.buffer is not None and {*map(where, self._tensors.values())} == {where(self.buffer)}
 
@@ -95,7 +95,7 @@ class PackedImages:
         return self.to("cpu")
 
     def pin_memory(self) -> "PackedImages":
-        """The same in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
+        """The same images in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
         images = self.shape, self.dtype, self.counts
         packed = self if self._together else _in_buffer(None, *images, **self._tensors)
         return _in_buffer(packed.buffer.pin_memory(), *images)
@@ -109,7 +109,7 @@ def _in_buffer(
 ) -> PackedImages:
     """PackedImages whose tensors lie one after the other in `buffer`; None makes a new one.
 
-    tensors: what is copied there, by name; the caller writes the others.
+    tensors: those whose values are copied there, by name; the caller writes the others.
     """
     integers = shape[:1], (len(counts) + 1,), (len(counts), 2)  # places, offsets, grids
     parts = [(torch.Size(shape), dtype), *((torch.Size(size), torch.int32) for size in integers)]
@@ -117,11 +117,11 @@ def _in_buffer(
     starts = list(accumulate((cdiv(length, ALIGNMENT) * ALIGNMENT for length in lengths), initial=0))
     buffer = torch.empty(starts[-1], dtype=torch.uint8) if buffer is None else buffer
     pieces = (buffer[start : start + length] for start, length in zip(starts, lengths))
-    made = PackedImages(*(x.view(kind).view(size) for x, (size, kind) in zip(pieces, parts)), counts, max(counts))
-    object.__setattr__(made, "buffer", buffer)  # it is frozen
+    packed = PackedImages(*(x.view(kind).view(size) for x, (size, kind) in zip(pieces, parts)), counts, max(counts))
+    object.__setattr__(packed, "buffer", buffer)  # the dataclass is frozen
     for name, values in tensors.items():
-        getattr(made, name).copy_(values)
-    return made
+        getattr(packed, name).copy_(values)
+    return packed
 
 
 def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
@@ -130,7 +130,7 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
         raise TypeError(f"pack: images must be a list of (C, H, W) tensors, got {type(images).__name__}")
     if not images:
         raise ValueError("pack: images is empty")
-    found, first = [], None
+    tensors, first = [], None
     for i, image in enumerate(images):
         if type(image).__module__.startswith("PIL."):
             raise TypeError(f"pack: images[{i}] is a PIL image; vitfast.transform(model) makes a tensor of it")
@@ -148,12 +148,12 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
             raise ValueError(f"pack: images[{i}] must have sides that are {sides}, got {height} x {width}{hint}")
         kind = dict(channels=chans, dtype=image.dtype, device=image.device)
         first = first or kind
-        for name, own in kind.items():
-            if own != first[name]:
-                both = f"{name} {first[name]} of images[0], {own} of images[{i}]"
+        for name in kind:
+            if kind[name] != first[name]:
+                both = f"{name} {first[name]} of images[0], {kind[name]} of images[{i}]"
                 raise ValueError(f"pack: images must be alike, got {both}")
-        found.append(image)
-    return found
+        tensors.append(image)
+    return tensors
 
 
 def _cut(image: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -195,13 +195,13 @@ def pack(
         rest = (t.to(first.device) for t in (places, offsets, torch.tensor(grids, dtype=torch.int32)))
         return PackedImages(patches, *rest, counts, max(counts))
     shape = (sum(counts), first.shape[0], *patch)
-    made = _in_buffer(None, shape, first.dtype, counts, places=places, offsets=offsets, grids=torch.tensor(grids))
-    for cut, p, place in zip(cuts, kept, made.patches.split(counts)):
+    packed = _in_buffer(None, shape, first.dtype, counts, places=places, offsets=offsets, grids=torch.tensor(grids))
+    for cut, p, place in zip(cuts, kept, packed.patches.split(counts)):
         if p is None:
             place.unflatten(0, cut.shape[:2]).copy_(cut)
         else:
             place.copy_(cut[p // cut.shape[1], p % cut.shape[1]])
-    return made
+    return packed
 
 
 def pack_batch(images: Tensor, patch: tuple[int, int]) -> PackedImages:
@@ -222,21 +222,21 @@ def pack_batch(images: Tensor, patch: tuple[int, int]) -> PackedImages:
 def _checked_places(i: int, places, count: int) -> Tensor:
     """keep[i], a tensor, list or array, as a tensor.
 
-    Raises ValueError unless it holds at least one patch number, each below `count` and there once.
+    Raises ValueError unless it holds at least one patch number, each below `count` and at most once.
     """
     try:
-        found = torch.as_tensor(places)
+        indices = torch.as_tensor(places)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    whole = found.dtype in (torch.int32, torch.int64) and found.dim() == 1 and len(found) > 0
-    if not whole or found.min() < 0 or found.max() >= count or len(found.unique()) != len(found):
+        indices = torch.empty(0)
+    whole = indices.dtype in (torch.int32, torch.int64) and indices.dim() == 1 and len(indices) > 0
+    if not whole or indices.min() < 0 or indices.max() >= count or len(indices.unique()) != len(indices):
         text = f"whole numbers of patches from 0 to {count - 1}, each once and at least one"
         raise ValueError(f"pack: keep[{i}] must be {text}")
-    return found
+    return indices
 
 
 def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """The numbers, at least one, of the patches that are left of `count` without a random share `drop`."""
+    """Draws the indices of the patches that stay, at least one, when a fraction `drop` of `count` goes."""
     return torch.randperm(count, generator=generator)[: max(1, round(count * (1 - drop)))].sort().values
 
 

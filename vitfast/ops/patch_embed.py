@@ -43,7 +43,7 @@ class _Arguments(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """Prefix tokens of an image."""
+        """The number of prefix tokens of an image."""
         return 0 if self.cls_token is None else self.cls_token.shape[1]
 
 
@@ -124,8 +124,8 @@ def unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
             return f"{name} is a tensor, whose numbers compiled code does not know"
         if needs_grad(value):
             return f"{name} is a constant to the kernel, and it requires a gradient"
-    given = (t for t in tensors if t is not None and t.is_floating_point())
-    return next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
+    floats = (t for t in tensors if t is not None and t.is_floating_point())
+    return next((f"no kernel reads {t.dtype}" for t in floats if t.dtype not in KERNEL_DTYPES), None)
 
 
 def patch_embed(
@@ -179,8 +179,8 @@ def patch_embed(
     else:
         check.shape(op, "pos_embed", pos_embed, (1, "*", width))
         if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
-            known = f"{patches + prefix} or {patches} positions"
-            raise ValueError(f"{op}: pos_embed must have {known}, got {pos_embed.shape[1]}")
+            counts = f"{patches + prefix} or {patches} positions"
+            raise ValueError(f"{op}: pos_embed must have {counts}, got {pos_embed.shape[1]}")
     parameters = dict(bias=bias, cls_token=cls_token, pos_embed=pos_embed)
     check.floating(op, weight=weight, **parameters)
     check.device(op, "weight", weight.device, images=images, **parameters)

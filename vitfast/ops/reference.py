@@ -1,4 +1,4 @@
-"""The operations in plain PyTorch: they run without kernels and, in float64, tests compare with them.
+"""The operations in plain PyTorch, for calls without kernels; in float64, tests compare with them.
 
 B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. Operations
 compute in the dtype of their input x, to which the parameters are cast; factors (`layer_scale`, `drop_path`) act in
@@ -161,13 +161,13 @@ def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor 
 def _packed_attention(q, k, v, scale, offsets, longest):
     """Attention of packed samples, (tokens, H, Dh).
 
-    Where the offsets are at hand, samples of one length run together; else each is padded to `longest` tokens.
+    Where the host has the offsets, samples of one length run together; else each is padded to `longest` tokens.
     """
     lengths = offsets.diff()
     if at_hand(offsets):
         rows = [offsets[:-1][lengths == n, None] + torch.arange(n) for n in lengths.unique().tolist() if n]
-        found = [attention(q[each], k[each], v[each], scale=scale).flatten(0, 1) for each in rows]
-        return torch.cat(found).index_select(0, torch.cat([each.flatten() for each in rows]).argsort())
+        o = [attention(q[each], k[each], v[each], scale=scale).flatten(0, 1) for each in rows]
+        return torch.cat(o).index_select(0, torch.cat([each.flatten() for each in rows]).argsort())
     longest = longest or int(lengths.max())
     owner = owners(offsets, len(q))
     rows = owner * longest + torch.arange(len(q), device=q.device) - offsets[owner]

@@ -50,7 +50,7 @@ def test_the_main_models_compile_nothing(tmp_path, gpu, models):
 
 def archive(folder: Path, name: str = "a.tar.xz", files=("K/k.cubin", "K/k.json"), link="", **changes) -> Path:
     """An archive for sm_90 of one kernel, made here but for the changes. link: what the last of the files links to."""
-    made = archives.made_with(90) | dict(models=["B/16"], count=1) | changes
+    made = archives.fingerprint(90) | dict(models=["B/16"], count=1) | changes
     group = json.dumps({"child_paths": {"k.cubin": "/elsewhere/k.cubin", "k.ptx": "/elsewhere/k.ptx"}})
     with tarfile.open(folder / name, "w:xz") as tar:
         contents = {"vitfast.json": json.dumps(made), **dict.fromkeys(files, "new"), "K/__grp__k.json": group}

@@ -40,7 +40,7 @@ def write_archive(archive: Path, sm: int, found: Iterable[Launch], models: list[
         finally:
             compiler.close()
             print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)
-        facts = archives.made_with(sm) | dict(vitfast=__version__, models=models, count=len(futures))
+        facts = archives.fingerprint(sm) | dict(vitfast=__version__, models=models, count=len(futures))
         kept = [file for file in sorted(Path(folder).rglob("*")) if file.suffix in NEEDED]
         files = {str(file.relative_to(folder)): file.read_bytes() for file in kept}
         write_tar(archive, {archives.MANIFEST: json.dumps(facts, indent=1).encode()} | files, "xz")
