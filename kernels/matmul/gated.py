@@ -183,19 +183,9 @@ def dgated_matmul_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
+    operands, pid = (a_ptr, b_ptr, (M, N, K), strides), tl.program_id(0)
     index_m, offs_m, first_n, pieces = output_block(
-        tl.program_id(0),
-        a_ptr,
-        b_ptr,
-        (M, N, K),
-        strides,
-        LOADS,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        GROUP_M,
-        SUBTILES,
+        pid, *operands, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
     )
     pointers = in_ptrs, out_ptrs, sum_ptrs
     for i in tl.static_range(SUBTILES):
@@ -281,20 +271,9 @@ def gated_linear(
     shared |= dict(strides=(x.stride(0), up_weight.stride(0), gate_weight.stride(0)))
     h, *saved = (torch.empty((m, n), dtype=x.dtype, device=x.device) for _ in range(3 if save else 1))
     up, gate = saved or (None, None)
-    launch(
-        gated_linear_kernel,
-        grid,
-        **shared,
-        up_weight_ptr=up_ptr,
-        gate_weight_ptr=gate_ptr,
-        up_bias_ptr=contiguous_or_none(up_bias),
-        gate_bias_ptr=contiguous_or_none(gate_bias),
-        up_ptr=up,
-        gate_ptr=gate,
-        h_ptr=h,
-        stride_om=n,
-        ACT=activation,
-    )
+    shared |= dict(up_weight_ptr=up_ptr, gate_weight_ptr=gate_ptr, stride_om=n, ACT=activation)
+    biases = dict(up_bias_ptr=contiguous_or_none(up_bias), gate_bias_ptr=contiguous_or_none(gate_bias))
+    launch(gated_linear_kernel, grid, **shared, **biases, up_ptr=up, gate_ptr=gate, h_ptr=h)
     return h, *(saved or (empty, empty))
 
 
@@ -324,15 +303,8 @@ def dgated_matmul(
         return gated_bwd(torch.mm(g, weight), up, gate, activation, want_sums, want_h)
     pointers = _outputs(up, cdiv(m, config["BLOCK_M"]), want_h, want_sums)
     grid, shared = row_product(g, weight, config, "nn")
-    launch(
-        dgated_matmul_kernel,
-        grid,
-        **shared,
-        **pointers,
-        in_ptrs=(up, gate),
-        in_strides=(up.stride(0), gate.stride(0)),
-        ACT=activation,
-    )
+    inputs = dict(in_ptrs=(up, gate), in_strides=(up.stride(0), gate.stride(0)))
+    launch(dgated_matmul_kernel, grid, **shared, **pointers, **inputs, ACT=activation)
     return *pointers["out_ptrs"], *pointers["sum_ptrs"]
 
 

@@ -214,16 +214,7 @@ def launch_persistent(
     piece = rows, columns // config["SUBTILES"]
     grid, shared = row_product(a, b, config, kind)
     del shared["strides"]  # descriptors have them
-    launch(
-        persistent_kernel,
-        grid,
-        **shared,
-        bias_ptr=contiguous_or_none(bias),
-        early_ptr=None if early is None else described(early, rows, columns),
-        out_ptr=described(out, *piece),
-        more_ptr=None if more is None else described(more, *piece),
-        others=others,
-        zero=0.0,
-        ACT=activation,
-        EPILOGUE=epilogue,
-    )
+    outputs = dict(out_ptr=described(out, *piece), more_ptr=None if more is None else described(more, *piece))
+    early = None if early is None else described(early, rows, columns)
+    shared |= dict(bias_ptr=contiguous_or_none(bias), early_ptr=early, others=others, zero=0.0)
+    launch(persistent_kernel, grid, **shared, **outputs, ACT=activation, EPILOGUE=epilogue)

@@ -107,21 +107,10 @@ def scale_rows(
     programs = row_programs(dout.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]), strips)
     g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
     ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
-    launch(
-        scale_rows_kernel,
-        (programs, strips),
-        dout_ptr=dout,
-        ls_ptr=contiguous_or_none(layer_scale),
-        dp_ptr=contiguous_or_none(drop_path),
-        g_ptr=g,
-        sum_ptr=ws,
-        M=M,
-        rows_per_sample=rows_per_sample,
-        stride_dout=row_stride(dout),
-        D=D,
-        ALIGN=row_alignment(dout),
-        **flags,
-    )
+    factors = dict(ls_ptr=contiguous_or_none(layer_scale), dp_ptr=contiguous_or_none(drop_path))
+    sizes = dict(M=M, rows_per_sample=rows_per_sample, stride_dout=row_stride(dout))
+    flags |= dict(D=D, ALIGN=row_alignment(dout))
+    launch(scale_rows_kernel, (programs, strips), dout_ptr=dout, g_ptr=g, sum_ptr=ws, **factors, **sizes, **flags)
     return g, *column_sums(dout, [ws])
 
 
@@ -141,17 +130,8 @@ def scaled_weight_grad(
     config = tiles.lookup("scaled_weight_grad", product, product_class(k, n))
     out = torch.empty((n, k), dtype=g.dtype, device=g.device)
     dls = None if weight is None else torch.empty(n, dtype=torch.float32, device=g.device)
-    launch(
-        scaled_weight_grad_kernel,
-        (cdiv(n, config["BLOCK_N"]),),
-        product_ptr=product,
-        w_ptr=weight,
-        ls_ptr=contiguous_or_none(layer_scale),
-        out_ptr=out,
-        dls_ptr=dls,
-        N=n,
-        K=k,
-        stride_wn=row_stride(weight),
-        **config.meta,
-    )
+    inputs = dict(product_ptr=product, w_ptr=weight, ls_ptr=contiguous_or_none(layer_scale))
+    sizes = dict(N=n, K=k, stride_wn=row_stride(weight))
+    grid = (cdiv(n, config["BLOCK_N"]),)
+    launch(scaled_weight_grad_kernel, grid, **inputs, out_ptr=out, dls_ptr=dls, **sizes, **config.meta)
     return out, dls

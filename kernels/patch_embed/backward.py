@@ -217,17 +217,9 @@ def _dweight(
     steps = cdiv(rows, flags["BLOCK_M"])
     splits = max(1, min(flags.pop("PROGRAMS") // blocks, steps // 4))
     partial = torch.empty(splits, width, k, device=dy.device, dtype=torch.float32)
-    launch(
-        patch_embed_dweight_kernel,
-        (blocks, splits),
-        dy_ptr=dy,
-        image_ptr=images,
-        partial_ptr=partial,
-        rows_per_split=cdiv(steps, splits) * flags["BLOCK_M"],
-        D=width,
-        **geometry,
-        **flags,
-    )
+    pointers = dict(dy_ptr=dy, image_ptr=images, partial_ptr=partial)
+    flags |= dict(rows_per_split=cdiv(steps, splits) * flags["BLOCK_M"], D=width)
+    launch(patch_embed_dweight_kernel, (blocks, splits), **pointers, **geometry, **flags)
     dweight = torch.empty(weight.shape, device=dy.device, dtype=weight.dtype)
     flags = folding(dweight, images, *((mean, std) if dbias is not None else ((), ())))
     pointers = dict(partial_ptr=partial, dbias_ptr=dbias, dweight_ptr=dweight)
@@ -248,16 +240,9 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, packed: Pa
         return grid.reshape(images.shape).to(images.dtype)
     dimages = torch.empty(images.shape, device=dy.device, dtype=images.dtype)
     geometry = geometry_of(dimages, (p, q), prefix, packed)
-    launch(
-        patch_embed_dimages_kernel,
-        (cdiv(geometry["rows"], config["BLOCK_M"]) * cdiv(geometry["AXES"].k, config["BLOCK_K"]),),
-        dy_ptr=dy,
-        weight_ptr=weight.contiguous(),
-        dimage_ptr=dimages,
-        D=weight.shape[0],
-        **geometry,
-        **config.meta,
-    )
+    blocks = cdiv(geometry["rows"], config["BLOCK_M"]) * cdiv(geometry["AXES"].k, config["BLOCK_K"])
+    pointers = dict(dy_ptr=dy, weight_ptr=weight.contiguous(), dimage_ptr=dimages)
+    launch(patch_embed_dimages_kernel, (blocks,), **pointers, D=weight.shape[0], **geometry, **config.meta)
     return dimages
 
 
@@ -312,27 +297,14 @@ def _sums(dy, prefix, pos_len, want_bias: bool, wanted: Gradients) -> tuple[Tens
     batch, tokens, width = dy.shape
     patch_sums, dcls, dpos = (
         None if dtype is None else dy.new_empty(1, count, width, dtype=dtype)
-        for count, dtype in (
-            (tokens - prefix, torch.float32 if want_bias else None),
-            (prefix, wanted.cls_token),
-            (pos_len, wanted.pos_embed),
+        for count, dtype in zip(
+            (tokens - prefix, prefix, pos_len),
+            (torch.float32 if want_bias else None, wanted.cls_token, wanted.pos_embed),
         )
     )
     if want_bias or wanted.cls_token or wanted.pos_embed:
-        launch(
-            patch_embed_batch_sum_kernel,
-            (tokens, cdiv(width, 256)),
-            dy_ptr=dy,
-            sum_ptr=patch_sums,
-            dprefix_ptr=dcls,
-            dpos_ptr=dpos,
-            batch=batch,
-            tokens=tokens,
-            prefix=prefix,
-            pos_start=tokens - pos_len,
-            D=width,
-            BLOCK_B=32,
-            BLOCK_D=256,
-            num_warps=4,
-        )
+        pointers = dict(dy_ptr=dy, sum_ptr=patch_sums, dprefix_ptr=dcls, dpos_ptr=dpos)
+        sizes = dict(batch=batch, tokens=tokens, prefix=prefix, pos_start=tokens - pos_len, D=width)
+        flags = dict(BLOCK_B=32, BLOCK_D=256, num_warps=4)
+        launch(patch_embed_batch_sum_kernel, (tokens, cdiv(width, 256)), **pointers, **sizes, **flags)
     return None if patch_sums is None else patch_sums.sum((0, 1)), dcls, dpos

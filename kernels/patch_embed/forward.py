@@ -215,19 +215,15 @@ def patch_embed_fwd(
         size, pos_start = (len(images) + batch * prefix,), prefix
     out = torch.empty(*size, width, device=weight.device, dtype=weight.dtype)
     blocks = cdiv(geometry["rows"], config["BLOCK_M"]) + prefix * cdiv(batch, config["BLOCK_M"])
+    vectors = dict(bias_ptr=bias, prefix_ptr=cls_token if prefix else None, pos_ptr=pos_embed)
+    pointers = {name: contiguous_or_none(t) for name, t in vectors.items()}
+    pointers |= dict(image_ptr=images, weight_ptr=ordered.contiguous(), scale_ptr=scale, out_ptr=out)
+    sizes = dict(pos_start=pos_start, batch=batch, D=width)
     launch(
         patch_embed_fwd_kernel,
         (blocks * cdiv(width, config["BLOCK_D"]),),
-        image_ptr=images,
-        weight_ptr=ordered.contiguous(),
-        scale_ptr=scale,
-        bias_ptr=contiguous_or_none(bias),
-        prefix_ptr=cls_token.contiguous() if prefix else None,
-        pos_ptr=contiguous_or_none(pos_embed),
-        out_ptr=out,
-        pos_start=pos_start,
-        batch=batch,
-        D=width,
+        **pointers,
+        **sizes,
         **geometry,
         **config.meta,
     )
