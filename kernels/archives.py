@@ -76,7 +76,7 @@ def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
                 yield member.name, tar.extractfile(member).read()
     except OSError:
         raise
-    except Exception as error:  # LZMAError is no subclass of the usual ones, and lzma may be missing
+    except Exception as error:  # LZMAError is no OSError or ValueError, and lzma may be missing
         raise ValueError(f"{archive} is no archive of kernels, or is damaged: {error}") from None
 
 
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 
 
 def install(archive: Path, folder: Path | None = None) -> None:
-    """Adds an archive to Triton's cache, or to another folder to be used as one, without `refusal`.
+    """Adds an archive to Triton's cache, or to a folder that will become one; does not check `refusal`.
 
     Raises ValueError for a damaged archive, of which nothing is added.
     Triton notes the absolute path of every file of a kernel: the paths are rewritten for where the files lie now. A

@@ -102,7 +102,7 @@ def _attention_bwd_resident_kernel(
         deltas = deltas + (row_dot((os[i],), (dos[i],)),)
         dqs = dqs + (tl.zeros(qs[i].shape, tl.float32),)
         first += PARTS[i]
-    base2_scale = scale * LOG2E  # once, since disable_licm leaves it in the loop
+    base2_scale = scale * LOG2E  # computed here, because disable_licm would leave it in the loop
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES, disable_licm=True):
         k = qkv_box.load([b, H + h, start, 0]).reshape(BLOCK_N, D)
         v = qkv_box.load([b, 2 * H + h, start, 0]).reshape(BLOCK_N, D)

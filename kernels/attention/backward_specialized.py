@@ -268,7 +268,7 @@ def _attention_bwd_specialized_kernel(
             (_keys, (boxes, tiles, rows, bars, heads, N, H, scale, 2)),
         ],
         [4, 4, 4],
-        [128, 128, 128],  # registers per thread; with 120, those of keys use the stack and their products wait
+        [128, 128, 128],  # registers per thread; with 120, the warpgroups of keys spill, and their products wait
     )
 
 

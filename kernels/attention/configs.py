@@ -59,7 +59,7 @@ def _forward(c: Case) -> Tile:
         (c.sync and (c.plain and not c.large or c.sm != 120 and c.options == "fp" and c.head <= 64), (4, 2, 64, 32)),
         (c.sm == 120 and c.medium and c.rope and not c.masked, (8, 1, 64, 32)),
         (c.sync, (8, 1, 32, 32) if c.large and (c.rope or c.masked) else (8, 2, 64, 32)),
-        # A bias beside 64 x 64 logits leaves wgmma too few registers in small heads, but not in those of 64.
+        # A bias beside 64 x 64 logits leaves wgmma too few registers in small heads; the common 64 has another tile.
         (c.masked and (c.medium or c.head == 64 and not c.padded), (8, 2, 128, 64)),
         (c.masked and c.sm == 90, (8, 2, 128, 16) if c.large else (8, 2, 32, 32)),
         (c.masked, (8, 1, 64, 32)),
@@ -81,7 +81,7 @@ def _attention_bwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     tiled, hopper = config(provider="tiled"), sm == 90 and bits == "16"
     if not hopper or shape not in ("d64n64", "d64m64", "d64n128", "d64m128", "d64n256"):
         return [tiled]
-    # "specialized" has 14 full waits in a row in place of 84 (counted, not timed); if it is not faster, it is to go.
+    # Gluon: 14 full waits in a row in place of 84 (counted; it has run on no GPU). It goes unless a run is faster.
     roles = [config(4, 1, "specialized")] if shape == "d64n256" else []
     return [config(4, 1, "resident", BLOCK_N=32, STAGES=3), tiled, *roles]
 

@@ -89,7 +89,7 @@ def patch_embed_dweight_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Computes BLOCK_D x BLOCK_K of dy^T patches over one split of the rows, from the images."""
+    """Computes BLOCK_D x BLOCK_K of dy^T patches over one split of the rows; gathers the patches again."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(1)
@@ -158,7 +158,7 @@ def patch_embed_dimages_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Computes BLOCK_M patches x BLOCK_K pixels of dy W; every pixel belongs to one patch."""
+    """Computes BLOCK_M patches x BLOCK_K pixels of dy W; a pixel has one patch, so stores do not add."""
     K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0) // blocks_k * BLOCK_M + tl.arange(0, BLOCK_M)

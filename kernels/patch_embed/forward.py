@@ -115,7 +115,7 @@ def patch_embed_fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Computes BLOCK_M patches x BLOCK_D columns; the last programs write the prefix tokens."""
+    """Computes BLOCK_M patches, which neighbours share in L2, x BLOCK_D columns; last come the prefixes."""
     K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
@@ -202,7 +202,7 @@ def patch_embed_fwd(
     ordered, scale = in_image_order(weight, images), None
     if images.dtype == torch.uint8:
         arguments = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
-        # Bytes become fp16 at the least cost, so bf16 weights become fp16 too; a scale for each row loses none.
+        # Bytes become fp16 at the least cost, so bf16 weights do too: with a scale for each row that loses nothing.
         halves = weight.itemsize == 2
         ordered = torch.empty(width, k, device=weight.device, dtype=torch.float16 if halves else weight.dtype)
         bias, scale = (torch.empty(width, device=weight.device, dtype=torch.float32) for _ in range(2))

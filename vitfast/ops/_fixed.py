@@ -1,6 +1,6 @@
 """Algorithms for PyTorch's operations in which the bits of a sample do not depend on its batch.
 
-They are called before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act in it:
+They are registered before PyTorch's kernels for CPU and CUDA while batch_invariant is on in some thread, and act there:
 
 - a product takes its rows in blocks of ROWS, filled up with zeros, or on CUDA runs our kernel of linear layers;
 - a convolution of patches is such a product; other convolutions, attention, norms over an image, pooling and
