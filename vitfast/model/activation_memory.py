@@ -24,7 +24,7 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
     device = next(vit.patch_embed.proj.parameters()).device
     if device.type not in DEVICES:
         return "least"
-    sizes = Sizes(ViTConfig(**vit._config))
+    sizes = Sizes(ViTConfig(**vit.config))
     block, d = sizes.block, sizes.block.width
     kept = len(vit.blocks) * sum(block_bytes(block, rows, size, "all").values()) + 2 * rows * d * size
     working = rows * row_working_bytes(block, size)

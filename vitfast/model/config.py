@@ -234,6 +234,11 @@ class ViTConfig:
         if self.ref_feat_shape is not None and self.rope != "cat":
             raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
 
+    @classmethod
+    def of(cls, names: dict) -> "ViTConfig":
+        """The arguments that are among the local variables of a constructor."""
+        return cls(**{f.name: names[f.name] for f in fields(cls)})
+
     def as_dict(self) -> dict:
         """`ViT.config`: all but `keep`, and the names of classes where there are any."""
         names = {} if self.class_names is None else {"class_names": self.class_names}
