@@ -29,8 +29,7 @@ class Block(Layer):
 
     Each of its two halves, attention and MLP, is one operation. If a module in a half must be called (active dropout, a
     hook, a layer that LoRA has replaced, norms of q and k), or if positions are relative, that half runs on its
-    modules, the smaller operations and PyTorch instead. `keep`: what the two operations keep for backward, "least" or
-    "all".
+    modules, the smaller operations and PyTorch instead. `keep`: what operations keep for backward, "least" or "all".
 
     drop_path_mode: "mask" computes the halves for all samples and drops some of the results, "subset" computes them
     only for a fixed number of samples.
@@ -46,13 +45,12 @@ class Block(Layer):
     def __init__(self, config: ViTConfig, norm: Callable[[int], nn.Module], drop_path: float):
         """config: a ViT's arguments. norm: makes a norm of some width. drop_path: this block's rate."""
         super().__init__()
-        c, width = config, config.embed_dim
+        c, width, rate = config, config.embed_dim, config.proj_drop_rate
         self.drop_path_rate, self.drop_path_mode = drop_path, c.drop_path_mode
         self.residual_in_fp32 = c.residual_in_fp32
         self.norm1 = norm(width)
-        biases, rate = (c.qkv_bias, c.proj_bias), c.proj_drop_rate
         attention = RelativeAttention if c.pos_embed == "relative" else Attention
-        self.attn = attention(width, c.num_heads, *biases, rate, norm if c.qk_norm else None)
+        self.attn = attention(width, c.num_heads, c.qkv_bias, c.proj_bias, rate, norm if c.qk_norm else None)
         self.ls1 = LayerScale(width, c.init_values) if c.init_values else nn.Identity()
         self.norm2 = norm(width)
         mlp, activation = (GluMlp, "silu") if c.swiglu_mlp else (Mlp, c.act_layer)
@@ -62,11 +60,7 @@ class Block(Layer):
         self.norm1.in_fp32 = self.norm2.in_fp32 = c.residual_in_fp32
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        options: dict | None = None,
-        subsets: tuple[Subset | None, Subset | None] = (None, None),
+        self, x: Tensor, positions: Tensor | None = None, options: dict | None = None, subsets: tuple = (None, None)
     ) -> Tensor:
         """x (B, N, D) -> (B, N, D). positions: (1, N, D), for packed tokens (tokens, D); added to x first.
 
@@ -131,8 +125,7 @@ class Block(Layer):
         unsupported = layer.unsupported_reason() if standard else unfused
         if unfused is None:
             return [(fused_part, unsupported)]
-        of_norm = [("norm", f"it is {full_name(type(norm))}")]
-        entries = norm.report_entries() if type(norm) in OF_NORMS else of_norm
+        entries = norm.report_entries() if type(norm) in OF_NORMS else [("norm", f"it is {full_name(type(norm))}")]
         return [*entries, (layer_part, unsupported), ("projection and residual", unfused)]
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, options: dict | None = None, *_) -> Tensor:

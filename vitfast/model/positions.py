@@ -30,6 +30,7 @@ from .config import ROPES, Resample
 from .layers import Attention
 
 Grid = tuple[int, int]
+Batch = Tensor | PackedImages  # images of one size, (B, C, H, W), or of many
 AXES = ("learn2d", "factorized")  # the kinds with a table for the columns and one for the rows
 ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # the values of ops.attention's rope_layout
 
@@ -63,23 +64,19 @@ def change_tables(vit: nn.Module, change: Callable[[str, Tensor], Tensor]) -> No
     for name in vit._tables:
         before = getattr(vit, name)
         after = change(name, before)
-        learned = isinstance(before, nn.Parameter)
-        setattr(vit, name, nn.Parameter(after, before.requires_grad) if learned else after)
+        setattr(vit, name, nn.Parameter(after, before.requires_grad) if isinstance(before, nn.Parameter) else after)
 
 
-def _tables_at(vit: nn.Module, images: Tensor | PackedImages) -> dict[str, Tensor]:
+def _tables_at(vit: nn.Module, images: Batch) -> dict[str, Tensor]:
     """The position tables, resampled for the grid of the images if the model takes any size."""
     tables, stem = {name: getattr(vit, name) for name in vit._tables}, vit.patch_embed
     if not vit.dynamic_img_size or isinstance(images, PackedImages):
         return tables
-    grids = stem.grid_size, stem.dynamic_feat_size(images.shape[2:])
-    how = prefix_slots(vit), vit._architecture["pos_resample"]
-    return {name: resize_table(name, table, *grids, *how) for name, table in tables.items()}
+    how = stem.grid_size, stem.dynamic_feat_size(images.shape[2:]), prefix_slots(vit), vit._architecture["pos_resample"]
+    return {name: resize_table(name, table, *how) for name, table in tables.items()}
 
 
-def added_positions(
-    vit: nn.Module, images: Tensor | PackedImages
-) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+def added_positions(vit: nn.Module, images: Batch) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
     kind, place, depth = vit._architecture["pos_embed"], vit._architecture["pos_embed_at"], len(vit.blocks)
     tables, prefix, first = _tables_at(vit, images), vit.num_prefix_tokens, None
@@ -101,7 +98,7 @@ def added_positions(
     return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
 
 
-def attention_options(vit: nn.Module, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
+def attention_options(vit: nn.Module, images: Batch, x: Tensor) -> list[dict]:
     """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
     c, packed, prefix = vit._architecture, isinstance(images, PackedImages), vit.num_prefix_tokens
     if c["pos_embed"] == "relative":
@@ -216,13 +213,7 @@ def packed_positions(
 
 @torch.fx.wrap  # it looks at shapes in Python
 def rope_tables(
-    kind: str,
-    images: Tensor | PackedImages,
-    x: Tensor,
-    patch: Grid,
-    head_dim: int,
-    temperature: float,
-    ref_grid: Grid | None,
+    kind: str, images: Batch, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2), of the patches row by row.
 
@@ -276,9 +267,8 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0, how: Resa
     if tuple(old) == tuple(new):
         return pos_embed
     if pos_embed.shape[1] != prefix + old[0] * old[1]:
-        raise ValueError(
-            f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
-        )
+        expected = f"{prefix} + {old[0]} x {old[1]} positions"
+        raise ValueError(f"resample: pos_embed must have {expected}, got {pos_embed.shape[1]}")
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
     # Compiled, torch 2.14 has no derivative of interpolate to sizes that may change; on a GPU it adds in any order.
@@ -347,9 +337,8 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid, how: Resample = "bicub
         return table
     (h, w), offsets = old, 2 * old[0] * old[1] - 1
     if table.shape[1] != offsets:
-        raise ValueError(
-            f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
-        )
+        expected = f"{offsets} offsets for a grid of {h} x {w}"
+        raise ValueError(f"resample_offsets: the table must have {expected}, got {table.shape[1]}")
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
     plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new), how=how)
     plane = plane.to(torch.promote_types(plane.dtype, torch.float32))

@@ -10,7 +10,7 @@ from ..ops.packed import PackedImages, pack
 from .config import channels_hint
 from .drop_path import subsets_of_packed
 from .heads import segment_mean
-from .positions import token_layout
+from .positions import Batch, token_layout
 
 ManyImages = list[Tensor] | tuple[Tensor, ...] | PackedImages | Tensor
 
@@ -45,7 +45,7 @@ def packed_images(vit: nn.Module, images: ManyImages) -> PackedImages:
     return images if images.device == device else images.to(device, non_blocking=True)
 
 
-def subsets_of_blocks(vit: nn.Module, images: Tensor | PackedImages) -> list[tuple]:
+def subsets_of_blocks(vit: nn.Module, images: Batch) -> list[tuple]:
     """For each block the packed samples that its two halves run on; None where a half draws them itself."""
     packed, prefix = isinstance(images, PackedImages), vit.num_prefix_tokens
     rates = [block.drop_path_rate if packed and block.training else 0.0 for block in vit.blocks]
@@ -58,8 +58,7 @@ def encode(vit: nn.Module, images: ManyImages) -> "Together":
     """All tokens after the last norm, (tokens, D), one image after the other."""
     images = packed_images(vit, images)
     x, inputs = vit._embed(images)
-    _, options, _ = inputs[0]
-    counts = [vit.num_prefix_tokens + count for count in images.counts]
+    (_, options, _), counts = inputs[0], [vit.num_prefix_tokens + count for count in images.counts]
     return Together(vit._encode(x, inputs), options["offsets"], counts)
 
 

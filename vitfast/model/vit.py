@@ -31,7 +31,6 @@ from .variable_size import ManyImages, of_many_sizes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Batch = Tensor | PackedImages
 Change = Callable[[Tensor], Tensor]  # of the patch embeddings (B, N, D)
 SETTABLE = ("global_pool", "dynamic_img_size", *preprocessing.FIELDS)  # arguments that are attributes and may be set
 for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
@@ -78,13 +77,10 @@ class ViT(nn.Module):
         for name in (*preprocessing.FIELDS, "class_names"):
             if isinstance(getattr(type(self), name, property()), property):  # else it is an attribute of a subclass
                 vars(self)[name] = getattr(c, name)
-
-        stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
-        if c.backbone is None:
-            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
-        else:
-            self.patch_embed = HybridEmbed(*stem, c.backbone)
-        # The arguments that no attribute holds: what the layers were made with. Methods alone change them.
+        plain, stem = c.backbone is None, (c.img_size, c.patch_size, c.in_chans, c.embed_dim)
+        # pre_norm would normalise a bias away, as timm says.
+        self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm) if plain else HybridEmbed(*stem, c.backbone)
+        # What the layers are made with: only methods change it. The other arguments, SETTABLE, live in the attributes.
         self._architecture = {name: getattr(c, name) for name in arguments.ARGUMENTS if name not in SETTABLE}
         self._architecture |= dict(fc_norm=sizes.after_pooling, backbone=getattr(self.patch_embed, "spec", None))
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
@@ -93,14 +89,12 @@ class ViT(nn.Module):
         self.pos_drop = nn.Dropout(c.pos_drop_rate)
         norm = partial(NORMS[c.norm_layer], eps=c.norm_eps)
         self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
-
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
         self.blocks = nn.Sequential(*(Block(c, norm, rate) for rate in rates))
         self.set_keep(c.keep)
         feature = dict(num_chs=c.embed_dim, reduction=self.patch_embed.feat_ratio())
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
         self.norm = nn.Identity() if sizes.after_pooling else norm(c.embed_dim)
-
         pool = (c.embed_dim, c.num_heads, sizes.block.hidden, c.act_layer, norm)
         self.attn_pool = AttentionPoolLatent(*pool) if c.global_pool == "map" else None
         self.fc_norm = norm(c.embed_dim) if sizes.after_pooling else nn.Identity()
@@ -144,14 +138,14 @@ class ViT(nn.Module):
         """The images. Raises TypeError or ValueError unless they have this model's channels and size."""
         return checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
 
-    def _embed(self, images: Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
+    def _embed(self, images: positions.Batch, change_patches: Change | None = None) -> tuple[Tensor, list[tuple]]:
         """Images -> the tokens (B, T+N, D), or packed (tokens, D), and each block's other arguments."""
         x, before_blocks = self._pos_embed(images, change_patches)
         x = self.norm_pre(self.pos_drop(x))
         options, subsets = positions.attention_options(self, images, x), variable_size.subsets_of_blocks(self, images)
         return x.float() if self.residual_in_fp32 else x, list(zip(before_blocks, options, subsets))
 
-    def _pos_embed(self, images: Batch, change_patches: Change | None) -> tuple[Tensor, list[Tensor | None]]:
+    def _pos_embed(self, images: positions.Batch, change_patches: Change | None) -> tuple[Tensor, list[Tensor | None]]:
         """Patches, prefix tokens and positions, joined by one operation; and the positions added before each block."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
