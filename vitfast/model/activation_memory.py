@@ -14,7 +14,7 @@ DEVICES = ("cuda",)  # types of devices that say how much memory is free
 
 
 def choose(vit: nn.Module, rows: int, size: int) -> str:
-    """Returns "all" if a training step that keeps everything fits into the GPU's free memory, else "least".
+    """Returns "all" if a step that keeps everything fits into the GPU's free memory, else "least".
 
     rows: tokens at a time. size: bytes of an element of the matrix products. At its peak a step holds the tensors that
     the blocks and the last norm keep; those that only the backward of an MLP holds; logits and their gradients, in fp32

@@ -77,7 +77,7 @@ def _normalize_raw(model: nn.Module, args: tuple) -> tuple:
 
 
 def normalized(model: nn.Module, images: Tensor) -> Tensor:
-    """Images as the model's layers take them. Raw ones are normalised for a baseline; a ViT normalises them itself."""
+    """Normalises raw images for the layers of a baseline; a ViT does it itself."""
     raw = images.dtype == torch.uint8 and not isinstance(model, ViT)
     return ref.normalize(images, model.mean, model.std, torch.float32) if raw else images
 
@@ -158,7 +158,7 @@ def _classes(name: str, tensors: dict[str, Tensor]) -> int:
 
 
 def load_any(name: str, source: str | Path, img_size: int | tuple[int, int] | None = None) -> nn.Module:
-    """The ViT or the baseline that these weights belong to; img_size replaces the size that it was saved with."""
+    """Makes the ViT or baseline that has these weights; img_size replaces the saved one."""
     if architecture := baseline_of(name, source):
         return load_baseline(architecture, source, img_size)
     return ViT.from_pretrained(source, **({} if img_size is None else dict(img_size=img_size)))

@@ -19,7 +19,7 @@ _LAYERS = (Attention, RelativeAttention, Mlp, GluMlp)
 
 
 def _modules_of_half(norm: str, name: str, layers: tuple[type[Attention | Mlp], ...], scale: str) -> ExpectedModules:
-    """The modules of a half whose parameters one operation reads; layers: the classes that its layer may have."""
+    """The modules of a half whose parameters one operation reads; layers: classes of its layer."""
     inside = {f"{name}.{path}": types for path, types in layers[0].inside.items()}
     return expected_modules({norm: tuple(OF_NORMS), name: layers} | inside | {scale: (LayerScale, nn.Identity)})
 
@@ -79,14 +79,14 @@ class Block(Layer):
         return _add(x, self.ls1(self.attn(self.branch_input(x, self.norm1), **options)), drop_path)
 
     def _mlp_half(self, x: Tensor, drop_path: Tensor | None, _options: dict | None = None) -> Tensor:
-        """x + drop_path * ls2(mlp(norm2(x))). An MLP sees each token alone, so no option concerns it."""
+        """x + drop_path * ls2(mlp(norm2(x))); options are for attention, since an MLP sees each token alone."""
         if self._unfused_reason(self.mlp, Mlp) is None and not self.mlp.dropout_active():
             options = self._fused_options(self.norm2, self.ls2, drop_path)
             return self.mlp.block(x, self.norm2.weight, self.norm2.bias, **options)
         return _add(x, self.ls2(self.mlp(self.branch_input(x, self.norm2))), drop_path)
 
     def _drop_path(self, half: Callable, x: Tensor, options: dict, subset: Subset | None) -> Tensor:
-        """Runs a half with stochastic depth: dropped for some samples, or computed on a subset of them."""
+        """Runs a half with stochastic depth: it is dropped for some samples, or runs on a subset of them."""
         rate, offsets = self.drop_path_rate if self.training else 0, options.get("offsets")
         if rate == 0:
             return half(x, None, options)
@@ -101,7 +101,7 @@ class Block(Layer):
         return x.index_copy(0, rows, half(x.index_select(0, rows), factors, options))
 
     def _unfused_reason(self, layer: nn.Module, usual: type[Attention | Mlp]) -> str | None:
-        """Why the half with this layer, by default a `usual`, runs on its modules; None where one operation runs it."""
+        """Why the half of this layer, usually a `usual`, runs on its modules; None where one operation does."""
         operation = (layer if type(layer) in _LAYERS else usual).operation
         return self.fallback_reason(operation) or layer.unfused_reason
 

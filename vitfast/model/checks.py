@@ -71,7 +71,7 @@ def optional(check: Check) -> Check:
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
-    """A check for lists and tuples whose length is in `lengths`; it makes tuples. text: their name in messages."""
+    """A check for lists and tuples of some lengths; it makes tuples. text: their name in messages."""
     fits = lambda value: isinstance(value, (list, tuple)) and len(value) in lengths  # noqa: E731
     return Check(text, lambda value: tuple(map(check, only(value, fits(value)))))
 
@@ -88,7 +88,7 @@ def each_channel(check: Check, text: str) -> Check:
 
 
 def _listed(value):
-    """The numbers of a tensor or an array as a list; None if it is sparse, or on the meta device without values."""
+    """The numbers of a tensor or an array as a list; None if it is sparse or on the meta device."""
     try:
         return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
     except (RuntimeError, NotImplementedError):

@@ -17,7 +17,7 @@ def sample_drop_path(x: Tensor, rate: float) -> Tensor:
 
 
 class Subset(NamedTuple):
-    """The samples on which a half of a block runs; the others skip it (Oquab et al., 2023, DINOv2's code)."""
+    """The samples on which a half of a block runs; others skip it (Oquab et al., 2023, DINOv2's code)."""
 
     rows: Tensor  # which samples of x (B, N, D), or which tokens of x (tokens, D)
     factors: Tensor  # one for each row: samples / samples kept

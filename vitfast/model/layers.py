@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
 
 def drops(dropout: nn.Dropout) -> bool:
-    """Whether a dropout is active, or may become so in a graph of FX; torch.compile guards its code by it."""
+    """Whether a dropout is active, or may be in a graph of FX; torch.compile guards its code by it."""
     return dropout.p > 0 and (dropout.training or is_fx_symbolic_tracing())
 
 

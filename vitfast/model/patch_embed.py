@@ -14,7 +14,7 @@ torch.fx.wrap("patch_embed")  # FX treats it as a leaf, as in layers.py
 
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
-    """Returns the images. Raises ValueError unless they are (B, chans, *size); with size=None any size will do."""
+    """Returns the images. Raises ValueError unless they are (B, chans, *size); size=None allows any."""
     if isinstance(images, (list, tuple)):
         raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
     if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with

@@ -23,7 +23,7 @@ class BlockSizes(NamedTuple):
 
 
 def block_bytes(block: BlockSizes, rows: int, size: int, keep: str) -> dict[str, int]:
-    """Bytes that a layer keeps for `rows` tokens, by kind. size: bytes of an element; keep: "least" or "all"."""
+    """Bytes that a layer keeps of `rows` tokens, by kind; size: of an element; keep: "least" or "all"."""
     d, f = block.width, block.hidden
     statistics = 2 * (1 + block.norm_biases) + 2 * block.inner_norm  # mean (not of RMSNorm) and 1/std of each row, fp32
     least = {

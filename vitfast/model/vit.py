@@ -146,7 +146,7 @@ class ViT(nn.Module):
         return x.float() if self.residual_in_fp32 else x, list(zip(before_blocks, options, subsets))
 
     def _pos_embed(self, images: positions.Batch, change_patches: Change | None) -> tuple[Tensor, list[Tensor | None]]:
-        """Patches, prefix tokens and positions, joined by one operation; and the positions added before each block."""
+        """Images -> patches with prefix tokens and positions; and the positions to add before each block."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
         table, of_prefix, before_blocks = positions.added_positions(self, images)
@@ -160,7 +160,7 @@ class ViT(nn.Module):
         return x, before_blocks
 
     def _encode(self, x: Tensor, block_inputs: list[tuple]) -> Tensor:
-        """Runs the blocks and the last norm on the tokens x; block_inputs: the other arguments of each block."""
+        """Runs the blocks and the last norm on tokens; block_inputs: the other arguments of each block."""
         for block, inputs in zip(self.blocks, block_inputs):
             x = self._run(block, x, *inputs)
         return self._last_norm(x)
