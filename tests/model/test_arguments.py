@@ -12,7 +12,7 @@ from runs import digits
 
 from vitfast import InputError, ViT
 from vitfast.eval.predict import predict
-from vitfast.model.config import ARGUMENTS
+from vitfast.model.config import ARGUMENTS, ViTConfig
 from vitfast.train.trainer import Trainer
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
@@ -75,6 +75,7 @@ WRONG = {
 def test_every_argument_is_there():
     assert {*WRONG} == {*ARGUMENTS, "class_names", "keep"}
     assert {*WRONG} == {*inspect.signature(ViT).parameters}
+    assert inspect.signature(ViT) == inspect.signature(ViTConfig)  # whose fields have the types and the checks
     for name, p in inspect.signature(ViT).parameters.items():
         row = re.search(rf"^{name} +(.*?)  +{re.escape(repr(p.default))}  +(.+)", ViT.__doc__, flags=re.MULTILINE)
         assert row and row[2] in inspect.getdoc(ViT) and (p.annotation is not int or row[1] == "int"), name

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from vitfast import InputError, PackedImages, ViT, ops, pack
 from vitfast.model.drop_path import subset_of_packed
 from vitfast.model.positions import TokenLayout
+from vitfast.model.variable_size import packed_images
 from vitfast.ops import reference as ref
 
 SIZES = [(32, 24), (16, 24), (4, 4), (40, 12), (8, 64)]  # of images, in patches of 4 x 4
@@ -195,18 +196,18 @@ def test_checkpointing_autocast_and_drop_path(together):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["fused", "by its modules"])
 @pytest.mark.parametrize("together", [False, True], ids=["one size", "packed"])
 def test_drop_path_drops_images(together, qk_norm):
-    """With a fixed draw: an image's branch is left out for all of its tokens, or taken times 1 / keep."""
+    """With a fixed draw: a half of the block is left out for all tokens of an image, or taken times 1 / keep."""
     model = model_of(depth=2, drop_path_rate=0.5, qk_norm=qk_norm).train()
     block = model.blocks[1]  # at rate 0.5
-    x, layers = model._embed(model._packed(images_of()) if together else torch.randn(5, 3, 32, 24))
+    x, layers = model._embed(packed_images(model, images_of()) if together else torch.randn(5, 3, 32, 24))
     torch.manual_seed(5)
     y = block(x, *layers[1])
     torch.manual_seed(5)
     factors = [torch.empty(5).bernoulli_(0.5).div_(0.5) for _ in range(2)]
     assert {*factors[0].tolist(), *factors[1].tolist()} == {0.0, 2.0}
-    for branch, factor in enumerate(factors):
+    for half, factor in zip((block._attention_half, block._mlp_half), factors):
         factor = factor[ref.owners(layers[1][1]["offsets"], len(x)), None] if together else factor[:, None, None]
-        x = x + factor * (block._add(branch, x, None, layers[1][1]) - x)
+        x = x + factor * (half(x, None, layers[1][1]) - x)
     assert_close(y, x, atol=1e-5, rtol=1e-5)
 
 
@@ -219,7 +220,7 @@ def test_a_subset_is_computed_and_added_back(together, monkeypatch):
     model = model_of(drop_path_rate=0.5, drop_path_mode="subset", rope="dinov3").train()
     images = images_of() if together else torch.randn(5, 3, 32, 24)
     block, computed = model.blocks[2], []
-    x, layers = model._embed(model._packed(images) if together else images)
+    x, layers = model._embed(packed_images(model, images) if together else images)
     _, options, drawn = layers[2]
     if together:
         owner = ref.owners(options["offsets"], len(x))
@@ -229,14 +230,15 @@ def test_a_subset_is_computed_and_added_back(together, monkeypatch):
         torch.manual_seed(5)
         masks = [torch.zeros(5).index_fill(0, torch.randperm(5)[:2], 5 / 2) for _ in range(2)]
         torch.manual_seed(5)
-    add = block._add
-    monkeypatch.setattr(block, "_add", lambda branch, x, *a: (computed.append(len(x)), add(branch, x, *a))[1])
+    for name in ("_attention_half", "_mlp_half"):
+        half = getattr(block, name)
+        monkeypatch.setattr(block, name, lambda x, *a, half=half: (computed.append(len(x)), half(x, *a))[1])
     y = block(x, *layers[2])
     monkeypatch.undo()
     leaves = [*block.parameters(), *((x,) if x.requires_grad else ())]
     upstream = torch.randn_like(y)
     grads = torch.autograd.grad(y, leaves, upstream, retain_graph=True)
-    truth = block._add(1, block._add(0, x, masks[0], options), masks[1], {})
+    truth = block._mlp_half(block._attention_half(x, masks[0], options), masks[1])
     exact = torch.autograd.grad(truth, leaves, upstream)
     assert_close(y, truth, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(grads, exact, strict=True):

@@ -14,7 +14,7 @@ DEVICES = ("cuda",)  # types of devices that say how much memory is free
 
 
 def choose(vit: nn.Module, rows: int, size: int) -> str:
-    """ "all" if training steps that keep all fit into the free memory of the GPU, else "least".
+    """Returns "all" if a step that keeps everything fits into the GPU's free memory, else "least".
 
     rows: tokens at a time. size: bytes of an element of the matrix products. At its peak a step holds the tensors that
     the blocks and the last norm keep; those that only the backward of an MLP holds; logits and their gradients, in fp32
@@ -24,7 +24,7 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
     device = next(vit.patch_embed.proj.parameters()).device
     if device.type not in DEVICES:
         return "least"
-    sizes = Sizes(ViTConfig(**vit._config))
+    sizes = Sizes(ViTConfig(**vit.config))
     block, d = sizes.block, sizes.block.width
     kept = len(vit.blocks) * sum(block_bytes(block, rows, size, "all").values()) + 2 * rows * d * size
     working = rows * row_working_bytes(block, size)
@@ -42,7 +42,7 @@ def choose(vit: nn.Module, rows: int, size: int) -> str:
 def choose_saved_activations(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
     """Sets what the blocks of a ViT keep from now on, as its `keep` says, and returns it.
 
-    "auto" is decided for `rows` tokens at a time in `dtype` (by default the parameters'); rows 0: not known yet.
+    "auto" is decided for `rows` tokens at a time in `dtype` (by default the parameters'); with 0 rows it is "least".
     """
     kept = vit.keep if vit.keep != "auto" else "least"
     if vit.keep == "auto" and rows and not vit.grad_checkpointing:

@@ -50,7 +50,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     cfg = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
     model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
-    vars(model).update(dict.fromkeys(CROP))  # weights may tell them
+    vars(model).update(dict.fromkeys(CROP))  # load_baseline sets them if the weights' config.json has them
     if img_size is not None:
         _set_size(model, img_size)
     model.register_forward_pre_hook(_normalize_raw)
@@ -59,11 +59,11 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 
 
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
-    own, model.image_size = model.image_size, img_size
+    size_before, model.image_size = model.image_size, img_size
     try:
         if hasattr(model, "set_input_size"):
             model.set_input_size(img_size)
-        elif img_size != own:  # models of any size have none, and some of one size: an image says which this is
+        elif img_size != size_before:  # models of any size lack the method, as some of one size do: an image tells
             with torch.no_grad():
                 model.eval()(torch.zeros(1, 3, *img_size, device=next(model.parameters()).device))
             model.train()
@@ -77,7 +77,7 @@ def _normalize_raw(model: nn.Module, args: tuple) -> tuple:
 
 
 def normalized(model: nn.Module, images: Tensor) -> Tensor:
-    """Images as a model's layers take them: raw ones are normalised for a baseline; a ViT does it itself."""
+    """Normalises raw images for the layers of a baseline; a ViT does it itself."""
     raw = images.dtype == torch.uint8 and not isinstance(model, ViT)
     return ref.normalize(images, model.mean, model.std, torch.float32) if raw else images
 
@@ -98,16 +98,16 @@ def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
 
 
 def baseline_of(name: str, source: str | Path) -> str:
-    """The baseline whose weights `source` holds, "" for a ViT's.
+    """Returns the name of the baseline whose weights `source` holds; "" if they are a ViT's.
 
-    It is `name` if that names a baseline, else the architecture in config.json if our ViT cannot read it.
+    That is `name` if it names a baseline, else the architecture in config.json, unless our ViT can read its weights.
     """
     if is_baseline(name):
         return name
     architecture = str(locate(source).config.get("architecture", "")).partition(".")[0]
-    named = {made: resnet for resnet, made in ARCHITECTURES.items()}
-    if architecture in named:
-        return named[architecture]
+    resnets = {timm_name: resnet for resnet, timm_name in ARCHITECTURES.items()}
+    if architecture in resnets:
+        return resnets[architecture]
     is_timms = bool(architecture) and timm.is_model(architecture)
     return TIMM + architecture if is_timms and not is_model_in_modules(architecture, VITS) else ""
 
@@ -121,9 +121,9 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
     files = locate(source)
     tensors = read_tensors(files.weights)
     try:
-        told = files.config.get("pretrained_cfg", {})
-        classes = files.config.get("num_classes", told.get("num_classes"))
-        saved_size = tuple(told.get("input_size", ()))[1:] or None
+        cfg = files.config.get("pretrained_cfg", {})
+        classes = files.config.get("num_classes", cfg.get("num_classes"))
+        saved_size = tuple(cfg.get("input_size", ()))[1:] or None
         options = {k: v for k, v in files.config.get("model_args", {}).items() if k not in ("num_classes", "img_size")}
         classes = _classes(name, tensors) if classes is None else classes
         model = baseline(name, classes, saved_size, **options | arguments)
@@ -133,10 +133,10 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
             raise InputError(f"{source}: no weights of {name}: {listing(model.state_dict(), tensors)}")
         else:
             model.load_state_dict(tensors)
-        model.mean, model.std = (tuple(told.get(key, getattr(model, key))) for key in ("mean", "std"))
+        model.mean, model.std = (tuple(cfg.get(key, getattr(model, key))) for key in ("mean", "std"))
         for key in CROP:
-            setattr(model, key, enforce(ARGUMENTS[key], told.get(key), f"{source}: config.json: {key}"))
-        names = files.config.get("label_names", told.get("label_names"))
+            setattr(model, key, enforce(ARGUMENTS[key], cfg.get(key), f"{source}: config.json: {key}"))
+        names = files.config.get("label_names", cfg.get("label_names"))
         model.class_names = tuple(map(str, names)) if names and len(names) == classes else None
     except InputError:
         raise
@@ -158,9 +158,9 @@ def _classes(name: str, tensors: dict[str, Tensor]) -> int:
 
 
 def load_any(name: str, source: str | Path, img_size: int | tuple[int, int] | None = None) -> nn.Module:
-    """The ViT, or the baseline of `baseline_of`, with these weights; img_size replaces its own size."""
-    if found := baseline_of(name, source):
-        return load_baseline(found, source, img_size)
+    """Makes the ViT or baseline that has these weights; img_size replaces the saved one."""
+    if architecture := baseline_of(name, source):
+        return load_baseline(architecture, source, img_size)
     return ViT.from_pretrained(source, **({} if img_size is None else dict(img_size=img_size)))
 
 
@@ -173,8 +173,8 @@ def sizes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def classifiers(model: nn.Module) -> tuple[nn.Module, ...]:
     """The last linear layers of a ViT or a baseline: one, or two of a distilled model."""
-    found = model.get_classifier()
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    heads = model.get_classifier()
+    return tuple(heads) if isinstance(heads, (tuple, list)) else (heads,)
 
 
 def replace_head(model: nn.Module, classes: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of single values: what is expected, whether a value is so, and its form in Python's types."""
+"""Checks of single values: each says which values it allows, and converts them to Python's own types."""
 
 import math
 import reprlib
@@ -71,7 +71,7 @@ def optional(check: Check) -> Check:
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
-    """A check for lists or tuples of so many values, which become tuples. text: their name in messages."""
+    """A check for lists and tuples of some lengths; it makes tuples. text: their name in messages."""
     fits = lambda value: isinstance(value, (list, tuple)) and len(value) in lengths  # noqa: E731
     return Check(text, lambda value: tuple(map(check, only(value, fits(value)))))
 
@@ -88,7 +88,7 @@ def each_channel(check: Check, text: str) -> Check:
 
 
 def _listed(value):
-    """The numbers of a tensor or an array as a list; None if it is sparse or without values (meta)."""
+    """The numbers of a tensor or an array as a list; None if it is sparse or on the meta device."""
     try:
         return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
     except (RuntimeError, NotImplementedError):

@@ -28,7 +28,6 @@ ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # the temperatures of rotary positio
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 
-
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
 ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
@@ -202,10 +201,8 @@ class ViTConfig:
         if width % heads:
             raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
         if self.pos_embed_at != "stem" and kind not in ("learn", "learn2d", "factorized"):
-            learned = "'learn', 'learn2d' or 'factorized'"
-            raise InputError(
-                f"ViT: pos_embed_at={self.pos_embed_at!r} is for pos_embed={learned}, got pos_embed={kind!r}"
-            )
+            place = f"pos_embed_at={self.pos_embed_at!r} is for pos_embed='learn', 'learn2d' or 'factorized'"
+            raise InputError(f"ViT: {place}, got pos_embed={kind!r}")
         if kind == "learn2d" and width % 2:
             raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
         if kind == "sincos2d" and (width % 4 or width < 8):
@@ -233,8 +230,13 @@ class ViTConfig:
         if self.ref_feat_shape is not None and self.rope != "cat":
             raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
 
+    @classmethod
+    def of(cls, variables: dict) -> "ViTConfig":
+        """Makes one of a constructor's local variables."""
+        return cls(**{f.name: variables[f.name] for f in fields(cls)})
+
     def as_dict(self) -> dict:
-        """`ViT.config`: all but `keep`, and the names of classes where there are any."""
+        """The arguments as `ViT.config` has them: without `keep`, and with class_names only if there are any."""
         names = {} if self.class_names is None else {"class_names": self.class_names}
         return {name: getattr(self, name) for name in ARGUMENTS} | names
 
@@ -243,16 +245,16 @@ class ViTConfig:
         """A table of the arguments: name, type, default, and meaning with the range of values."""
         lines = [_row("argument", "type", "default", "meaning"), ""]
         for f in fields(ViTConfig):
-            named, check = type_name(f.type), check_of(f).text
-            told = "True or False" in check or "one of" in check or "a list of" in check
+            check = check_of(f).text
+            type_says_it = "True or False" in check or "one of" in check or "a list of" in check
             limits = re.sub("^(None or )?(a (whole )?number from )?", "", check)
-            meaning = f.metadata["text"] if told else f"{f.metadata['text']} ({limits})"
-            lines.append(_row(f.name, named, repr(f.default), meaning))
+            meaning = f.metadata["text"] if type_says_it else f"{f.metadata['text']} ({limits})"
+            lines.append(_row(f.name, type_name(f.type), repr(f.default), meaning))
         return "\n".join(lines)
 
 
 def type_name(annotation) -> str:
-    """An annotation as code has it; the choices of a Literal."""
+    """An annotation as it is written in code; for a Literal, its choices."""
     if isinstance(annotation, type) and not get_args(annotation):
         return "None" if annotation is type(None) else annotation.__name__
     if get_origin(annotation) is Literal:
@@ -274,10 +276,9 @@ Class = TypeVar("Class", bound=type)
 
 
 def with_arguments_of(config: Callable[P, object]) -> Callable[[Callable], Callable[Concatenate[Any, P], None]]:
-    """Decorates a constructor that hands its arguments on to that of `config`, whose signature it gets."""
+    """Gives a constructor the types of the arguments of `config`, which it lists too."""
 
     def decorate(constructor):
-        constructor.__signature__ = inspect.signature(config.__init__)
         constructor.__annotations__ = config.__init__.__annotations__
         return constructor
 
@@ -310,13 +311,13 @@ ARGUMENTS = {name: check for name, check in CHECKS.items() if name != "keep"}
 def read(name: str, value, called: str = ""):
     """The value of one constructor argument, as Python's own type. Raises InputError for a wrong value.
 
-    called: the name in the message, `ViT: {name}` unless given.
+    called: the name in the message, by default `ViT: {name}`.
     """
     return enforce(CHECKS[name], value, called or f"ViT: {name}")
 
 
 def checked(config: dict) -> dict:
-    """Constructor arguments as ViTConfig has them. Raises InputError for values that no ViT can have."""
+    """Constructor arguments in Python's own types. Raises InputError for values that no ViT can have."""
     return ViTConfig(**config).as_dict()
 
 
@@ -338,18 +339,18 @@ def grid_size(img_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
     return height // p, width // q
 
 
-def channels_hint(given: int, chans: int, batched: bool = True) -> str:
-    """How to make images of `chans` channels of those of `given`, (B, C, H, W) or one (C, H, W)."""
+def channels_hint(channels: int, chans: int, batched: bool = True) -> str:
+    """How to turn images of `channels` channels, (B, C, H, W) or one (C, H, W), into images of `chans`."""
     images, before, kept = ("images", ":, ", "-1, ") if batched else ("image", "", "")
-    if given == 1:
+    if channels == 1:
         return f"repeat the grey channel with {images}.expand({kept}{chans}, -1, -1)"
-    if given == chans + 1:
+    if channels == chans + 1:
         return f"leave out the last one (alpha) with {images}[{before}:{chans}]"
-    if given == 2:
+    if channels == 2:
         return f"of grey and alpha repeat the first, {images}[{before}:1].expand({kept}{chans}, -1, -1)"
-    if (given, chans) == (3, 1):
+    if (channels, chans) == (3, 1):
         return f"make them grey with torchvision.transforms.functional.rgb_to_grayscale({images})"
-    return f"choose {chans} of them" if given > chans else f"give it images of {chans}"
+    return f"choose {chans} of them" if channels > chans else f"give it images of {chans}"
 
 
 def block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:

@@ -18,7 +18,7 @@ _MEANING = """
     num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
 """.split()
 _OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
-_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # asked by errors of a bare file
+_OPEN = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # a bare file may not tell them
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
@@ -82,7 +82,7 @@ def _read_back(model, path: Path, form: str) -> list[str]:
         state, config = read(path)
     except InputError as error:  # something that the tensors leave open
         notes.append(str(error).replace(str(path), path.name))
-        state, config = read(path, **{name: model.config[name] for name in _ASKED})
+        state, config = read(path, **{name: model.config[name] for name in _OPEN})
     with torch.device("meta"):
         again = ViT(**config)
     ours = tensors(model)
@@ -93,17 +93,14 @@ def _read_back(model, path: Path, form: str) -> list[str]:
         raise RuntimeError(f"{form}: what was written does not read back the same ({names}); please report this")
     if model.class_names and again.class_names != model.class_names:
         notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
-    mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
+    mine, theirs = ({**vit.config, "img_size": vit.patch_embed.img_size} for vit in (model, again))
     if mine["swiglu_mlp"]:  # a gated MLP has one activation, whatever act_layer says
         mine["act_layer"] = theirs["act_layer"]
-    if any(made[name] for made in (mine, theirs) for name in CROP) and _cut(mine) != _cut(theirs):
+    if any(config[name] for config in (mine, theirs) for name in CROP) and _cut(mine) != _cut(theirs):
         said = ", ".join(f"{name}={mine[name] or default!r}" for name, default in CROP.items())
         notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
-    return notes + [
-        f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
-        for name in _MEANING
-        if mine[name] != theirs[name]
-    ]
+    unlike = [name for name in _MEANING if mine[name] != theirs[name]]
+    return notes + [f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}" for name in unlike]
 
 
 def _cut(config: dict) -> tuple:
@@ -113,5 +110,5 @@ def _cut(config: dict) -> tuple:
 
 
 def _same(ours, theirs) -> bool:
-    """Whether all values are equal, NaN to NaN, also if the file has a wider dtype."""
+    """Whether all values are equal (NaN equals NaN), even if the file has a wider dtype."""
     return ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Stochastic depth (Huang et al., 2016): training leaves a block's branch out, for some samples."""
+"""Stochastic depth (Huang et al., 2016): training leaves a half of a block out, for some samples."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ def sample_drop_path(x: Tensor, rate: float) -> Tensor:
 
 
 class Subset(NamedTuple):
-    """The samples that a branch runs on, the others being dropped (Oquab et al., 2023, DINOv2's code)."""
+    """The samples on which a half of a block runs; others skip it (Oquab et al., 2023, DINOv2's code)."""
 
     rows: Tensor  # which samples of x (B, N, D), or which tokens of x (tokens, D)
     factors: Tensor  # one for each row: samples / samples kept
@@ -30,16 +30,16 @@ def _kept(count: int, rate: float) -> int:
 
 
 def draw_subset(x: Tensor, rate: float) -> Subset:
-    """Random samples of x (B, N, D)."""
+    """Draws random samples of x (B, N, D)."""
     kept = _kept(x.shape[0], rate)
     rows = torch.randperm(x.shape[0], device=x.device)[:kept]
     return Subset(rows, torch.full((kept,), x.shape[0] / max(1, kept), device=x.device))
 
 
 def subset_of_packed(sizes: Tensor, layout: TokenLayout, rate: float) -> Subset:
-    """Random samples of packed ones, without waiting for the device.
+    """Draws random samples of packed ones, without waiting for the device.
 
-    sizes: tokens of each sample, (S,), on the CPU.
+    sizes: how many tokens each sample has, (S,), on the CPU.
     """
     kept = torch.randperm(len(sizes))[: _kept(len(sizes), rate)].sort().values
     sizes, device = sizes[kept], layout.offsets.device
@@ -54,6 +54,6 @@ def subset_of_packed(sizes: Tensor, layout: TokenLayout, rate: float) -> Subset:
 # torch.compiler.disable would import torch._dynamo at once, this does at the first call.
 @torch._disable_dynamo  # it draws on the host, which knows how many tokens an image has
 def subsets_of_packed(sizes: list[int], layout: TokenLayout, rates: list[float]) -> list[tuple[Subset | None, ...]]:
-    """The subsets of the two branches of each block, which drops at its rate; None at rate 0."""
+    """Draws the subsets of the two halves of each block, by the block's rate; None for rate 0."""
     draw = lambda rate: subset_of_packed(torch.tensor(sizes), layout, rate) if rate else None  # noqa: E731
     return [(draw(rate), draw(rate)) for rate in rates]

@@ -58,17 +58,17 @@ def export(
 
 
 def metadata(model: ViT, uint8: bool) -> dict[str, str]:
-    """How images for an exported model are prepared, and its classes: ViT's names, values as JSON.
+    """How images for an exported model are prepared, and its classes, under ViT's names and as JSON.
 
     graph_normalizes: whether the graph takes raw uint8 pixels and normalises them itself; if not, its input is
     (pixels / 255 - mean) / std.
     """
-    told = model.pretrained_cfg
-    found = {name: told[name] for name in ("mean", "std", *CROP)}
-    found |= dict(img_size=told["input_size"][1:], graph_normalizes=uint8)
+    cfg = model.pretrained_cfg
+    entries = {name: cfg[name] for name in ("mean", "std", *CROP)}
+    entries |= dict(img_size=cfg["input_size"][1:], graph_normalizes=uint8)
     if model.class_names is not None:
-        found["class_names"] = model.class_names
-    return {name: json.dumps(value) for name, value in found.items()}
+        entries["class_names"] = model.class_names
+    return {name: json.dumps(entry) for name, entry in entries.items()}
 
 
 def check_target(path: Path, form: str, force: bool) -> None:
@@ -102,16 +102,16 @@ def _difference(ours: Tensor, truth: Tensor) -> float:
     return difference
 
 
-def _onnx(program: torch.export.ExportedProgram, path: Path, told: dict[str, str]) -> Runner | None:
+def _onnx(program: torch.export.ExportedProgram, path: Path, entries: dict[str, str]) -> Runner | None:
     for name in ("onnx", "onnxscript"):
         try:
             __import__(name)
         except ImportError as error:
             raise InputError(f"export: ONNX needs the package {name}: {install('export')}") from error
     names = dict(input_names=["images"], output_names=["logits"], dynamic_shapes={"images": {0: "batch"}})
-    made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
-    made.model.metadata_props.update(told)
-    made.save(str(path))
+    onnx_program = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    onnx_program.model.metadata_props.update(entries)
+    onnx_program.save(str(path))
     try:
         import onnxruntime
     except ImportError:
@@ -132,9 +132,8 @@ def _aoti(program: torch.export.ExportedProgram, path: Path) -> Runner:
     try:
         aoti_compile_and_package(program, package_path=os.fspath(path))
     except (CppCompileError, InductorError) as error:
-        reason = str(error).splitlines()[0]
-        needs = "it needs a C++ compiler: g++, or what CXX names"
-        raise InputError(f"export: AOTInductor could not compile ({reason}); {needs}") from error
+        needs = f"({str(error).splitlines()[0]}); it needs a C++ compiler: g++, or what CXX names"
+        raise InputError(f"export: AOTInductor could not compile {needs}") from error
     return aoti_load_package(os.fspath(path))
 
 

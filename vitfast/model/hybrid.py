@@ -24,7 +24,7 @@ _DEFAULTS = dict(width=1, eps=1e-8)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
-    """dict(layers, width, eps) of a backbone under patches of (height, width) pixels.
+    """Returns dict(layers, width, eps) of a backbone under patches of (height, width) pixels.
 
     config.py has checked its types and bounds. Raises InputError if it does not fit the patches.
     """
@@ -36,26 +36,25 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
             makes = f"makes patches of {' or '.join(map(str, options))} pixels"
             raise InputError(f"backbone {backbone!r} {makes}, got patch_size {patch[0]} x {patch[1]}")
         return dict(layers=list(options[patch[0]]), **_DEFAULTS)
-    made = {**_DEFAULTS, **backbone, "layers": list(backbone["layers"])}
-    shrink = reduction(made["layers"])
+    layers = list(backbone["layers"])
+    shrink = reduction(layers)
     if any(side % shrink for side in patch):
-        stages = f"{len(made['layers'])} stages make a map {shrink} times smaller"
+        stages = f"{len(layers)} stages make a map {shrink} times smaller"
         raise InputError(f"backbone: {stages}, no divisor of patch_size {patch[0]} x {patch[1]}")
-    return made
+    return {**_DEFAULTS, **backbone, "layers": layers}
 
 
 def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
-    """timm's ResNetV2 without head; timm is imported here because a plain ViT does not need it."""
+    """Makes timm's ResNetV2 without head; timm is imported here because a plain ViT does not need it."""
     try:
         from timm.layers import StdConv2dSame
         from timm.models.resnetv2 import ResNetV2
     except ImportError as error:
         raise InputError(f"a hybrid's ResNet is timm's: pip install timm torchvision ({error})") from error
     try:
-        plain = dict(num_classes=0, global_pool="", preact=False, stem_type="same", zero_init_last=True)
-        return ResNetV2(
-            layers, in_chans=in_chans, width_factor=width, conv_layer=partial(StdConv2dSame, eps=eps), **plain
-        )
+        options = dict(num_classes=0, global_pool="", preact=False, stem_type="same", zero_init_last=True)
+        options |= dict(in_chans=in_chans, width_factor=width, conv_layer=partial(StdConv2dSame, eps=eps))
+        return ResNetV2(layers, **options)
     except ValueError as error:  # channels that 32 groups do not divide
         raise InputError(f"backbone: width {width} does not fit a ResNet ({error})") from error
 
@@ -82,11 +81,11 @@ class HybridEmbed(PatchEmbed):
     """
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, backbone: str | dict):
-        made = resolve(backbone, pair(patch_size))
-        resnet = _resnet(in_chans, **made)
-        super().__init__(img_size, patch_size, resnet.num_features, embed_dim, shrink=reduction(made["layers"]))
+        stages = resolve(backbone, pair(patch_size))
+        resnet = _resnet(in_chans, **stages)
+        super().__init__(img_size, patch_size, resnet.num_features, embed_dim, shrink=reduction(stages["layers"]))
         self.backbone = resnet
-        self.spec = backbone if isinstance(backbone, str) else made
+        self.spec = backbone if isinstance(backbone, str) else stages
 
     def forward(
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None

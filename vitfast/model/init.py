@@ -17,7 +17,7 @@ def init_weights(vit: nn.Module, mode: str, needs_reset: bool) -> None:
         if isinstance(getattr(vit, name), nn.Parameter):
             nn.init.trunc_normal_(getattr(vit, name), std=0.02)
     if config["pos_embed"] == "sincos2d":
-        table = positions.sincos_2d(vit.patch_embed.grid_size, vit.embed_dim, vit._pos_prefix)
+        table = positions.sincos_2d(vit.patch_embed.grid_size, vit.embed_dim, positions.prefix_slots(vit))
         vit.pos_embed.copy_(table.to(vit.pos_embed.device))
     for token in (vit.cls_token, vit.reg_token):
         if token is not None:

@@ -71,7 +71,7 @@ class Attention(nn.Module):
     head_norm: a function of Dh that makes `q_norm` and `k_norm` (Dh,), the norms over each head of q and of k, or None.
     """
 
-    # The types of its modules, and why not, where one operation runs the branch of such a layer.
+    # The types of its modules with which one operation runs the whole half of a block; why none does.
     inside = dict(qkv=nn.Linear, q_norm=nn.Identity, k_norm=nn.Identity, proj=nn.Linear, proj_drop=nn.Dropout)
     operation, parts, unfused_reason = "attention_block", ("attention block", "attention"), None
 
@@ -100,14 +100,14 @@ class Attention(nn.Module):
         return ref.attention_probabilities(q, k, **options)
 
     def unsupported_reason(self) -> str | None:
-        """Why PyTorch's code runs the attention itself; None where an operation does."""
+        """Why PyTorch's code computes the attention; None where an operation does."""
         return head_unsupported(self.head_dim, self.head_dim**-0.5)
 
     def dropout_active(self) -> bool:
         return drops(self.proj_drop)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x and all of its attention branch in one operation; norm: weight and bias of the norm."""
+        """The whole attention half, residual included, in one operation; norm: the norm's weight and bias."""
         weights = (self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias)
         return attention_block(x, *norm, *weights, num_heads=self.num_heads, **options)
 
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
 
 def drops(dropout: nn.Dropout) -> bool:
-    """Whether a dropout is active, or may be in what FX traces; compiled code is guarded by it."""
+    """Whether a dropout is active, or may be in a graph of FX; torch.compile guards its code by it."""
     return dropout.p > 0 and (dropout.training or is_fx_symbolic_tracing())
 
 
@@ -135,7 +135,7 @@ class Mlp(Layer):
     fused_modules = {"linear_gelu": expected_modules({"fc1": nn.Linear})}
     inside = dict(fc1=nn.Linear, drop1=nn.Dropout, norm=nn.Identity, fc2=nn.Linear, drop2=nn.Dropout)
     operation, parts, unfused_reason = "mlp_block", ("MLP block", "linear layer and GELU"), None
-    gates = 0  # how many blocks of F rows `fc1` has beside the F rows of the values
+    gates = 0  # `fc1` has F rows, and F more for each gate
 
     def __init__(
         self, dim: int, hidden: int, activation: str, proj_bias: bool, drop: float, inner_norm: Callable | None = None
@@ -149,14 +149,14 @@ class Mlp(Layer):
         self.drop2 = nn.Dropout(drop)
 
     def unsupported_reason(self) -> str | None:
-        """Why PyTorch's code runs the layer itself; None where an operation does."""
+        """Why PyTorch's code computes the layer; None where an operation does."""
         return self.fallback_reason(*self.fused_modules)
 
     def dropout_active(self) -> bool:
         return drops(self.drop1) or drops(self.drop2)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x and all of its MLP branch in one operation; norm: weight and bias of the norm."""
+        """The whole MLP half, residual included, in one operation; norm: the norm's weight and bias."""
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return mlp_block(x, *norm, *weights, activation=self.activation, **options)
 

@@ -14,7 +14,7 @@ torch.fx.wrap("patch_embed")  # FX treats it as a leaf, as in layers.py
 
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
-    """Returns the images. Raises ValueError unless they are (B, chans, *size); a size of None is any."""
+    """Returns the images. Raises ValueError unless they are (B, chans, *size); size=None allows any."""
     if isinstance(images, (list, tuple)):
         raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
     if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with
@@ -92,13 +92,12 @@ class PatchEmbed(Layer):
         std=None,
         offsets: Tensor | None = None,
     ) -> Tensor:
-        """offsets: given for images of many sizes that are cut into patches; see ops.patch_embed."""
+        """Images -> tokens. offsets: those of images of many sizes, cut into patches; see ops.patch_embed."""
         if self.fallback_reason("patch_embed") is not None:
             patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
             return with_tokens(patches, prefix, pos_embed, offsets)
-        return patch_embed(
-            images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std, offsets=offsets
-        )
+        weights = self.proj.weight, self.proj.bias
+        return patch_embed(images, *weights, prefix, pos_embed, mean=mean, std=std, offsets=offsets)
 
 
 @torch.fx.wrap

@@ -30,86 +30,86 @@ from .config import ROPES, Resample
 from .layers import Attention
 
 Grid = tuple[int, int]
+Batch = Tensor | PackedImages  # images of one size, (B, C, H, W), or of many
 AXES = ("learn2d", "factorized")  # the kinds with a table for the columns and one for the rows
 ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # the values of ops.attention's rope_layout
 
 
-class Positions:
-    """The methods of a ViT that give the tokens of images, (B, C, H, W) or packed, their positions."""
+def prefix_slots(vit: nn.Module) -> int:
+    """How many prefix tokens have a slot in the position table."""
+    return 0 if vit.no_embed_class or vit._architecture["pos_embed"] in AXES else vit.num_prefix_tokens
 
-    @property
-    def _pos_prefix(self) -> int:
-        """Prefix tokens that have a slot in the position table."""
-        return 0 if self.no_embed_class or self._config["pos_embed"] in AXES else self.num_prefix_tokens
 
-    def _make_tables(self) -> None:
-        """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
-        c, (height, width), d = self._config, self.patch_embed.grid_size, self.embed_dim
-        kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
-        shapes = {}
-        if kind in ("learn", "sincos2d"):
-            shapes = {"pos_embed": (count, self._pos_prefix + height * width, d)}
-        elif kind in AXES:
-            dim = d // 2 if kind == "learn2d" else d
-            shapes = {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
-        elif kind == "relative":
-            shapes = {"pos_embed_rel": (c["depth"], 2 * height * width - 1, d // c["num_heads"])}
-        self._tables = tuple(shapes)
-        self.register_buffer("pos_embed", None)
-        for name, shape in shapes.items():
-            setattr(self, name, torch.empty(shape) if kind == "sincos2d" else nn.Parameter(torch.empty(shape)))
+def make_tables(vit: nn.Module) -> None:
+    """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
+    c, (height, width), d = vit._architecture, vit.patch_embed.grid_size, vit.embed_dim
+    kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
+    shapes = {}
+    if kind in ("learn", "sincos2d"):
+        shapes = {"pos_embed": (count, prefix_slots(vit) + height * width, d)}
+    elif kind in AXES:
+        dim = d // 2 if kind == "learn2d" else d
+        shapes = {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
+    elif kind == "relative":
+        shapes = {"pos_embed_rel": (c["depth"], 2 * height * width - 1, d // c["num_heads"])}
+    vit._tables = tuple(shapes)
+    vit.register_buffer("pos_embed", None)
+    for name, shape in shapes.items():
+        setattr(vit, name, torch.empty(shape) if kind == "sincos2d" else nn.Parameter(torch.empty(shape)))
 
-    @torch.no_grad()
-    def _change_tables(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Puts change(name, table) in the place of each table."""
-        for name in self._tables:
-            before = getattr(self, name)
-            after = change(name, before)
-            learned = isinstance(before, nn.Parameter)
-            setattr(self, name, nn.Parameter(after, before.requires_grad) if learned else after)
 
-    def _tables_at(self, images: Tensor | PackedImages) -> dict[str, Tensor]:
-        """The position tables, resampled for the grid of the images if the model takes any size."""
-        tables, stem = {name: getattr(self, name) for name in self._tables}, self.patch_embed
-        if not self.dynamic_img_size or isinstance(images, PackedImages):
-            return tables
-        grids = stem.grid_size, stem.dynamic_feat_size(images.shape[2:])
-        how = self._pos_prefix, self._config["pos_resample"]
-        return {name: resize_table(name, table, *grids, *how) for name, table in tables.items()}
+@torch.no_grad()
+def change_tables(vit: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Puts change(name, table) in the place of each table."""
+    for name in vit._tables:
+        before = getattr(vit, name)
+        after = change(name, before)
+        setattr(vit, name, nn.Parameter(after, before.requires_grad) if isinstance(before, nn.Parameter) else after)
 
-    def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
-        kind, place, depth = self._config["pos_embed"], self._config["pos_embed_at"], len(self.blocks)
-        tables, prefix, first = self._tables_at(images), self.num_prefix_tokens, None
-        if not tables or kind == "relative":
-            return None, None, [None] * depth
-        if isinstance(images, PackedImages):
-            how = self.patch_embed.grid_size, self._pos_prefix, self._config["pos_resample"]
-            table, slots = packed_positions(kind, tables, images, *how)
-            stem, first = table[0], None if slots is None else slots[:1]
-            slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
-            rows = token_rows(images.offsets, len(images.patches), prefix)
-            at = lambda i: packed_tokens(table[i], slots[i : i + 1], None, *rows)  # noqa: E731
-        else:
-            table = absolute(kind, tables)
-            stem = table if place == "stem" else table[:1]
-            at = lambda i: F.pad(table[i : i + 1], (0, 0, prefix - self._pos_prefix, 0))  # noqa: E731
-        if place == "stem":
-            return stem, first, [None] * depth
-        return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
 
-    def _attention_options(self, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
-        """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
-        if self._config["pos_embed"] == "relative":
-            table = self._tables_at(images)["pos_embed_rel"]
-            return [dict(relative=table[i]) for i in range(len(self.blocks))]
-        packed, kind, prefix = isinstance(images, PackedImages), self._config.get("rope"), self.num_prefix_tokens
-        options = token_layout(images, prefix)._asdict() if packed else {}
-        if kind is not None:
-            spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
-            made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
-            options |= dict(rope=(made[0], made[1]), rope_layout=ROPE_LAYOUTS[kind], num_prefix=0 if packed else prefix)
-        return [options] * len(self.blocks)
+def _tables_at(vit: nn.Module, images: Batch) -> dict[str, Tensor]:
+    """The position tables, resampled for the grid of the images if the model takes any size."""
+    tables, stem = {name: getattr(vit, name) for name in vit._tables}, vit.patch_embed
+    if not vit.dynamic_img_size or isinstance(images, PackedImages):
+        return tables
+    how = stem.grid_size, stem.dynamic_feat_size(images.shape[2:]), prefix_slots(vit), vit._architecture["pos_resample"]
+    return {name: resize_table(name, table, *how) for name, table in tables.items()}
+
+
+def added_positions(vit: nn.Module, images: Batch) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
+    kind, place, depth = vit._architecture["pos_embed"], vit._architecture["pos_embed_at"], len(vit.blocks)
+    tables, prefix, first = _tables_at(vit, images), vit.num_prefix_tokens, None
+    if not tables or kind == "relative":
+        return None, None, [None] * depth
+    if isinstance(images, PackedImages):
+        how = vit.patch_embed.grid_size, prefix_slots(vit), vit._architecture["pos_resample"]
+        table, slots = packed_positions(kind, tables, images, *how)
+        stem, first = table[0], None if slots is None else slots[:1]
+        slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
+        rows = token_rows(images.offsets, len(images.patches), prefix)
+        at = lambda i: packed_tokens(table[i], slots[i : i + 1], None, *rows)  # noqa: E731
+    else:
+        table = absolute(kind, tables)
+        stem = table if place == "stem" else table[:1]
+        at = lambda i: F.pad(table[i : i + 1], (0, 0, prefix - prefix_slots(vit), 0))  # noqa: E731
+    if place == "stem":
+        return stem, first, [None] * depth
+    return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
+
+
+def attention_options(vit: nn.Module, images: Batch, x: Tensor) -> list[dict]:
+    """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
+    c, packed, prefix = vit._architecture, isinstance(images, PackedImages), vit.num_prefix_tokens
+    if c["pos_embed"] == "relative":
+        table = _tables_at(vit, images)["pos_embed_rel"]
+        return [dict(relative=table[i]) for i in range(len(vit.blocks))]
+    options = token_layout(images, prefix)._asdict() if packed else {}
+    if (kind := c["rope"]) is not None:
+        how = c["rope_temperature"] or ROPES[kind], c["ref_feat_shape"]
+        rope = rope_tables(kind, images, x, vit.patch_embed.patch_size, vit.blocks[0].attn.head_dim, *how)
+        options |= dict(rope=(rope[0], rope[1]), rope_layout=ROPE_LAYOUTS[kind], num_prefix=0 if packed else prefix)
+    return [options] * len(vit.blocks)
 
 
 class TokenLayout(NamedTuple):
@@ -213,13 +213,7 @@ def packed_positions(
 
 @torch.fx.wrap  # it looks at shapes in Python
 def rope_tables(
-    kind: str,
-    images: Tensor | PackedImages,
-    x: Tensor,
-    patch: Grid,
-    head_dim: int,
-    temperature: float,
-    ref_grid: Grid | None,
+    kind: str, images: Batch, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2), of the patches row by row.
 
@@ -273,9 +267,8 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0, how: Resa
     if tuple(old) == tuple(new):
         return pos_embed
     if pos_embed.shape[1] != prefix + old[0] * old[1]:
-        raise ValueError(
-            f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
-        )
+        expected = f"{prefix} + {old[0]} x {old[1]} positions"
+        raise ValueError(f"resample: pos_embed must have {expected}, got {pos_embed.shape[1]}")
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
     # Compiled, torch 2.14 has no derivative of interpolate to sizes that may change; on a GPU it adds in any order.
@@ -344,15 +337,14 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid, how: Resample = "bicub
         return table
     (h, w), offsets = old, 2 * old[0] * old[1] - 1
     if table.shape[1] != offsets:
-        raise ValueError(
-            f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
-        )
+        expected = f"{offsets} offsets for a grid of {h} x {w}"
+        raise ValueError(f"resample_offsets: the table must have {expected}, got {table.shape[1]}")
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
     plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new), how=how)
     plane = plane.to(torch.promote_types(plane.dtype, torch.float32))
-    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
-    made = made.index_add(1, after, plane * pairs[:, None])
-    return (made / pairs.new_zeros(made.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)
+    sums = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
+    sums = sums.index_add(1, after, plane * pairs[:, None])
+    return (sums / pairs.new_zeros(sums.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)
 
 
 def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,22 +11,22 @@ USABLE = 0.9  # share of the GPU's free memory for tensors; workspaces and fragm
 
 
 class BlockSizes(NamedTuple):
-    """The sizes of an encoder layer that say what it keeps for backward."""
+    """The sizes of an encoder layer on which depends what it keeps for backward."""
 
     width: int  # D
     heads: int
     hidden: int  # the inputs of the MLP's last layer, F
     before: int  # the outputs of its first layer: F, or 2F for up and gate
     inner_norm: bool  # whether a norm comes before the MLP's last layer
-    norm_biases: bool  # LayerNorm has one, and keeps the mean of each row; RMSNorm does neither
+    norm_biases: bool  # whether norms are LayerNorms, which have a bias and keep each row's mean; RMSNorms do not
     residual_in_fp32: bool
 
 
 def block_bytes(block: BlockSizes, rows: int, size: int, keep: str) -> dict[str, int]:
-    """Bytes by kind that a layer keeps of `rows` tokens. size: bytes of an element; keep: "least", "all"."""
+    """Bytes that a layer keeps of `rows` tokens, by kind; size: of an element; keep: "least" or "all"."""
     d, f = block.width, block.hidden
     statistics = 2 * (1 + block.norm_biases) + 2 * block.inner_norm  # mean (not of RMSNorm) and 1/std of each row, fp32
-    kept = {
+    least = {
         "residual stream": 2 * rows * d * (4 if block.residual_in_fp32 else size),  # the input of each fused block
         "statistics": statistics * rows * 4,
         "qkv": 3 * rows * d * size,
@@ -34,18 +34,18 @@ def block_bytes(block: BlockSizes, rows: int, size: int, keep: str) -> dict[str,
         "lse": rows * block.heads * 4,
         "pre-activation": rows * (block.before + block.inner_norm * f) * size,
     }
-    return kept | {"norms": 2 * rows * d * size, "activation": rows * f * size} if keep == "all" else kept
+    return least | {"norms": 2 * rows * d * size, "activation": rows * f * size} if keep == "all" else least
 
 
 def row_working_bytes(block: BlockSizes, size: int) -> int:
-    """Bytes of a row that only the MLP's backward holds: gradients, and its activation."""
+    """Bytes for each row that only the MLP's backward holds: gradients and the MLP's activation."""
     return block.width * (4 if block.residual_in_fp32 else size) + (block.before + block.hidden) * size
 
 
 class Sizes:
     """The sizes of a ViT with these arguments.
 
-    Raises InputError where the patch does not divide images, and for more than MOST_PARAMETERS.
+    Raises InputError if the patch does not divide the images, and for more than MOST_PARAMETERS.
     """
 
     def __init__(self, config: ViTConfig):
@@ -53,7 +53,7 @@ class Sizes:
         self.prefix = int(c.class_token) + c.reg_tokens
         self.grid = grid_size(pair(c.img_size), pair(c.patch_size))
         self.patches = self.grid[0] * self.grid[1]
-        # The norm is after pooling where the patches are averaged, unless told otherwise.
+        # By default the norm comes after pooling where the patches are averaged.
         self.after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self.head_width = c.representation_size or c.embed_dim
         hidden, norm_biases = int(c.embed_dim * c.mlp_ratio), c.norm_layer == "layernorm"
@@ -97,12 +97,8 @@ class Sizes:
     def _positions(self) -> int:
         """How many numbers the learned position tables hold."""
         c, d = self.config, self.block.width
-        tables = c.depth if c.pos_embed_at == "layers" else 1
-        each = {
-            "learn": (self.patches + (0 if c.no_embed_class else self.prefix)) * d,
-            "learn2d": sum(self.grid) * (d // 2),
-            "factorized": sum(self.grid) * d,
-        }
         if c.pos_embed == "relative":
             return c.depth * (2 * self.patches - 1) * (d // self.block.heads)
-        return tables * each.get(c.pos_embed, 0)
+        slots, sides = self.patches + (0 if c.no_embed_class else self.prefix), sum(self.grid)
+        table = dict(learn=slots * d, learn2d=sides * (d // 2), factorized=sides * d).get(c.pos_embed, 0)
+        return table * (c.depth if c.pos_embed_at == "layers" else 1)

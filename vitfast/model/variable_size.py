@@ -3,16 +3,14 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..errors import InputError
-from ..kernels.tiles import batch_invariant
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
 from .config import channels_hint
 from .drop_path import subsets_of_packed
 from .heads import segment_mean
-from .positions import token_layout
+from .positions import Batch, token_layout
 
 ManyImages = list[Tensor] | tuple[Tensor, ...] | PackedImages | Tensor
 
@@ -27,67 +25,60 @@ def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
     return pack(list(images.unbind()) if isinstance(images, Tensor) else images, patch)
 
 
-class PackedForward:
-    """The methods of a ViT for images of many sizes; x (tokens, D) has one image after the other."""
+def part_of_one_size(vit: nn.Module) -> str | None:
+    """The part of this model that takes images of one size alone; None if there is none."""
+    kind = vit._architecture["pos_embed"]
+    return "a hybrid's CNN" if vit._architecture["backbone"] else f"pos_embed={kind!r}" if kind == "relative" else None
 
-    def _of_one_size(self) -> str | None:
-        """The part of this model that takes images of one size alone; None if there is none."""
-        kind = self._config["pos_embed"]
-        return "a hybrid's CNN" if self._config["backbone"] else f"pos_embed={kind!r}" if kind == "relative" else None
 
-    def check_many_sizes(self) -> None:
-        """Raises InputError where this model takes images of one size alone."""
-        if what := self._of_one_size():
-            raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), not of many sizes")
+def packed_images(vit: nn.Module, images: ManyImages) -> PackedImages:
+    """The images as patches on the model's device. Raises ValueError for other channels or patch sizes."""
+    vit.check_many_sizes()
+    patch, one_size = vit.patch_embed.patch_size, isinstance(images, Tensor) and not images.is_nested
+    if not isinstance(images, PackedImages):
+        images = packed.pack_batch(images, patch) if one_size else _pack(images, patch)
+    shape, expected, text = tuple(images.shape[1:]), (vit.in_chans, *patch), "{} channels in patches of {} x {}"
+    if shape != expected:
+        hint = "" if shape[0] == expected[0] else f"; {channels_hint(shape[0], expected[0], batched=False)}"
+        raise ValueError(f"ViT: images must have {text.format(*expected)}, got {text.format(*shape)}{hint}")
+    device = vit.patch_embed.proj.weight.device
+    return images if images.device == device else images.to(device, non_blocking=True)
 
-    def packs(self, x: Tensor) -> bool:
-        """Whether a batch, of images or their tokens, is computed as a list: to the same bits."""
-        return batch_invariant() and self._of_one_size() is None and len(x) > 0
 
-    def _packed(self, images: ManyImages) -> PackedImages:
-        """The images as patches on the model's device. Raises ValueError for other channels or patch sizes."""
-        self.check_many_sizes()
-        patch, batch = self.patch_embed.patch_size, isinstance(images, Tensor) and not images.is_nested
-        pack_images = packed.pack_batch if batch else _pack
-        found = images if isinstance(images, PackedImages) else pack_images(images, patch)
-        got, wanted, text = found.shape[1:], (self.in_chans, *patch), "{} channels in patches of {} x {}"
-        if tuple(got) != wanted:
-            hint = "" if got[0] == wanted[0] else f"; {channels_hint(got[0], wanted[0], batched=False)}"
-            raise ValueError(f"ViT: images must have {text.format(*wanted)}, got {text.format(*got)}{hint}")
-        device = self.patch_embed.proj.weight.device
-        return found if found.device == device else found.to(device, non_blocking=True)
+def subsets_of_blocks(vit: nn.Module, images: Batch) -> list[tuple]:
+    """For each block the packed samples that its two halves run on; None where a half draws them itself."""
+    packed, prefix = isinstance(images, PackedImages), vit.num_prefix_tokens
+    rates = [block.drop_path_rate if packed and block.training else 0.0 for block in vit.blocks]
+    if not any(rates) or vit._architecture["drop_path_mode"] != "subset":
+        return [(None, None)] * len(rates)
+    return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 
-    def _subsets(self, images: Tensor | PackedImages) -> list[tuple]:
-        """For each block the packed samples that its two branches run on; None where it draws them."""
-        packed, prefix = isinstance(images, PackedImages), self.num_prefix_tokens
-        rates = [block.drop_path_rate if packed and block.training else 0.0 for block in self.blocks]
-        if not any(rates) or self._config["drop_path_mode"] != "subset":
-            return [(None, None)] * len(rates)
-        return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 
-    def _encode_many(self, images: ManyImages) -> "Together":
-        """All tokens after the last norm."""
-        given = self._packed(images)
-        x, layers = self._encode(given)
-        _, options, _ = layers[0]
-        return Together(x, options["offsets"], [self.num_prefix_tokens + count for count in given.counts])
+def encode(vit: nn.Module, images: ManyImages) -> "Together":
+    """All tokens after the last norm, (tokens, D), one image after the other."""
+    images = packed_images(vit, images)
+    x, inputs = vit._embed(images)
+    (_, options, _), counts = inputs[0], [vit.num_prefix_tokens + count for count in images.counts]
+    return Together(vit._encode(x, inputs), options["offsets"], counts)
 
-    def _head_packed(self, tokens: "Together", pre_logits: bool = False) -> Tensor | list[Tensor]:
-        """Logits (S, num_classes); without pooling, the logits of each image's tokens."""
-        if self.global_pool:
-            return self._head(self._pool_packed(tokens, self.global_pool), pre_logits)
-        return tokens._replace(x=self._head(tokens.x, pre_logits)).apart()
 
-    def _pool_packed(self, tokens: "Together", pool_type: str) -> Tensor:
-        """(tokens, D) -> (S, D). An image's tokens are always summed in the same order, to the same bits."""
-        (x, offsets, _), prefix = tokens, self.num_prefix_tokens
-        if pool_type == "token":
-            return x.index_select(0, offsets[:-1])
-        if pool_type == "avg":
-            return segment_mean(x, offsets, prefix)
-        offsets = offsets - torch.arange(len(offsets), device=x.device, dtype=offsets.dtype) * prefix
-        rows, _ = packed.token_rows(offsets, len(x) - (len(offsets) - 1) * prefix, prefix)
-        return self.attn_pool.pool_packed(x.index_select(0, rows) if prefix else x, offsets)
+def head(vit: nn.Module, tokens: "Together", pre_logits: bool = False) -> Tensor | list[Tensor]:
+    """Logits (S, num_classes); without pooling, the logits of each image's tokens."""
+    if vit.global_pool:
+        return vit._head(pool(vit, tokens, vit.global_pool), pre_logits)
+    return tokens._replace(x=vit._head(tokens.x, pre_logits)).apart()
+
+
+def pool(vit: nn.Module, tokens: "Together", pool_type: str) -> Tensor:
+    """(tokens, D) -> (S, D). An image's tokens are always summed in the same order, to the same bits."""
+    (x, offsets, _), prefix = tokens, vit.num_prefix_tokens
+    if pool_type == "token":
+        return x.index_select(0, offsets[:-1])
+    if pool_type == "avg":
+        return segment_mean(x, offsets, prefix)
+    offsets = offsets - torch.arange(len(offsets), device=x.device, dtype=offsets.dtype) * prefix
+    rows, _ = packed.token_rows(offsets, len(x) - (len(offsets) - 1) * prefix, prefix)
+    return vit.attn_pool.pool_packed(x.index_select(0, rows) if prefix else x, offsets)
 
 
 class Together(NamedTuple):
