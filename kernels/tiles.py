@@ -141,9 +141,7 @@ def first(*branches: tuple) -> object:
     return next(value for holds, value in branches if holds)
 
 
-# The files with configurations.
-_FAMILIES = "attention.configs", "layer_norm", "matmul.gated", "matmul.linear", "matmul.mlp", "matmul.scaled"
-_FAMILIES += ("patch_embed.configs",)
+_FILES = "attention.configs layer_norm matmul.gated matmul.linear matmul.mlp matmul.scaled patch_embed.configs".split()
 Candidates = Callable[[str, str, int], list[KernelConfig]]  # (shape class, bits, generation) -> configurations
 _operations: dict[str, Candidates] = {}  # those of the families that are imported
 
@@ -160,7 +158,7 @@ def configures(operation: str) -> Callable[[Candidates], Candidates]:
 
 def operations() -> dict[str, Candidates]:
     """Operation -> the function that lists its configurations, of all families."""
-    for file in _FAMILIES:
+    for file in _FILES:
         importlib.import_module(f".{file}", __package__)
     return _operations
 

@@ -73,14 +73,12 @@ def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
 
     slope (M, F): where it is given, gelu'(pre) is written into it.
     """
-    config = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}")
-    act = pre.new_empty(pre.shape)
+    config, act = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}"), pre.new_empty(pre.shape)
     _launch(config, activation, pre, dy_ptr=None, dpre_ptr=slope, act_ptr=act, sums_ptr=None)
     return act
 
 
 def _launch(config: KernelConfig, activation: str, pre: Tensor, **pointers: Tensor | None) -> None:
-    """Launches the element-wise kernel, which writes dpre, act and sums where they are given."""
     m, n = pre.shape
     grid = cdiv(m, config["BLOCK_M"]), cdiv(n, config["BLOCK_N"])
     strides = dict(stride_ym=row_stride(pointers["dy_ptr"]), stride_pm=pre.stride(0), stride_om=n)

@@ -295,13 +295,10 @@ def _packed_sums(dy, prefix, packed, want_bias: bool, wanted: Gradients) -> tupl
 def _sums(dy, prefix, pos_len, want_bias: bool, wanted: Gradients) -> tuple[Tensor | None, ...]:
     """Gradients of the bias (D,), in fp32, of the prefix (1, T, D) and of the positions (1, pos_len, D)."""
     batch, tokens, width = dy.shape
-    patch_sums, dcls, dpos = (
-        None if dtype is None else dy.new_empty(1, count, width, dtype=dtype)
-        for count, dtype in zip(
-            (tokens - prefix, prefix, pos_len),
-            (torch.float32 if want_bias else None, wanted.cls_token, wanted.pos_embed),
-        )
-    )
+    counts = tokens - prefix, prefix, pos_len
+    dtypes = torch.float32 if want_bias else None, wanted.cls_token, wanted.pos_embed
+    new = lambda count, dtype: None if dtype is None else dy.new_empty(1, count, width, dtype=dtype)  # noqa: E731
+    patch_sums, dcls, dpos = map(new, counts, dtypes)
     if want_bias or wanted.cls_token or wanted.pos_embed:
         pointers = dict(dy_ptr=dy, sum_ptr=patch_sums, dprefix_ptr=dcls, dpos_ptr=dpos)
         sizes = dict(batch=batch, tokens=tokens, prefix=prefix, pos_start=tokens - pos_len, D=width)

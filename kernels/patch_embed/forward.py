@@ -219,14 +219,8 @@ def patch_embed_fwd(
     pointers = {name: contiguous_or_none(t) for name, t in vectors.items()}
     pointers |= dict(image_ptr=images, weight_ptr=ordered.contiguous(), scale_ptr=scale, out_ptr=out)
     sizes = dict(pos_start=pos_start, batch=batch, D=width)
-    launch(
-        patch_embed_fwd_kernel,
-        (blocks * cdiv(width, config["BLOCK_D"]),),
-        **pointers,
-        **sizes,
-        **geometry,
-        **config.meta,
-    )
+    grid = (blocks * cdiv(width, config["BLOCK_D"]),)
+    launch(patch_embed_fwd_kernel, grid, **pointers, **sizes, **geometry, **config.meta)
     return out
 
 

@@ -188,15 +188,9 @@ def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence
     SCALES and SHIFTS: a and c of each channel; C_INNER: how many k lie between one channel and the next.
     """
     ordered, (_, chans, p, q) = in_image_order(weight, images), weight.shape
-    return dict(
-        strides=ordered.stride(),
-        SCALES=tuple(1 / (255 * s) for s in std),
-        SHIFTS=tuple((128 / 255 - m) / s for m, s in zip(mean, std)),
-        C_INNER=1 if channels_last(images) else p * q,
-        AXES=Axes(chans * p * q, *ordered.shape[2:]),
-        BLOCK_K=512,
-        num_warps=4,
-    )
+    scales, shifts = tuple(1 / (255 * s) for s in std), tuple((128 / 255 - m) / s for m, s in zip(mean, std))
+    axes = dict(C_INNER=1 if channels_last(images) else p * q, AXES=Axes(chans * p * q, *ordered.shape[2:]))
+    return dict(strides=ordered.stride(), SCALES=scales, SHIFTS=shifts, **axes, BLOCK_K=512, num_warps=4)
 
 
 def patch_class(images: Tensor, geometry: dict, width: int) -> str:

@@ -49,16 +49,6 @@ class _HiddenSaved(NamedTuple):
     inner_rstd: Tensor | None = None  # (M,) in fp32
 
 
-class _HiddenBackward(NamedTuple):
-    """The results of `_Hidden.backward`; those that are not wanted are None."""
-
-    dpre: Tensor | None  # (M, F)
-    dup: Tensor | None  # (M, F)
-    inner: Tensor | None  # (M, F), the last layer's input
-    sums: tuple[Tensor | None, Tensor | None]  # workspaces (row blocks, F) of the biases of up and in
-    norm: dict[str, Tensor | None]  # gradients of the inner norm's parameters by name
-
-
 class _Hidden(NamedTuple):
     """The parameters and options of all layers before the last, and what kernels compute with them."""
 
@@ -107,17 +97,18 @@ class _Hidden(NamedTuple):
 
     def backward(
         self, g: Tensor, out_weight: Tensor, saved: _HiddenSaved, needs: "_Hidden", below: bool, want_inner: bool
-    ) -> _HiddenBackward:
-        """Gradients through the last layer, the inner norm and the activation.
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple, dict[str, Tensor | None]]:
+        """(dpre, dup, the last layer's input, workspaces, gradients of the inner norm's parameters by name).
 
-        g: the gradient (M, D') of the last layer's output; out_weight (D', F). below: whether the gradient of x is
-        needed. want_inner: whether the last layer's input is needed.
+        The first three are (M, F), the two workspaces (row blocks, F), for the biases of up and in; those that are not
+        wanted are None. g: the gradient (M, D') of the last layer's output; out_weight (D', F). below: whether the
+        gradient of x is needed. want_inner: whether the last layer's input is needed.
         """
         want_sums = needs.in_bias or needs.up_bias
         if self.inner_norm_weight is None:
             options = self.activation, want_sums, want_inner
             dup, dpre, inner, *sums = dgated_matmul(g, out_weight, saved.up, saved.pre, *options)
-            return _HiddenBackward(dpre, dup, inner, tuple(sums), {})
+            return dpre, dup, inner, tuple(sums), {}
         want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
         want_norm = needs.inner_norm_weight or needs.inner_norm_bias
         parameters = self.inner_norm_weight, self.inner_norm_bias, saved.inner_mean, saved.inner_rstd
@@ -126,21 +117,16 @@ class _Hidden(NamedTuple):
         dup, dpre, sums = None, None, (None, None)
         if want_layers:
             dup, dpre, _, *sums = gated_bwd(norm.dres, saved.up, saved.pre, self.activation, want_sums)
-        grads = dict(inner_norm_weight=norm.dweight, inner_norm_bias=norm.dbias)
-        return _HiddenBackward(dpre, dup, norm.y, tuple(sums), grads)
+        return dpre, dup, norm.y, tuple(sums), dict(inner_norm_weight=norm.dweight, inner_norm_bias=norm.dbias)
 
     def input_gradient(self, dpre: Tensor, dup: Tensor) -> Tensor:
         """dx (M, D): one product, onto which a second one is added."""
         return input_grad(dpre, as_matrix(self.in_weight), input_grad(dup, as_matrix(self.up_weight)))
 
-    def weight_gradients(
-        self, dpre: Tensor, dup: Tensor, x: Tensor | None, needs: "_Hidden"
-    ) -> dict[str, Tensor | None]:
-        """Gradients of the weights by name; x (M, D) is the layers' input."""
-        return dict(
-            up_weight=torch.mm(dup.t(), x) if needs.up_weight else None,
-            in_weight=torch.mm(dpre.t(), x) if needs.in_weight else None,
-        )
+    def weight_gradients(self, dpre: Tensor, dup: Tensor, x: Tensor | None, needs: "_Hidden") -> dict[str, Tensor]:
+        """Gradients of the weights by name, as far as needed; x (M, D) is the layers' input."""
+        pairs = dict(up_weight=(dup, needs.up_weight), in_weight=(dpre, needs.in_weight))
+        return {name: torch.mm(slope.t(), x) for name, (slope, needed) in pairs.items() if needed}
 
 
 def _checked_inner(op: str, t: _Hidden) -> _Hidden:
@@ -243,18 +229,16 @@ def _block_backward(dout: Tensor, t: _Block, saved: _BlockSaved, needs: _Block) 
     dout, below = as_matrix(dout), block.needs_norm(needs)
     g, g_sum = block.branch_gradient(dout, t, needs, norm_follows=below)
     # Gradients through down, the inner norm and the activation. The same product may write down's input again.
-    inner, hidden = saved.inner, None
+    inner, dpre, dup, sums, grads = saved.inner, None, None, (), {}
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
     if below or any(needs.hidden):
-        hidden = t.hidden.backward(*block.through_layer_scale(g, t), saved.hidden, needs.hidden, below, want_inner)
-        inner = hidden.inner if want_inner else inner
+        wants = needs.hidden, below, want_inner
+        dpre, dup, h, sums, grads = t.hidden.backward(*block.through_layer_scale(g, t), saved.hidden, *wants)
+        inner = h if want_inner else inner
     elif want_inner:
         inner = t.hidden.recompute(saved.hidden)
     dout_weight, dscale = block.weight_gradients(g, inner, t, needs)
-    if hidden is None:
-        return block.output_layer_gradients(t, needs, g_sum, dout_weight, dscale)
-    dpre, dup, sums, grads = hidden.dpre, hidden.dup, hidden.sums, hidden.norm
-    inner = hidden = None  # 4 M D numbers, freed before more is allocated
+    inner = h = None  # 4 M D numbers, freed before more is allocated
     # Gradients through gate and up, the norm and the residual.
     dh = t.hidden.input_gradient(dpre, dup) if below else None
     want_h = needs.hidden.in_weight or needs.hidden.up_weight
