@@ -107,8 +107,8 @@ class Block(Layer):
 
     def _fused_options(self, norm: nn.Module, scale: nn.Module, drop_path: Tensor | None) -> dict:
         """The keyword arguments that both operations take."""
-        how = dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep, drop_path=drop_path)
-        return how | dict(eps=norm.eps, norm=OF_NORMS[type(norm)], layer_scale=getattr(scale, "gamma", None))
+        options = dict(eps=norm.eps, norm=OF_NORMS[type(norm)], layer_scale=getattr(scale, "gamma", None))
+        return options | dict(drop_path=drop_path, residual_in_fp32=self.residual_in_fp32, keep=self.keep)
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) in the dtype of the matrix products; an fp32 residual stream is normalised in fp32."""
