@@ -300,7 +300,7 @@ def layer_norm_fwd(
 
 
 class Grads(NamedTuple):
-    """What `layer_norm_bwd` returns: gradients, y and sums, None for those that are not wanted."""
+    """The gradients, y and sums that `layer_norm_bwd` returns; None for those that are not wanted."""
 
     dres: Tensor | None
     dx: Tensor | None

@@ -5,7 +5,7 @@ scaled_weight_grad    with s = layer_scale, g = drop_path[b] * dout (not yet tim
                       dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)     x W^T need not be kept
                       (the caller, who has the column sum, adds b * colsum(g))
 
-cuBLAS has the product, in fp32; one kernel then reads it and the weight once for both gradients. Its shape class is
+cuBLAS computes G in fp32; one kernel then reads it and the weight once for both gradients. Its shape class is
 "KxN" of the layer, as in product.py.
 """
 
