@@ -196,7 +196,7 @@ _looked_at: set[tuple[int, str]] = set()  # (GPU, the folder of Triton's cache w
 
 
 def add_named(device: int) -> None:
-    """Adds the archives that VITFAST_KERNELS_CACHE names to Triton's cache, before the first launch on a GPU.
+    """Adds the archives in VITFAST_KERNELS_CACHE to Triton's cache, before the first launch on a GPU.
 
     It does so again where the cache has moved: Inductor moves it in mid-process, unless TRITON_CACHE_DIR is set.
     """

@@ -238,7 +238,7 @@ def _forward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 @configures("layer_norm_bwd")
 def _backward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """A program takes several rows at a time, and PER_SM programs fit with three column sums in registers.
+    """A program takes several rows at a time; PER_SM programs fit with three column sums in registers.
 
     Two warps share a row of 768 or 1024 numbers. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6
     bytes * PER_SM = 81, 108 and 90 KiB of a multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide

@@ -1,4 +1,4 @@
-"""Looks up the launch configuration of an operation, and what it depends on: GPU generation and batch invariance.
+"""Looks up an operation's launch configuration, by GPU generation and batch invariance.
 
 Beside the kernels of each family stands a function for each operation: (shape class, "16" or "32" bits, GPU generation)
 -> configurations. The best is the first, as measured or, where nothing has been timed yet, as compiled offline (no

@@ -1,4 +1,4 @@
-"""Activations element by element, forward and backward, where another library makes the product before them.
+"""Activations element by element, forward and backward, after products that another library makes.
 
     gelu        act = gelu(pre)                                           pre (M, F)
     gelu_bwd    dpre = dy * gelu'(pre), dbias = sum_M(dpre)               dy (M, F)

@@ -1,4 +1,4 @@
-"""The backward of a linear layer whose output is scaled: out = drop_path[b] * layer_scale * (x W^T + b).
+"""The backward of a linear layer with scaled output: out = drop_path[b] * layer_scale * (x W^T + b).
 
 scale_rows            g = drop_path[b] * layer_scale * dout, each factor only where it is given; and the column sum of g
 scaled_weight_grad    with s = layer_scale, g = drop_path[b] * dout (not yet times s) and G = g^T x:

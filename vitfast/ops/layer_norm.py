@@ -29,7 +29,7 @@ class _Arguments(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Kept for backward, (M,) in fp32."""
+    """The statistics kept for backward, (M,) in fp32."""
 
     mean: Tensor | None  # None for RMSNorm
     rstd: Tensor | None
@@ -76,7 +76,7 @@ class _AddArguments(NamedTuple):
 
 
 class _AddSaved(NamedTuple):
-    """Kept for backward: a result, and the statistics (M,) in fp32."""
+    """The tensors kept for backward: the result z, and the statistics (M,) in fp32."""
 
     z: Tensor
     mean: Tensor
