@@ -151,7 +151,7 @@ def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "rows_per_sample"])
 def layer_norm_bwd_kernel(
-    in_ptrs,  # dy, z, dz, branch: (M, D), the last two or None
+    in_ptrs,  # dy, z, dz, branch: (M, D); dz and branch may be None
     strides,  # of their rows
     w_ptr,  # (D,) or None
     b_ptr,  # (D,) or None

@@ -99,7 +99,7 @@ def gated_linear_kernel(
     up_bias_ptr,  # (N,) or None
     gate_bias_ptr,  # (N,) or None
     up_ptr,  # (M, N) or None
-    gate_ptr,  # (M, N), where up_ptr is
+    gate_ptr,  # (M, N), None if up_ptr is
     h_ptr,  # (M, N)
     M,
     N,

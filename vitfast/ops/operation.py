@@ -192,7 +192,7 @@ class custom_op:
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
         tensors, options = ([f for f in fields if f.is_tensor is tensor] for tensor in (True, False))
-        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold places: of arguments
+        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold indices: of arguments
         # with gradients and of options, of what is saved among arguments and outputs, of arguments in the derivative.
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
         self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
