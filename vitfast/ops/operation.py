@@ -192,8 +192,8 @@ class custom_op:
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
         tensors, options = ([f for f in fields if f.is_tensor is tensor] for tensor in (True, False))
-        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold indices: of arguments
-        # with gradients and of options, of what is saved among arguments and outputs, of arguments in the derivative.
+        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold indices: those
+        # of arguments with gradients, options, what is saved (in arguments + outputs), arguments (in the derivative).
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
         self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
         self.options = [i for i, f in enumerate(fields) if not f.is_tensor]
