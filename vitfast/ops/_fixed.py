@@ -143,7 +143,7 @@ def baddbmm(call: Call) -> Tensor:
 
 
 def contiguous(*names: str):
-    """An algorithm that copies the arguments `names`, whose strides change what PyTorch composes."""
+    """An algorithm that makes `names` contiguous, on whose strides PyTorch's composition depends."""
     return lambda call: call.run(**{name: call[name].contiguous() for name in names if call[name].dim() > 2})
 
 

@@ -134,7 +134,7 @@ def norm_backward(
     want_h: bool,
     workspaces: tuple[Tensor | None, ...] = (),
 ) -> NormBackward:
-    """The norm's backward, which also adds the residual's gradient and makes column sums still missing.
+    """The norm's backward, which in one pass also adds the residual's gradient, and all missing sums.
 
     dh (M, D): the gradient of the norm's output; None where neither x nor the norm's parameters need one. dout (M, D):
     that of the block's output, which is added to dx; its column sum is g_sum unless that is given. want_h: the norm's

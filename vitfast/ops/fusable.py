@@ -27,7 +27,7 @@ def full_name(cls: type) -> str:
 
 
 def has_instance_forward(module: nn.Module) -> bool:
-    """Whether the instance has a forward that is not the class's, which transformers sets on instances."""
+    """Whether an instance has its own forward; the class's, which transformers sets there, is none."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 

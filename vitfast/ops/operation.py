@@ -134,7 +134,7 @@ class Registered:
 
 
 def _overridden(values: tuple) -> bool:
-    """Whether a tensor subclass, or a mode other than a default device, may intercept a call."""
+    """Whether a tensor subclass, or a mode but a default device, may compute what autograd must see."""
     if not has_torch_function(values):
         return False
     modes = torch.overrides._get_current_function_mode_stack()
