@@ -64,7 +64,7 @@ class _Value:
 class ThreadMode:
     """A mode that each thread sets for itself; it begins as `start`, the value of the environment.
 
-    key: the name under which PyTorch copies the value to the threads of autograd.
+    key: the name under which PyTorch hands the value on to the threads of autograd.
     """
 
     def __init__(self, key: str, start):
@@ -121,7 +121,7 @@ class KernelConfig:
 
     @functools.cached_property
     def meta(self) -> dict:
-        """The launch's keyword arguments. Every call returns the same dict, which no caller may change."""
+        """The launch's keyword arguments, as one dict for all launches, which no caller may change."""
         limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
         return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
