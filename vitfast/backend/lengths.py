@@ -233,7 +233,7 @@ def _ways(
 def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, int]:
     """Returns a greater number for each length; the sides of images become multiples of what they are.
 
-    Lengths that are equal in this call get different numbers. Of others the longer stays longer, by at least two.
+    Lengths that are equal in this call get different numbers. Of others but sides, the longer stays so, by 2 or more.
     """
     longer: dict[Any, int] = {}
     for i, n in enumerate(sorted({n.node.expr: n for n in lengths}.values(), key=size)):

@@ -154,7 +154,7 @@ def add_layer_norm(
     """Adds a residual, z = residual + drop_path[b] * layer_scale * x; returns (layer_norm(z), z).
 
     x, residual (B, ..., D); weight, bias as in layer_norm; layer_scale (D,) or None; drop_path (B,) or None, the
-    factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype.
+    factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype (autocast's).
     """
     width = check.rows("add_layer_norm", x)
     check.shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
