@@ -158,7 +158,7 @@ def install(archive: Path, folder: Path | None = None) -> None:
 
 
 def _stamp(archive: Path, folder: Path) -> Path:
-    """A file that is in the folder once the archive has been added to it.
+    """The path of a file that `install` leaves in a folder to mark an archive as added.
 
     Its name depends on the path of the folder, because a cache that was moved must get the archive again.
     """
@@ -167,7 +167,7 @@ def _stamp(archive: Path, folder: Path) -> Path:
 
 
 def install_named(named: Path, device: int) -> None:
-    """Adds what VITFAST_KERNELS_CACHE names, an archive or a folder of them, if it fits a GPU.
+    """Adds the archive `named`, or each in that folder, to Triton's cache, if it fits the GPU `device`.
 
     Warns if it does not, or cannot be added. In a folder, archives that do not fit are passed over if another one does.
     """
@@ -196,7 +196,7 @@ _looked_at: set[tuple[int, str]] = set()  # (GPU, the folder of Triton's cache w
 
 
 def add_named(device: int) -> None:
-    """Adds the archives that VITFAST_KERNELS_CACHE names to Triton's cache, before the first launch on a GPU.
+    """Adds the archives in VITFAST_KERNELS_CACHE to Triton's cache, before the first launch on a GPU.
 
     It does so again where the cache has moved: Inductor moves it in mid-process, unless TRITON_CACHE_DIR is set.
     """
@@ -210,7 +210,7 @@ def add_named(device: int) -> None:
 
 
 def _called(code: CodeType, names: dict) -> Iterator[object]:
-    """The kernels and helpers that a function's code names, comprehensions included."""
+    """The kernels and @triton.jit functions that code names; names: the globals of its function."""
     for name in code.co_names:
         if hasattr(type(names.get(name)), "cache_key"):  # asking the object itself would compute the key
             yield names[name]

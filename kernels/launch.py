@@ -1,4 +1,4 @@
-"""Launches every kernel, on the device of its tensors; tools record launches instead of making them."""
+"""Launches every kernel on the device of its tensors, or records the launches instead of making them."""
 
 import contextlib
 import os
@@ -39,9 +39,9 @@ def cdiv(a: int, b: int) -> int:
 
 
 def watched() -> bool:
-    """Whether somebody records or hooks launches, or has kernels compiled in another way for now.
+    """Whether launches are recorded or hooked, or kernels are compiled for debugging or instrumentation.
 
-    Proton does both, and knobs.runtime.debug the latter.
+    Proton hooks launches and instruments kernels; knobs.runtime.debug compiles them for debugging.
     """
     from triton import knobs
 
@@ -52,7 +52,7 @@ def watched() -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes a GPU the current one, on which Triton launches, where it is not."""
+    """A context in which `device`, if it is a GPU, is the current one, on which Triton launches."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -67,7 +67,7 @@ _taping = _Taping()
 
 @contextlib.contextmanager
 def taped(tape) -> Iterator[None]:
-    """Tells `tape` of every launch that this thread makes inside; None stands for nobody."""
+    """Calls `tape.launched` after every launch that this thread makes inside; None: calls nothing."""
     outer, _taping.tape = _taping.tape, tape
     try:
         yield
@@ -76,19 +76,19 @@ def taped(tape) -> Iterator[None]:
 
 
 def no_plan(reason: str) -> None:
-    """Tells the tape, if there is one, why it does not hear of all that happens."""
+    """Notes on the tape, if there is one, why no plan can repeat what the operation does."""
     if _taping.tape is not None:
         _taping.tape.reason = reason
 
 
 def count(launches: int) -> None:
-    """Adds to `launches_made`."""
+    """Adds launches that were made elsewhere, as by a plan, to those of `launches_made`."""
     global _launches
     _launches += launches
 
 
 def _tensor_of(values: Iterable[object]) -> Tensor:
-    """One of the tensors in a launch's arguments."""
+    """The first tensor in a launch's arguments, their descriptors and tuples; None if there is none."""
     for value in values:
         if isinstance(value, Tensor):
             return value
@@ -115,7 +115,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
 
 
 def _compiled(kernel, grid: tuple[int, ...], arguments: dict):
-    """Launches a kernel; returns what Triton compiled."""
+    """Launches a kernel on a GPU; returns the compiled kernel, as Triton does."""
     from . import archives  # it needs Triton
 
     for function in (kernel, *arguments.values()):
@@ -136,7 +136,7 @@ def _compiled(kernel, grid: tuple[int, ...], arguments: dict):
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects the launches inside instead of making them; on meta tensors, those a GPU would get."""
+    """Collects the launches inside instead of making them; meta tensors give those of a GPU."""
     global _recorder
     before, _recorder = _recorder, []
     try:

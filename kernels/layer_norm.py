@@ -124,7 +124,7 @@ def _zeros(CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _add(ws_ptr, total, chunks, CHUNKS: tl.constexpr):
-    """total + chunks, for sums that are written to ws_ptr; total where it is None."""
+    """total + chunks; total itself if ws_ptr, to which the sum would be written, is None."""
     if ws_ptr is None:
         result = total
     else:
@@ -136,7 +136,7 @@ def _add(ws_ptr, total, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _standardised(z, mean, rstd):
-    """xhat = (z - mean) * rstd, or z * rstd (RMSNorm) where mean is None."""
+    """xhat = (z - mean) * rstd in fp32, or z * rstd if mean is None (RMSNorm)."""
     return z.to(tl.float32) * rstd if mean is None else (z.to(tl.float32) - mean) * rstd
 
 
@@ -151,7 +151,7 @@ def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "rows_per_sample"])
 def layer_norm_bwd_kernel(
-    in_ptrs,  # dy, z, dz, branch: (M, D), the last two or None
+    in_ptrs,  # dy, z, dz, branch: (M, D); dz and branch may be None
     strides,  # of their rows
     w_ptr,  # (D,) or None
     b_ptr,  # (D,) or None
@@ -238,9 +238,9 @@ def _forward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 @configures("layer_norm_bwd")
 def _backward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
-    """Programs of several rows, whose sums of three columns leave room for PER_SM programs.
+    """A program takes several rows at a time; PER_SM programs fit with three column sums in registers.
 
-    Two warps share 768 or 1024 numbers of a row. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6
+    Two warps share a row of 768 or 1024 numbers. Loads of dy, z and dz in flight take (STAGES - 1) * BLOCK_M * D * 6
     bytes * PER_SM = 81, 108 and 90 KiB of a multiprocessor's shared memory at D = 768, 1024 and 1280; with 99 KiB, wide
     rows get a stage less. Every program writes a row of each workspace, so many small programs would write more.
     """
@@ -260,9 +260,9 @@ def _backward_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
 @functools.cache
 def _shape_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
-    """The shape class "3x256", chunks x BLOCK_D, with an "a" where a residual (backward: its gradient) is added.
+    """The shape class "3x256", chunks x BLOCK_D; "a" follows where a residual or its gradient is added.
 
-    An "s" follows where backward sums for a layer scale.
+    "s" follows where backward sums the gradient of a layer scale.
     """
     return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
@@ -280,9 +280,9 @@ def layer_norm_fwd(
     out_dtype: torch.dtype | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; z is None without one, mean with rms.
+    """(y, z, mean, rstd) of x and residual (M, D) with last stride 1.
 
-    y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
+    y (M, D) in out_dtype (x's); z (M, D) in residual's dtype, None without one; mean (None if rms), rstd (M,) in fp32.
     """
     M, D = x.shape
     config = tiles.lookup("layer_norm_fwd", x, _shape_class(D, residual is not None))
@@ -300,7 +300,7 @@ def layer_norm_fwd(
 
 
 class Grads(NamedTuple):
-    """Gradients of `layer_norm_bwd`, and y; None where not asked for."""
+    """The gradients, y and sums that `layer_norm_bwd` returns; None for those that are not wanted."""
 
     dres: Tensor | None
     dx: Tensor | None
@@ -333,7 +333,7 @@ def layer_norm_bwd(
     more_sums: Sequence[Tensor | None] = (),
     more_dtype: torch.dtype = torch.float32,
 ) -> Grads:
-    """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
+    """The gradients, in one pass over dy, z, dz and branch, which are (M, D) with last stride 1.
 
     dres has z's dtype. dx has dy's dtype, and is None without layer_scale and drop_path, where it would equal dres.
     dweight, dbias and dlayer_scale have the dtype of their parameter. dz_sum, the column sum of dz, is in fp32. y =

@@ -48,7 +48,7 @@ class _Address(int):
 
 
 class _Descriptors(dict):
-    """The descriptors of one argument of a launch, by address; their other fields are the first one's."""
+    """Address -> descriptor, for one argument of a launch; the other fields are copied from `first`."""
 
     def __init__(self, first: object):
         super().__init__()
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, values: Sequence):
         super().__init__()
         self.reason: str | None = None
-        self.numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id; another may get it when a tensor is freed
+        self.numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id, which another may get when a tensor is freed
         self.roots: list[tuple[int, int]] = []  # by number: (the number of the viewed tensor, offset in bytes)
         # names that a line defines, its expression, and whether it may be left out where nothing reads them
         self.lines: list[tuple[list[str], str, bool]] = []
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         self.numbers[id(x)] = number, weakref.ref(x)
         return f"t{number}"
 
-    def _number(self, x: Tensor) -> int | None:
+    def _number(self, x: Tensor) -> int | None:  # 3 for t3; None for a tensor that has no name yet
         number, tensor = self.numbers.get(id(x), (None, None))
         return number if tensor is not None and tensor() is x else None
 
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _names(text: str) -> set[str]:
-    """The names of tensors and addresses in the source of a line; an address needs its tensor."""
+    """The names of tensors and addresses in a line of source, and of the tensors of those addresses."""
     names = set(re.findall(r"\b[tp]\d+\b", text))
     return names.union(f"t{name[1:]}" for name in names)
 
@@ -250,7 +250,7 @@ def _tensors(values: Iterable) -> Iterable[Tensor]:
 
 
 def recorded(run: Callable, values: Sequence) -> tuple[Tensor | tuple[Tensor, ...], Plan | str]:
-    """The results of run(*values), and the plan that computes them, or why there can be none."""
+    """(the results of run(*values), the plan that computes them or a text why there can be none)."""
     with Recorder(values) as recorder, launch.taped(recorder):
         outputs = run(*values)
     return outputs, recorder.plan(outputs)

@@ -50,13 +50,13 @@ def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_
 
 @triton.jit
 def times_chunk(x, chunks, i: tl.constexpr):
-    """x * chunks[i] in fp32, or x where chunks is None."""
+    """x * chunks[i] in fp32, or x itself if chunks is None."""
     return x if chunks is None else x * chunks[i].to(tl.float32)
 
 
 @triton.jit
 def plus_chunk(x, chunks, i: tl.constexpr):
-    """x + chunks[i] in fp32, or x where chunks is None."""
+    """x + chunks[i] in fp32, or x itself if chunks is None."""
     return x if chunks is None else x + chunks[i].to(tl.float32)
 
 
@@ -70,7 +70,7 @@ def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit
-def row_factor(dp_ptr, rows, M, rows_per_sample):
+def row_factor(dp_ptr, rows, M, rows_per_sample):  # the drop path's factors of rows, in fp32
     return tl.load(dp_ptr + rows // rows_per_sample, mask=rows < M, other=0.0).to(tl.float32)
 
 
@@ -84,7 +84,7 @@ def _add_programs(ws_ptr, out_ptr, block, P, D: tl.constexpr, BLOCK_P: tl.conste
     tl.store(out_ptr + offs_d, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-@triton.jit(do_not_specialize=["P", "MORE_P"])  # not in a tuple, whose numbers Triton specialises all the same
+@triton.jit(do_not_specialize=["P", "MORE_P"])  # in no tuple: Triton specialises the numbers in one all the same
 def column_sums_kernel(
     ws_ptrs,  # FIRST (P, D), and up to two (MORE_P, MORE_D)
     out_ptrs,  # as many (D,) and (MORE_D,)
@@ -111,7 +111,7 @@ def column_sums_kernel(
 
 @functools.cache
 def chunk_width(width: int) -> int:
-    """BLOCK_D >= 16: 3 to 5 cover a row, a quarter to spare at most (768 = 3 x 256, 1280 = 5 x 256)."""
+    """BLOCK_D, at least 16: 3 to 5 chunks cover a row and a quarter more at most (1280 = 5 x 256)."""
     power = 1 << (width - 1).bit_length()
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
 
@@ -122,7 +122,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
-    """Persistent programs along the rows: `per_sm` a multiprocessor for all strips, at most `blocks`."""
+    """Persistent programs of a strip: at most `blocks`, and `per_sm` a multiprocessor over all strips."""
     return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
 
 
@@ -135,16 +135,16 @@ def row_stride(t: Tensor | None) -> int:
 
 
 def row_alignment(*matrices: Tensor | None) -> int:
-    """The divisor, up to 16, of all row strides: 8 for 1000, which Triton does not see by itself."""
+    """The power of 2, up to 16, that divides all row strides: 8 for 1000, which Triton overlooks."""
     return math.gcd(16, *(row_stride(t) for t in matrices))
 
 
 def column_sums(
     x: Tensor, workspaces: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None
 ) -> list[Tensor | None]:
-    """Adds up workspaces (programs, D) over the programs, each into (D,), in one launch; None stays None.
+    """The sums (D,) of workspaces (programs, D) over their programs, in one launch; None for None.
 
-    They have one shape, or two: first all of one, then all of the other. dtypes: those of the sums, fp32 unless given.
+    Workspaces have one shape, or two: all of the first, then all of the second. dtypes of the sums: fp32 by default.
     x: the tensor whose device and dtype choose the configuration.
     """
     dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes

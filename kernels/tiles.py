@@ -1,9 +1,9 @@
-"""Looks up the launch configuration of an operation, and what it depends on: GPU generation and batch invariance.
+"""Looks up an operation's launch configuration, by GPU generation and batch invariance.
 
 Beside the kernels of each family stands a function for each operation: (shape class, "16" or "32" bits, GPU generation)
 -> configurations. The best is the first, as measured or, where nothing has been timed yet, as compiled offline (no
-spills, shared memory within the limit). The others are for calls that the first cannot do, and for whoever looks for a
-faster one: `vitfast tune`, whose table of a user's own (user_table.py) comes before all.
+spills, shared memory within the limit). The others are for calls that the first cannot do, and for `vitfast tune`,
+which times all of them: what it writes into the table of a user (user_table.py) comes before the order of the code.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ INVARIANT = ("triton", "tiled")
 
 
 GENERATIONS = (80, 89, 90, 100, 120)  # of GPUs, with configurations of their own
-# Other GPUs -> the generation whose tiles they take: of those with instructions and shared memory that they have too.
+# Other GPUs -> the generation whose tiles they take: one that needs no instructions or shared memory that they lack.
 # sm_86 has no more shared memory than sm_89, and less than sm_80.
 TABLE_OF = {86: 89, 87: 80, 103: 100, 121: 120}
 _assumed_generation: int | None = None  # the generation that `using(sm=...)` assumes whatever the device
@@ -49,7 +49,7 @@ def _generation(index: int) -> int:
 
 
 def generation(device: torch.device) -> int:
-    """The one of GENERATIONS whose tiles the device takes, 0 if it is older; without a GPU it is 90."""
+    """The one of GENERATIONS whose tiles a device takes: 0 for an older GPU, 90 for the CPU."""
     if _assumed_generation is not None:
         return _assumed_generation
     if device.type != "cuda":
@@ -58,20 +58,20 @@ def generation(device: torch.device) -> int:
 
 
 class _Value:
-    value = None  # that of the environment
+    value = None  # stands for the value of the environment
 
 
 class ThreadMode:
-    """A mode that belongs to one thread; other threads begin with `start`, the value of the environment.
+    """A mode that each thread sets for itself; it begins as `start`, the value of the environment.
 
-    key: a name under which PyTorch hands the value on to the threads of autograd.
+    key: the name under which PyTorch hands the value on to the threads of autograd.
     """
 
     def __init__(self, key: str, start):
         self.key, self.start, self._thread = key, start, threading.local()
 
     def set(self, value) -> None:
-        """Sets this thread's value; None takes that of the environment."""
+        """Sets this thread's value; None restores that of the environment."""
         if not hasattr(self._thread, "held"):
             self._thread.held = _Value()
         held = self._thread.held
@@ -88,7 +88,7 @@ class ThreadMode:
         return self._thread.held.value if hasattr(self._thread, "held") else None
 
     def current(self):
-        """The value in force in this thread; in a thread of autograd, that of the backward() call."""
+        """The value in force in this thread; in a thread of autograd, that of whoever called backward()."""
         value = self.set_here()
         if value is None and not torch.compiler.is_compiling() and torch._C._is_key_in_tls(self.key):
             value = torch._C._get_obj_in_tls(self.key).value
@@ -100,7 +100,7 @@ BATCH_INVARIANT = ThreadMode("vitfast.batch_invariant", False)
 
 
 def batch_invariant() -> bool:
-    """Whether bits of a sample must not depend on its batch; compiled code never runs in that mode."""
+    """Whether a sample's bits must not depend on its batch; False while torch.compile traces."""
     return not torch.compiler.is_compiling() and BATCH_INVARIANT.current()
 
 
@@ -121,7 +121,7 @@ class KernelConfig:
 
     @functools.cached_property
     def meta(self) -> dict:
-        """Keyword arguments for the launch; not to be changed."""
+        """The launch's keyword arguments, as one dict for all launches, which no caller may change."""
         limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
         return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
@@ -163,10 +163,10 @@ def operations() -> dict[str, Candidates]:
     return _operations
 
 
-# What `using` has set: configurations by operation, and shape class or None; and what the open ones yield.
+# What `using` has set: configurations by (operation, shape class or None); and the dicts that open calls yielded.
 _overrides: dict[tuple[str, str | None], KernelConfig] = {}
 _watching: list[dict] = []
-# The number of the user's table that is read, and that of the innermost `using`: lookups may differ where these do.
+# Numbers that change where lookups may: one with each reading of the user's table, one with each `using`.
 state = 0, 0
 _numbers = itertools.count(1)
 
@@ -175,10 +175,10 @@ _numbers = itertools.count(1)
 def using(
     op: str = "", config: KernelConfig | None = None, shape: str | None = None, *, sm: int | None = None
 ) -> Iterator[dict[tuple[str, str, str], KernelConfig]]:
-    """Changes the lookups inside; yields what they take: (operation, bits, shape class) -> KernelConfig.
+    """Changes lookups inside; yields a dict of what they return, by (operation, bits, shape class).
 
     op, config: the launches of `op` take this configuration, or those of one shape class where `shape` is given. sm:
-    lookups are for this compute capability whatever the device, as in offline compilation.
+    lookups are for this compute capability whatever the device, as in offline compilation. Without both, none changes.
     """
     global _overrides, _assumed_generation, state
     if op and op not in operations():
@@ -197,7 +197,7 @@ def using(
 
 
 def _case(op: str, x: torch.Tensor, shape: str) -> tuple[str, str, str, int]:
-    """The arguments of `_configs` for x."""
+    """(operation, shape class, bits, generation) for x: the arguments of `_configs`."""
     return op, shape, "32" if x.dtype == torch.float32 else "16", generation(x.device)
 
 
@@ -209,14 +209,14 @@ def _configs(op: str, shape: str, bits: str, sm: int) -> tuple[KernelConfig, ...
 
 
 def _of_user(x: torch.Tensor, *case) -> KernelConfig | None:
-    """The configuration in the user's own table, if a launcher of this version takes it."""
+    """The configuration in the user's own table, or None if it has none that this version can launch."""
     rows = user_table.read(x.device.index, from_record) if x.is_cuda and _assumed_generation is None else {}
     row = rows.get(case[:3])
     return row if row and user_table.fits(row, case, _configs(*case)) else None
 
 
 def forget_user_table() -> None:
-    """Has the user's own table read again."""
+    """Makes the next lookup read the user's own table again."""
     global state
     user_table.read.cache_clear()
     state = next(_numbers), state[1]
@@ -243,18 +243,18 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
 
 def shipped(op: str, x: torch.Tensor, shape: str, providers: tuple[str, ...] = ()) -> KernelConfig:
-    """The best configuration, by one of `providers` if any are given, whatever the user's table says."""
+    """The best configuration in the code, by one of `providers` if any, whatever the user's table says."""
     configs = _configs(*_case(op, x, shape))
     return next(config for config in configs if not providers or config.provider in providers)
 
 
 def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
-    """The configurations that could do the operation in place of what `lookup` returns."""
+    """The configurations in the code for a case, without the one that `lookup` returns now."""
     now = lookup(op, x, shape)
     return [config for config in _configs(*_case(op, x, shape)) if config != now]
 
 
 def from_record(record: dict) -> KernelConfig:
-    """The configuration in an entry of the user's table."""
+    """The KernelConfig that an entry of the user's table describes."""
     numbers = (record[name] for name in ("num_warps", "num_stages", "provider"))
     return config(*numbers, record.get("maxnreg", 0), **record["blocks"])

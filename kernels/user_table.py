@@ -17,14 +17,14 @@ Config = TypeVar("Config")  # KernelConfig of tiles.py, which imports this file
 
 
 def path() -> Path:
-    """The path of the table, which need not be there."""
+    """The path of the table, whether or not the file exists."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(os.environ.get("VITFAST_TILES") or cache / "vitfast" / "tiles.json")
 
 
 @functools.cache
 def read(gpu: int, config_of: Callable[[dict], Config]) -> dict[tuple[str, str, str], Config]:
-    """(operation, shape class, bits) -> config_of(entry), for the GPU of this index.
+    """The table's entries for a GPU: (operation, shape class, bits) -> config_of(entry).
 
     Raises ValueError if the table is damaged.
     """
@@ -49,7 +49,7 @@ def _wrong_number(row) -> str:
 
 @functools.cache
 def fits(row, case: tuple, configs: tuple) -> bool:
-    """Whether a launcher takes a configuration in a case that has these `configs`; warns once if not."""
+    """Whether launchers take the configuration `row`, as they take `configs`; warns once if not."""
     form, *forms = ((each.provider, *dict(each.blocks)) for each in (row, *configs))
     if wrong := " ".join(form) if form not in forms else _wrong_number(row):
         text = f"{'{} at {}, {} bits,'.format(*case)} takes no {wrong}; run vitfast tune again, or remove the row"

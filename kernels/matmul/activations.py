@@ -55,7 +55,7 @@ def wide(pre, PLAIN: tl.constexpr):
 
 @triton.jit
 def mirrored(pre, p, slope, PLAIN: tl.constexpr):
-    """slope where `pre`, in fp32 p, is negative, elsewhere 1 - slope."""
+    """slope where p, which is `pre` in fp32, is negative, and 1 - slope elsewhere."""
     if PLAIN or pre.dtype != tl.bfloat16 or not tl.target_info.cuda_capability_geq(9, 0):
         return tl.where(p < 0, slope, 1.0 - slope)
     else:  # one comparison for two
@@ -67,13 +67,13 @@ def mirrored(pre, p, slope, PLAIN: tl.constexpr):
 
 @triton.jit
 def magnitude(p):
-    """min(|p|, LARGE), so that infinity times Q = 0 is 0."""
+    """min(|p|, LARGE): times Q = 0 it is 0, where infinity would give NaN."""
     return tl.minimum(tl.abs(p), LARGE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def magnitude_alone(pre, PLAIN: tl.constexpr):
-    """`magnitude` where p is not needed, of two bf16 numbers at once: up to 1.5 instructions less."""
+    """`magnitude` where p is not needed, of two bf16 numbers at a time: up to 1.5 instructions less."""
     if PLAIN or pre.dtype != tl.bfloat16 or not tl.target_info.cuda_capability_geq(9, 0):
         return magnitude(wide(pre, PLAIN))
     else:
@@ -83,7 +83,7 @@ def magnitude_alone(pre, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def positive(p):
+def positive(p):  # max(p, 0), and NaN for NaN
     return tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -180,7 +180,7 @@ def activate_and_kept_slope(pre, ACT: tl.constexpr, PLAIN: tl.constexpr = INTERP
 
 @triton.jit
 def times_slope(dact, slope, PLAIN: tl.constexpr = INTERPRETED):
-    """The gradient `dact` in fp32, rounded to the slope's dtype, times the slope."""
+    """The fp32 gradient `dact`, rounded to the slope's dtype, times the slope, in that dtype."""
     dact = dact.to(slope.dtype)
     if PLAIN or slope.dtype != tl.bfloat16:
         return dact * slope
@@ -192,7 +192,7 @@ def times_slope(dact, slope, PLAIN: tl.constexpr = INTERPRETED):
 
 @triton.jit
 def dgelu(dact, pre, ACT: tl.constexpr, WITH_ACT: tl.constexpr):
-    """(gelu(pre), dpre) in pre's dtype, of dact in fp32; for "slope", `pre` is the slope."""
+    """(gelu(pre) if WITH_ACT, dact * slope) in pre's dtype, dact in fp32; ACT "slope": pre is the slope."""
     if ACT == "slope":
         return pre, times_slope(dact, pre)
     else:

@@ -99,7 +99,7 @@ def gated_linear_kernel(
     up_bias_ptr,  # (N,) or None
     gate_bias_ptr,  # (N,) or None
     up_ptr,  # (M, N) or None
-    gate_ptr,  # (M, N), where up_ptr is
+    gate_ptr,  # (M, N), None if up_ptr is
     h_ptr,  # (M, N)
     M,
     N,
@@ -142,7 +142,7 @@ def gated_linear_kernel(
 def store_dgated(
     dh, in_ptrs, out_ptrs, sum_ptrs, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT: tl.constexpr
 ):
-    """Epilogue of dgated_matmul, with the pointers of its kernel; dh is a piece of the product."""
+    """Writes dup, dgate, h and column sums for a piece dh of g W; pointers as in dgated_matmul_kernel."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     dtype = out_ptrs[0].dtype.element_ty
@@ -217,7 +217,7 @@ def gated_bwd_kernel(
 
 
 def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list[KernelConfig]:
-    """Kernels with descriptors need no masks, so they take the widest blocks for every shape."""
+    """`best`, cuBLAS, and `widest` by descriptors, which need no masks, so that it suits every shape."""
     return [best, CUBLAS, *([replace(widest, provider="tma")] if bits == "16" and sm in (90, 100) else [])]
 
 
@@ -241,7 +241,7 @@ configures("gated_bwd")(lambda *_: [tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32)])
 
 
 def _activated(p: Tensor, activation: str) -> Tensor:
-    """Applies the activation by PyTorch."""
+    """The activation of p, computed by PyTorch."""
     if activation == "silu":
         return F.silu(p)
     if activation == "quick_gelu":
@@ -282,7 +282,7 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict:
-    """The pointer arguments of a launch's outputs, uninitialised; None for outputs that are not wanted."""
+    """A launch's arguments for its outputs: new tensors, None for those not wanted, and their stride."""
     m, n = up.shape
     out = up.new_empty(m, n), up.new_empty(m, n), up.new_empty(m, n) if want_h else None
     sums = tuple(up.new_empty(row_blocks, n, dtype=torch.float32) if want_sums else None for _ in range(2))
@@ -292,7 +292,7 @@ def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict
 def dgated_matmul(
     g: Tensor, weight: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = True
 ) -> Gradients:
-    """(dup, dgate, h, two workspaces): the gradients of a gated MLP's two layers, as at the top.
+    """(dup, dgate, h, two workspaces), as at the top; h and workspaces are None where not wanted.
 
     g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype. Workspaces
     (row blocks, F) are in fp32; the sums of their rows are the gradients of the biases.
@@ -311,7 +311,7 @@ def dgated_matmul(
 def gated_bwd(
     dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = False
 ) -> Gradients:
-    """The gradients of dgated_matmul from dh (M, F), the gradient of h."""
+    """The results of dgated_matmul, from the gradient dh (M, F) of h in place of g and W."""
     m, n = up.shape
     config = tiles.lookup("gated_bwd", up, f"d{n}")
     blocks = cdiv(m, config["BLOCK_M"])

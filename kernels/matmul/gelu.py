@@ -1,4 +1,4 @@
-"""Activations element by element, forward and backward, where another library makes the product before them.
+"""Activations element by element, forward and backward, after products that another library makes.
 
     gelu        act = gelu(pre)                                           pre (M, F)
     gelu_bwd    dpre = dy * gelu'(pre), dbias = sum_M(dpre)               dy (M, F)
@@ -59,7 +59,7 @@ tiles.configures("gelu_bwd")(lambda *_: [tiles.config(4, 1, BLOCK_M=64, BLOCK_N=
 def gelu_bwd(
     dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The results of dgelu_matmul from the product dy = g W2 (M, F)."""
+    """(dpre, act, sums) as dgelu_matmul returns them, from the product dy = g W2 (M, F)."""
     m, n = pre.shape
     config = tiles.lookup("gelu_bwd", pre, f"d{n}")
     dpre, act = pre.new_empty(m, n), pre.new_empty(m, n) if want_act else None
@@ -69,7 +69,7 @@ def gelu_bwd(
 
 
 def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
-    """act = gelu(pre), in pre's shape (M, F) and dtype; linear_gelu and dgelu_matmul write the same bits.
+    """gelu(pre) in pre's shape (M, F) and dtype, with the bits of linear_gelu and dgelu_matmul.
 
     slope (M, F): where it is given, gelu'(pre) is written into it.
     """

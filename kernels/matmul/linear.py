@@ -53,7 +53,7 @@ def linear_block(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """Block `pid` of the output."""
+    """Computes and writes block `pid` of the output of linear_kernel."""
     bias_ptr, res_ptr, ls_ptr, dp_ptr, out_ptr = pointers
     M, N = sizes[0], sizes[1]
     _, offs_m, first_n, pieces = output_block(
@@ -114,10 +114,10 @@ configures("input_grad")(linear_configs)
 def _residual_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """fc2 and its residual: flattened 329 us, measured as linear_gelu in mlp.py was; cuBLASLt 320.
 
-    Descriptors and a program for each block took 415. proj and its residual took 132 (139, 116). Blocks of 128 x 128
-    run two programs on a multiprocessor, one's epilogue under the other's product. Flattened, they were faster only
-    where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305), proj 105 (113). What
-    is read ahead would leave room for one program.
+    Descriptors and a program for each block took 415. proj and its residual took 132 (by descriptors 139, by cuBLASLt
+    116). Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. Flattened,
+    they were faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305),
+    proj 105 (113). A residual read ahead would leave room for one program.
     """
     best = persistent_config(4, columns=128, ahead=0) if shape.endswith("x384") else persistent_config(4)
     best = CUBLAS if shape.endswith("f") else best
@@ -135,7 +135,7 @@ def _launch_linear(
     drop_path: Tensor | None = None,
     rows_per_sample: int = 1,
 ) -> Tensor:
-    """Launches x (M, K) times weight, (K, N) for kind "nn" or (N, K) for "nt", with the epilogue."""
+    """x (M, K) times weight, (K, N) for kind "nn" or (N, K) for "nt", and the epilogue -> (M, N)."""
     m, n = x.shape[0], weight.shape[0 if kind == "nt" else 1]
     out = torch.empty((m, n), dtype=(x if residual is None else residual).dtype, device=x.device)
     factors = contiguous_or_none(layer_scale), contiguous_or_none(drop_path)
@@ -165,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
+    """g W (+ onto (M, K), which it may overwrite): g (M, N), weight (N, K) -> (M, K) in g's dtype."""
     config = tiles.lookup("input_grad", g, product_class(*weight.shape), unfit(g, weight))
     if config.provider == "cublas":
         return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)

@@ -47,7 +47,7 @@ def first_sums(
 ):
     """The initial sums of block `pid`, (BLOCK_M, BLOCK_N) in fp32; past the last block, any block's.
 
-    zero: 0.0 as an argument, since ptxas spends two instructions per element on a constant.
+    TAKEN: whether they are the bias, else zero. zero: 0.0; for a constant, ptxas spends two instructions per element.
     """
     if TAKEN:
         _, _, first_n = block_offsets(
@@ -60,7 +60,7 @@ def first_sums(
 
 @triton.jit
 def join_pairs(x):
-    """16-bit numbers (rows, columns) as pairs, (rows, columns / 2) in int32."""
+    """16-bit numbers (rows, columns) -> pairs (rows, columns / 2) in int32, the even column low."""
     low, high = tl.split(x.to(tl.int16, bitcast=True).reshape(x.shape[0], x.shape[1] // 2, 2))
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
@@ -149,7 +149,7 @@ def persistent_kernel(
 
 @triton.jit
 def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel: factors, and the residual, which may have been read already."""
+    """Multiplies acc by the factors, adds the residual, read ahead or here, and writes a piece of `out`."""
     res_ptr, ls_ptr, dp_ptr, rows_per_sample, stride_rm = others
     _, first_m, first_n, M, N = at
     offs_m = first_m + tl.arange(0, acc.shape[0]).to(tl.int64)
@@ -164,7 +164,7 @@ def linear_epilogue(acc, residual, out, more, others, at, ACT: tl.constexpr):
 
 @triton.jit
 def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
-    """Epilogue of the persistent kernel for linear_gelu: writes gelu(pre) and, where it is kept, pre."""
+    """Writes a piece of gelu(pre) and, where it is kept, of pre; acc is pre before it is rounded."""
     _, first_m, first_n, _, _ = at
     pre = acc.to(out.dtype)
     if kept is not None:
@@ -174,7 +174,7 @@ def gelu_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
 
 @triton.jit
 def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
-    """The same epilogue, except that it keeps the activation's slope in place of pre."""
+    """Writes a piece of gelu(pre) and, in place of pre, of gelu'(pre), the slope."""
     _, first_m, first_n, _, _ = at
     act, slope = activate_and_kept_slope(acc.to(out.dtype), ACT)
     kept.store([first_m, first_n], slope)
@@ -183,7 +183,7 @@ def gelu_slope_epilogue(acc, early, out, kept, others, at, ACT: tl.constexpr):
 
 @triton.jit
 def dgelu_epilogue(dact, pre, dpre_out, act_out, others, at, ACT: tl.constexpr):
-    """Epilogue of dgelu_matmul's persistent loop: writes dpre, its column sums and, if wanted, act."""
+    """Writes a piece of dpre, its column sums and, if act_out is given, act, for dgelu_matmul."""
     index_m, first_m, first_n, _, N = at
     act, dpre = dgelu(dact, pre, ACT, act_out is not None)
     if act_out is not None:

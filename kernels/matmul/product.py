@@ -2,7 +2,7 @@
 
 Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
 read through pointers or, with providers "tma" and "persistent" on sm_90 and newer, through tensor descriptors: one
-thread asks the copy engine for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue
+thread asks TMA for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue
 takes the sums in SUBTILES pieces of columns, one after the other, which takes a fraction of the registers. In quarters,
 128 x 128 leaves room for two programs per multiprocessor on sm_90, so that one's epilogue runs during the other's main
 loop. With "persistent" there is one program for each multiprocessor, or two where blocks have 128 columns. It goes from
@@ -34,7 +34,7 @@ def count_blocks(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def block_offsets(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Block `pid` of the output: its index along M, first row and column."""
+    """(index along M, first row, first column) of block `pid` of the output."""
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # column by column within GROUP_M rows of blocks
     first = pid // (GROUP_M * blocks_n) * GROUP_M
@@ -90,7 +90,7 @@ def product(
 
 
 @triton.jit
-def _halves(acc):
+def _halves(acc):  # its columns' left and right half
     return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -126,7 +126,7 @@ def output_block(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """Block `pid` of A B: its index along M, its rows, its first column, its sums in pieces."""
+    """Block `pid` of A B, computed: (index along M, rows, first column, sums in pieces of columns)."""
     index_m, first_m, first_n = block_offsets(pid, sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(a, b, (first_m, first_n), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
@@ -141,14 +141,14 @@ def load_columns(ptr, offs_n, N):
 
 @triton.jit
 def load_piece(ptr, offs_m, cols, M, N, stride):
-    """Some rows and columns of a matrix (M, N), zeros outside."""
+    """Loads some rows and columns of a matrix (M, N), zeros outside."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     return tl.load(ptr + (offs_m[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
 def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.constexpr):
-    """Writes x to some rows and columns of a matrix (M, N), through its descriptor where it has a BOX."""
+    """Writes x to some rows and columns of a matrix (M, N); BOX: `out` is the matrix's descriptor."""
     if BOX:
         out.store([first_m, first_n], x.to(out.dtype))
     else:
@@ -158,9 +158,9 @@ def store_piece(out, x, offs_m, cols, M, N, stride, first_m, first_n, BOX: tl.co
 
 @triton.jit
 def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
-    """Writes the column sums of x, as it was rounded, to row `index_m` of the workspace.
+    """Writes the column sums of x, which has been rounded, to row `index_m` of the workspace.
 
-    Where x has left by a descriptor (BOX), they are a product with ones, whose 16 rows are equal. This takes a quarter
+    Where a descriptor wrote x (BOX), they are a product with ones, whose 16 rows are equal. This takes a quarter
     of an instruction an element in place of six of shuffles and additions (counted on sm_90); elsewhere it spills.
     """
     cols = first_n + tl.arange(0, x.shape[1])
@@ -174,7 +174,7 @@ def store_column_sums(x, sums_ptr, index_m, first_n, N, BOX: tl.constexpr):
 
 @triton.jit
 def times_factors(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
-    """Some rows and columns of the output times the layer scale and the drop path's factors."""
+    """`out`, some rows and columns of the output, times the layer scale and the drop path's factors."""
     if ls_ptr is not None:
         out *= load_columns(ls_ptr, cols, N)
     if dp_ptr is not None:
@@ -187,9 +187,9 @@ FEW_ROWS = 4096
 
 
 def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
-    """ "768x3072": a product that sums over 768 and writes 3072 columns.
+    """The shape class of a product that sums over k and writes n columns: "768x3072".
 
-    "768x3072f" has few rows. In the batch-invariant mode the rows choose nothing.
+    It is "768x3072f" for few rows, but in the batch-invariant mode it does not depend on the rows.
     """
     return f"{k}x{n}" if rows >= FEW_ROWS or batch_invariant() else f"{k}x{n}f"
 
@@ -202,7 +202,7 @@ def describable(x: Tensor) -> bool:
 
 
 def readable_early(x: Tensor | None) -> bool:
-    """Whether a descriptor can read a matrix in pairs of 16-bit numbers."""
+    """Whether the persistent loop can read a matrix ahead: by a descriptor, in pairs of 16-bit numbers."""
     return x is not None and x.element_size() == 2 and describable(x)
 
 
@@ -223,10 +223,10 @@ def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def row_product(a: Tensor, b: Tensor, config: KernelConfig, kind: str) -> tuple[tuple[int], dict]:
-    """Grid and common arguments of a kernel for a (M, K) times b: "nn" (K, N) or "nt" (N, K).
+    """(grid, common arguments) of a kernel for a (M, K) times b, (K, N) for kind "nn", (N, K) for "nt".
 
-    a and b become descriptors for the providers DESCRIBED. LOADS: for descriptors, the kind; for pointers, "even" where
-    BLOCK_K divides K, else "masked".
+    For the providers DESCRIBED, a and b become descriptors, and LOADS is the kind. For others, which read through
+    pointers, LOADS is "even" where BLOCK_K divides K, else "masked".
     """
     (m, k), transposed = a.shape, kind == "nt"
     rows, columns, depth = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
@@ -249,7 +249,7 @@ CUBLAS = config(provider="cublas")
 def product_config(
     warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", **more: int
 ) -> KernelConfig:
-    """A product in blocks of m rows and n columns, k numbers of the sums at a time."""
+    """Configures a product in blocks of m rows and n columns, adding k terms of its sums at a time."""
     return config(warps, stages, provider, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=8, SUBTILES=subtiles, **more)
 
 
@@ -258,15 +258,15 @@ WIDE = product_config(8, 4, 128, 256, 64, 4)
 
 
 def persistent_config(pieces: int, stages: int = 3, columns: int = 256, ahead: int = 2) -> KernelConfig:
-    """A program for each multiprocessor, whose loads for the next block hide the epilogue of this one.
+    """Configures a program per multiprocessor that loads the next block during the epilogue of this one.
 
-    ahead: how many steps before its use it reads what its epilogue needs, or 0. What is read ahead takes the shared
-    memory of a fourth stage, and leaves room for a quarter of the result.
+    ahead: how many steps before its use the matrix of the epilogue is read; 0: in the epilogue. What is read ahead
+    takes the shared memory of a fourth stage, and leaves room for a quarter of the result (pieces=4).
     """
     return product_config(8, stages, 128, columns, 64, pieces, "persistent", AHEAD=ahead)
 
 
-def pointer_config(bits: str, sm: int) -> KernelConfig:
+def pointer_config(bits: str, sm: int) -> KernelConfig:  # the default of kernels that read through pointers
     large = product_config(8, 3, 128, 128, 64, 4) if sm in (90, 100) else product_config(4, 4, 128, 128, 32, 4)
     return large if bits == "16" else product_config(4, 3, 64, 64, 32, 2)
 
@@ -277,7 +277,7 @@ def divides_k(shape: str) -> bool:
 
 
 def linear_configs(shape: str, bits: str, sm: int, best: KernelConfig = CUBLAS, pieces: int = 0) -> list[KernelConfig]:
-    """A product by `best` and by all others; pieces: of the result in the flattened loop, if it has one."""
+    """`best`, then all other ways to make a product; pieces: SUBTILES of the flattened loop, 0: none."""
     pointers = pointer_config(bits, sm)
     if bits == "32" or sm not in (90, 100):
         return [best, pointers, CUBLAS]

@@ -1,11 +1,11 @@
-"""The backward of a linear layer whose output is scaled: out = drop_path[b] * layer_scale * (x W^T + b).
+"""The backward of a linear layer with scaled output: out = drop_path[b] * layer_scale * (x W^T + b).
 
 scale_rows            g = drop_path[b] * layer_scale * dout, each factor only where it is given; and the column sum of g
 scaled_weight_grad    with s = layer_scale, g = drop_path[b] * dout (not yet times s) and G = g^T x:
                       dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)     x W^T need not be kept
                       (the caller, who has the column sum, adds b * colsum(g))
 
-cuBLAS has the product, in fp32; one kernel then reads it and the weight once for both gradients. Its shape class is
+cuBLAS computes G in fp32; one kernel then reads it and the weight once for both gradients. Its shape class is
 "KxN" of the layer, as in product.py.
 """
 

@@ -40,7 +40,7 @@ def _packed(rows: Tensor, heads: int, axis: int, order: tuple, scale: float | Te
 
 
 def as_rows(weight: Tensor, rows_from: tuple[int, ...], columns_from: tuple[int, ...]) -> Tensor:
-    """Returns a weight as (rows, columns), from the axes that the output has and those that are summed."""
+    """Returns a weight as (rows, columns): its axes that the output has, and those that are summed over."""
     return weight.permute(*rows_from, *columns_from).flatten(len(rows_from)).flatten(0, len(rows_from) - 1)
 
 
@@ -77,7 +77,7 @@ def module_mask(mask: Tensor, heads: int, padding: bool) -> Tensor:
 
 
 def rotary_table(tables: list[Tensor], width: int, rest: float) -> Tensor:
-    """Returns cos or sin as (N, Dh), (H, N, Dh) or (B, 1 or H, N, Dh): other axes of length 1 are removed.
+    """Returns cos or sin as (N, Dh), (H, N, Dh) or (B, 1 or H, N, Dh), without other axes of length 1.
 
     tables: one, or one for each part of a head that is rotated by itself. These are concatenated, and the columns that
     are left of the head's width get `rest`.
@@ -156,7 +156,7 @@ def patch_weight(weight: Tensor, sizes: tuple[int, int, int], order: tuple[int, 
 
 
 def whole_patches(images: Tensor, weight: Tensor) -> Tensor:
-    """Crops images to whole patches, as a convolution does not read the rows and columns beyond."""
+    """Crops images to whole patches; a convolution does not read the rows and columns that are left."""
     height, width = (n - n % side for n, side in zip(images.shape[-2:], weight.shape[-2:]))
     return images[..., :height, :width]
 

@@ -1,4 +1,4 @@
-"""Proposes ops.attention_block, with the layers that compute q, k and v; outside of blocks, ops.attention."""
+"""Proposes ops.attention_block, with the layers of q, k and v; outside of blocks, ops.attention."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from .parts import Linear, Parts, call_block, common_arguments, constant_factor
 
 
 def attention_alone(positions: Positions, node: Node) -> Candidate | None:
-    """Proposes ops.attention for a scaled_dot_product_attention, or for a softmax and the products around it.
+    """Proposes ops.attention for scaled_dot_product_attention, or a softmax with the products around it.
 
     None for a softmax without these products. Raises Unrecognised for attention that the operation cannot compute.
     """
@@ -51,7 +51,7 @@ def attention_alone(positions: Positions, node: Node) -> Candidate | None:
 
 
 def _fused_call(node: Node) -> tuple[list[Node], list[Mask], float | None]:
-    """Returns ([q, k, v], masks, scale) of scaled_dot_product_attention, or of `attend` on packed samples."""
+    """Returns ([q, k, v], masks, scale) of scaled_dot_product_attention, or `attend` on packed samples."""
     if name_of(node) == PACKED:
         return list(node.args[:3]), [], node.args[3]
     if argument(node, 5, "is_causal", False):
@@ -172,7 +172,7 @@ def attention_blocks(parts: Parts) -> Iterator[Proposal]:
 def _ways(
     parts: Parts, tokens: int, masks: list[Mask], bias: Callable[[Call, list[Mask]], Any]
 ) -> list[tuple[bool, Callable[[Call], dict]]]:
-    """Returns all readings of the source's axes and the masks: (tokens_first, writer of mask arguments)."""
+    """Returns (whether x is (N, B, D), writer of mask arguments) for all that axes and masks may mean."""
     shape = shape_of(parts.region.source)
     rest = [False] if math.prod(shape[1:-1]) == tokens or shape[0] != tokens else []
     orders = rest + [True] * (len(shape) == 3 and shape[0] == tokens)
@@ -256,7 +256,7 @@ def _roles(parts: Parts, attention: Node, layers: list[Linear]) -> _Roles:
 
 
 def _rope_candidates(parts: Parts, roles: _Roles) -> list:
-    """Returns every reading of the rotary tables: (cos, sin, layout, prefix tokens), or [None] without tables.
+    """Returns (cos, sin, layout, prefix tokens) for all that the tables may mean; [None] without tables.
 
     cos and sin are lists: of one table, or of one for each part of a head that is rotated by itself. The number of
     prefix tokens is None where it depends on lengths that are known only when the graph runs."""

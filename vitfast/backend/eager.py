@@ -101,7 +101,7 @@ PIECES = 2
 
 
 def _compiled(name: str, compile_graph: Callable, way: int = 0, **how) -> Callable:
-    """Compiles one of _WAYS, with a new code object, as Dynamo counts graphs and remembers sizes by these."""
+    """Compiles one of _WAYS as a new code object, by which Dynamo counts graphs and remembers sizes."""
     code = _WAYS[way].__code__.replace(co_name=f"vitfast_{next(_count)}_{name}")
     function = types.FunctionType(code, globals(), code.co_name)
     return torch.compile(function, backend=compile_graph, fullgraph=way != PIECES, **_LIMIT, **how)
@@ -112,7 +112,7 @@ class _Decided(Exception):
 
 
 def _capture_graph(module: GraphModule, inputs: list) -> Callable:
-    """The backend that only reports what would be replaced in a graph."""
+    """The backend that reports what would be replaced in a graph; its calls raise _Decided."""
     report = replace_blocks(module, _thread.call.group.choices, is_probe=True)
 
     def call(*_):
@@ -123,7 +123,7 @@ def _capture_graph(module: GraphModule, inputs: list) -> Callable:
 
 
 def _patch_config(_) -> None:
-    """Sets the configuration that a call of ours needs, when Dynamo starts to compile anything."""
+    """Dynamo's callback before it compiles: sets the configuration that a call of ours needs."""
     if _thread.call is None:
         _compiled_by_others.add("later")
     else:
@@ -131,7 +131,7 @@ def _patch_config(_) -> None:
 
 
 def _watch_dynamo() -> None:
-    """Registers `_patch_config` and its undoing with Dynamo, where `torch._dynamo.reset` discards both."""
+    """Registers `_patch_config` and its undoing with Dynamo again, since its `reset` discards both."""
     if _patch_config not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_patch_config)
         callback_handler.register_end_callback(lambda _: _compiling.close())
@@ -146,7 +146,7 @@ def forget_others() -> None:
 
 
 class Group:
-    """Compiled functions that modules share: some for the sizes of the first call, some for all others.
+    """Compiled functions that modules share: for the sizes of the first call, and for all other sizes.
 
     is_layer: whether the modules are encoder layers.
     """
@@ -158,7 +158,7 @@ class Group:
         self.capture: Callable | None = None
 
     def compile_graph(self, module: GraphModule, inputs: list) -> Callable:
-        """The backend of these modules: each run of a graph adds its report to the call that runs."""
+        """The backend of these modules: a graph's run adds the graph's report to `ran` of the current call."""
         report, run = replace_blocks(module, self.choices), module.forward
 
         def call(*arguments):
@@ -168,18 +168,18 @@ class Group:
         return call
 
     def patch_config(self, until_compiled: contextlib.ExitStack, way: int) -> None:
-        """Sets _GUARDS, and for the second of _WAYS makes symbols of the lengths that a layer reads."""
+        """Sets Dynamo's options: _GUARDS, and for the second of _WAYS symbols for lengths that layers read."""
         until_compiled.enter_context(torch._dynamo.config.patch(**_GUARDS))
         if way == 1:
             until_compiled.enter_context(lengths_as_symbols())
 
     def run_library(self, call: "CompiledCall", args: tuple, kwargs: dict):
-        """Runs a module's own code; the reason is call.why."""
+        """Runs a module's own code, for the reason call.why."""
         module = call.module()
         return type(module).forward(module, *args, **kwargs)
 
     def is_first(self, x: Tensor) -> bool:
-        """Whether an input has the sizes of the first call, or is an image (4 axes) in an encoder layer.
+        """Whether an input takes the functions of the first call: by its sizes, or as an image (4 axes).
 
         For images, Dynamo finds out by itself which sizes change: a layer with windows takes half a minute to compile
         if all are dynamic from the start.
@@ -188,7 +188,7 @@ class Group:
         return x.shape == self.sizes or (self.is_layer and x.dim() == 4)
 
     def function(self, x: Tensor, place: int, way: int) -> Callable:
-        """Returns the function at a place among those for this input's sizes and this one of _WAYS."""
+        """Returns function number `place` of those for this input's sizes and way, compiled if it is new."""
         functions = self.functions.setdefault((first := self.is_first(x), way), [])
         if place == len(functions):
             functions.append(_compiled(self.name, self.compile_graph, way, dynamic=None if first else True))
@@ -215,13 +215,13 @@ def why_library(x: Tensor | None, args: tuple, kwargs: dict) -> str | None:
 
 
 def replica_of(module: nn.Module | None, caller: types.FrameType) -> nn.Module | None:
-    """Returns the replica of a module, as nn.DataParallel makes, if that is what a frame calls; else None."""
+    """Returns nn.DataParallel's replica of a module if that is what a frame calls, else None."""
     called = caller.f_locals["self"] if caller.f_code is _WRAPPED_CALL else module
     return None if called is module else called
 
 
 class _Forward:
-    """A module's `forward` while its hooks run; copies that hooks make of it get the class's instead."""
+    """A module's `forward` while its hooks run; it is pickled and copied as the class's forward."""
 
     def __init__(self, call: "CompiledCall"):
         self.call = call
@@ -310,7 +310,7 @@ class CompiledCall:
         return self.group.run_library(self, args, kwargs)
 
     def _run_next_way(self, module: nn.Module, why: str, args: tuple, kwargs: dict):
-        """Notes that a way has failed and runs the next, but takes the note back if that raises too."""
+        """Adds `why` to the failed ways and runs the next way; if that raises too, removes `why` again."""
         failed = self.failed.setdefault(_mode_of(module), [])
         place = len(failed)
         failed.append(why)
@@ -327,7 +327,7 @@ class CompiledCall:
         return self.group.function(x, FUNCTIONS - 1, self.way)(module, args, kwargs)
 
     def entries(self) -> list[Entry] | None:
-        """Returns entries on the last call, or on what a first one would do; None if only a call can tell."""
+        """Returns entries on the last call, or, before any, on a captured graph; None if that needs a call."""
         if not self.ran and not self.failed and self.why is None:
             ran = self._captured()
             return None if ran is None else list(ran)
@@ -359,5 +359,5 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _mode_of(module: nn.Module) -> tuple[bool, bool, int]:
-    """Returns what decides which ways fail: (training, gradients, the number of modules with hooks)."""
+    """Returns (training, gradients on, the number of modules with hooks), by which ways fail."""
     return module.training, torch.is_grad_enabled(), sum(map(_has_hooks, module.modules()))

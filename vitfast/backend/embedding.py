@@ -81,7 +81,7 @@ def _proposals(
 
 
 def _linear_of_patches(node: Node) -> tuple | None:
-    """Returns (images, weight (D, C P P), bias, weights) of a linear layer on patches of images, else None.
+    """Returns (images, weight (D, C P Q), bias, weights) of a linear layer on patches of images, or None.
 
     weights: functions of `call`, one for each convolution that the layer may be, that write its weight."""
     if (layer := linear_of(node)) is None or name_of(node) != "linear":
@@ -102,7 +102,7 @@ def _linear_of_patches(node: Node) -> tuple | None:
 
 
 def _cuts(node: Node, image: tuple[int, int], patch: tuple[int, int]) -> bool:
-    """Whether a rearrangement of images has axes for such patches and their pixels, or unfolds them."""
+    """Whether a rearrangement of images has axes as long as a patch and their number, or is F.unfold."""
     shape = shape_of(node) or ()
     if any(side % p for side, p in zip(image, patch)):
         return False

@@ -150,7 +150,7 @@ class Positions:
         return self._change_in_place(region, inside)
 
     def _change_in_place(self, region: Region, inside: set[Node]) -> str | None:
-        """Returns which change in place forbids to compute the whole region where its output is, or None."""
+        """Returns which change in place keeps the region from being computed at its output's place, or None."""
         reads: dict[int | None, int] = {}
         for node in region.nodes:
             for a in (*node.all_input_nodes, node):
@@ -174,7 +174,7 @@ class Positions:
         return None
 
     def _output_in_place(self, region: Region, storages: set[int | None]) -> str | None:
-        """Returns why `x += branch` cannot become a new tensor: another reader needs the changed x."""
+        """Returns why `x += branch` cannot become a new tensor, as others read the changed x; or None."""
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr") and storage_of(node) in storages:
                 return "the residual is changed in place, and it is an input of the graph"

@@ -24,7 +24,7 @@ _models: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictiona
 
 
 class Rewrite(CustomGraphPass):
-    """Inductor's pass, after the user's; the uuid keeps cached results apart from those without it."""
+    """A pass of Inductor, after the passes `others`; its uuid is a part of the key of Inductor's cache."""
 
     def __init__(self, others: list):
         self.others = others

@@ -45,7 +45,7 @@ class Numbers(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """A map from the lengths in a region's shapes to those in a run: of tokens, samples, symbols and units."""
+    """Maps from lengths in a region's shapes to those in a run: tokens, samples, symbols, hidden units."""
 
     tokens: dict[int, int]
     samples: dict[int, int]
@@ -143,14 +143,14 @@ def _fewer_tokens(region: Region, numbers: Numbers) -> dict[Any, int]:
 
 
 def _packed(region: Region, numbers: Numbers) -> Lengths:
-    """Returns a smaller number of packed tokens; an input of unknown length has a row for each of them."""
+    """Returns Lengths with fewer packed tokens; each symbol is taken for the number of tokens."""
     shapes = [getattr(value_of(node), "shape", ()) for node in region.inputs]
     symbols = {n.node.expr: numbers.tokens for shape in shapes for n in shape if isinstance(n, torch.SymInt)}
     return Lengths({n: numbers.tokens for n in shapes[0][-2:-1] if isinstance(n, int)}, {}, symbols=symbols)
 
 
 def _smaller(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> Iterator[Lengths]:
-    """Yields smaller lengths of samples and tokens, unless these are symbols; each way replaces fewer."""
+    """Yields Lengths with fewer samples and tokens, those that replace most first; none for symbols."""
     shape = tensor_of(region.source).shape
     if any(not isinstance(n, int) for n in shape):
         return
@@ -172,7 +172,7 @@ def _numbers(node: Node) -> list[int]:
 
 
 def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Lengths]:
-    """Returns ways to give symbols numbers: few samples and tokens, other lengths than in this call.
+    """Returns Lengths with numbers for symbols: few samples and tokens, other lengths than in this call.
 
     In this call, a length may equal a constant of the model by chance. No length may become one or zero, for which
     different orders of the samples are the same.
@@ -193,7 +193,7 @@ def _symbols(region: Region, numbers: Numbers, fewer: dict[Any, int]) -> list[Le
 
 
 def _undetermined(sizes: set[Any], equal: list[tuple]) -> dict[Any, int]:
-    """Returns the lengths that no others and no guards determine: an image's sides determine its tokens.
+    """Returns the lengths that follow from no others, and no guard: an image's sides, not its tokens.
 
     equal: pairs of lengths that guards say are equal. The returned numbers are placeholders."""
     free: dict[Any, int] = {}
@@ -207,7 +207,7 @@ def _undetermined(sizes: set[Any], equal: list[tuple]) -> dict[Any, int]:
 def _ways(
     region: Region, numbers: Numbers, fewer: dict[Any, int], changed: list, lengths: list, equal: list[tuple]
 ) -> list[Lengths]:
-    """Returns ways to give all lengths numbers: those `changed` get new ones, the others follow from them."""
+    """Returns Lengths in which those `changed` get new numbers, from which all others follow."""
     cuts = any(name_of(node) == "conv2d" for node in region.nodes)
     sides = {n.node.expr for n in tensor_of(region.source).shape[-2:] if cuts and isinstance(n, torch.SymInt)}
     new = _unequal(changed, sides)
@@ -233,7 +233,7 @@ def _ways(
 def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, int]:
     """Returns a greater number for each length; the sides of images become multiples of what they are.
 
-    Lengths that are equal in this call get different numbers. Of others the longer stays longer, by at least two.
+    Lengths that are equal in this call get different numbers. Of others but sides, the longer stays so, by 2 or more.
     """
     longer: dict[Any, int] = {}
     for i, n in enumerate(sorted({n.node.expr: n for n in lengths}.values(), key=size)):
@@ -244,7 +244,7 @@ def _unequal(lengths: list[torch.SymInt], sides: Collection[Any]) -> dict[Any, i
 
 
 def _moved(fewer: dict[Any, int], new: dict[Any, int], lengths: list[torch.SymInt]) -> dict[Any, int]:
-    """Returns smaller numbers for the symbols of tokens and of the patches among them.
+    """Returns smaller numbers, by symbol, for tokens and for the patches among them.
 
     fewer: the number of tokens by their symbol. new: the other lengths; {} is returned where the two would meet."""
     ((tokens, few),) = fewer.items() if len(fewer) == 1 else [(None, 0)]

@@ -1,4 +1,4 @@
-"""The masks of an attention, and which of them hide all keys from a length on, by how they are computed."""
+"""The masks of an attention, and which hide all keys from a length on, by how they are computed."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _FILLS = frozenset({"masked_fill", "masked_fill_", "where"})
 
 
 class Mask(NamedTuple):
-    """A mask of an attention: numbers to add to its logits, or booleans, where True `hides` a key or not."""
+    """A mask of an attention: numbers added to its logits, or booleans; `hides`: True hides a key."""
 
     node: Node
     hides: bool = False
@@ -65,7 +65,7 @@ def write_bias(heads: int, dtype: torch.dtype, call: Call, masks: list[Mask]):
 
 
 def as_lengths(mask: Node) -> tuple[int, tuple[bool, ...]] | None:
-    """Returns (direction, which axes but the last are expanded) of a mask that has one; None for other masks.
+    """Returns (direction, for each axis but the last whether it is expanded); None without a direction.
 
     A proof draws a mask with the same pair, and so holds only for masks that have it too."""
     way = direction(mask)
@@ -91,7 +91,7 @@ def random_mask(mask: Node, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def direction(mask: Node) -> int:
-    """Returns 1 for a mask that shows keys up to a length, -1 for one that shows those from there on, else 0.
+    """Returns 1 for a mask that shows keys up to a length, -1 for those from there on, 0 for others.
 
     A mask shows a key where it is True, or where it is 0 among numbers of -inf. Its elements are unknown, so that the
     nodes which compute it decide: it must be a comparison of torch.arange with one number a row. This may be negated,

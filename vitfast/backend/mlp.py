@@ -52,7 +52,7 @@ def mlp_alone(positions: Positions, out: Node) -> Candidate | None:
 
 
 def _input_of_first_layers(out: Node) -> Node | None:
-    """Returns the tensor that all linear layers just before this one read; None if there is no such one."""
+    """Returns the tensor that all linear layers just before `out` read; None if they read several."""
     stack, visited, sources = [] if (last := linear_of(out)) is None else [last.x], set(), set()
     while stack:
         node = stack.pop()

@@ -53,7 +53,7 @@ PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mm", "baddbmm"})
 
 
 def name_of(node: Node) -> str:
-    """Returns the name of the function that a node calls, with its module in front if that is not PyTorch's."""
+    """Returns the name of the function that a node calls, behind its module's if it is not PyTorch's."""
     if node.op != "call_function":
         return node.target if node.op == "call_method" else node.op
     name, module = getattr(node.target, "__name__", str(node.target)), getattr(node.target, "__module__", None) or ""
@@ -75,7 +75,7 @@ def value_of(node: Node):
 
 
 def values_read(node: Node) -> list[Node]:
-    """Returns the nodes whose elements a node reads; view_as and type_as read those of their first alone."""
+    """Returns the nodes whose elements a node reads; calls such as view_as read those of the first."""
     return node.all_input_nodes[: 1 if name_of(node).endswith("_as") else None]
 
 

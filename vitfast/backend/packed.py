@@ -85,7 +85,7 @@ def write_call(graph: Graph, like: Node, function: Callable, *arguments, fake: C
 
 
 def read_once(graph: Graph) -> None:
-    """Merges the nodes that read the same number of a tensor, as the host waits for a GPU at each."""
+    """Merges the `item` calls that read one and the same number: the host waits for a GPU at each."""
     positions, readers = Positions(graph), {}
     for node in positions.nodes:
         if name_of(node) == "item":

@@ -53,9 +53,9 @@ class Packed:
 
     @classmethod
     def without_padding(cls, valid: Tensor, fits: Tensor | bool = True) -> "Packed | None":
-        """Packs the tokens of a batch that are valid (B, N); None where all are, or none is.
+        """Packs the tokens of a batch that are valid (B, N); None for less than two, or a full batch.
 
-        fits: whether the library's mask is that of this padding, as a boolean tensor.
+        fits: whether the library's mask is that of this padding, a bool or a tensor; raises Refused if it is not.
         """
         lengths = valid.sum(1)
         count, longest, fits = torch.stack([lengths.sum(), lengths.max(), lengths.new_ones(()) * fits]).tolist()
@@ -83,8 +83,8 @@ class Packed:
     def pack_rope(self, rope: Tensor, prefix: int) -> Tensor:
         """timm's sines beside cosines, (B, 1 or H, N - prefix, 2 Dh) -> (1, 1 or H, tokens - prefix, 2 Dh).
 
-        timm's layers do not rotate the first `prefix` tokens of a row, which are those of the first sample here. Those
-        of other samples get a sine of 0 and a cosine of 1.
+        timm's layers do not rotate the first `prefix` tokens of a row, which are those of the first sample here. The
+        prefix tokens of other samples get a sine of 0 and a cosine of 1.
         """
         still = torch.zeros_like(rope[:, :, :1])
         still[..., still.shape[-1] // 2 :] = 1.0
@@ -196,7 +196,7 @@ class Tower:
         return module._call_impl(*args, **kwargs)
 
     def _compare(self, out, packed: Packed | None, padded: Callable) -> None:
-        """Refuses graphs if the first output that they contribute to differs from that of padded tokens."""
+        """Compares `out` with the padded way's if a graph is new; on a difference, no such graph runs again."""
         if packed is None:
             return
         if len(packed.graphs) < len(self.layers()):  # a layer that ran without offsets has mixed the samples
@@ -212,7 +212,7 @@ class Tower:
             raise Refused(why)
 
     def unsupported(self, module: nn.Module) -> str | None:
-        """Returns why a call cannot be tried with packed tokens, or None."""
+        """Returns why a call cannot run on packed tokens, or None if it can be tried."""
         if _has_any_global_hook() or any(map(_hooked, module.modules())):
             return "there are hooks, or the call asks for outputs of layers"
         if any(has_instance_forward(x) or not isinstance(x._compiled_call_impl, PackableCall) for x in self.layers()):

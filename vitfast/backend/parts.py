@@ -86,7 +86,7 @@ def linear_of(node: Node) -> Linear | None:
 
 
 def _axes(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the axes of an einsum's second operand, a weight, that it keeps, and those that it sums over.
+    """Returns the axes of an einsum's second operand, a weight, that are kept, and those summed over.
 
     None unless the output ends with the former, and the first operand with the latter."""
     terms = equation.replace(" ", "").replace("...", "").replace("->", ",").split(",")
@@ -102,7 +102,7 @@ def _axes(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def with_bias(linear: Linear, inside: set[Node]) -> Linear:
-    """Returns the layer with the bias that the next node adds, if that adds one number per output feature."""
+    """Returns the layer with the bias that the next node adds, if it adds a number to each feature."""
     user = next(iter(linear.node.users)) if len(linear.node.users) == 1 else None
     if linear.bias is None and user in inside and name_of(user) in ADDS:
         others = [a for a in user.all_input_nodes if a is not linear.node and a not in inside]
@@ -193,7 +193,7 @@ def _written_out(root: Node) -> tuple[Node | None, Node]:
 
 
 def constant_factor(nodes: list[Node]) -> float:
-    """Returns the product of the Python numbers that these nodes multiply by, or whose inverse they do."""
+    """Returns the product of the Python numbers these nodes multiply by, over those they divide by."""
     factor = 1.0
     for node in nodes:
         numbers = [a for a in (*node.args, *node.kwargs.values()) if is_number(a)]
@@ -214,7 +214,7 @@ class Parts(NamedTuple):
     norms: list[Node]
 
     def before(self, node: Node, stops: set[Node]) -> list[Node]:
-        """Returns the region's nodes that a node is computed from, itself included, back to stops (excluded)."""
+        """Returns `node` and the region's nodes that lead to it, without `stops` and what leads to these."""
         inside, ancestors, stack = set(self.region.nodes), set(), [node]
         while stack:
             n = stack.pop()
@@ -232,7 +232,7 @@ class Parts(NamedTuple):
         return [n for n in self.region.nodes if n in descendants and n is not node]
 
     def outside(self, nodes: list[Node], names: frozenset[str]) -> list[Node]:
-        """Returns the region's inputs, except the source, that nodes calling these functions read."""
+        """Returns the region's inputs, except the source, that those of `nodes` with these names read."""
         return self.region.read_by(n for n in nodes if name_of(n) in names)
 
 
@@ -240,7 +240,7 @@ ATTENTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "s
 
 
 def parts_of(region: Region) -> Parts:
-    """Finds the anchors of a region."""
+    """Finds the linear layers, attentions and norms of a region."""
     linears, attentions, norms = [], [], []
     inside = {*region.nodes, region.source}
     for node in region.nodes:

@@ -48,7 +48,7 @@ _MOST_PROOFS = 4096
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Runs a proof apart from the user's modes, autocast and gradient state, and leaves these as they were."""
+    """A context without the user's modes and autocast, with gradients, in which proofs run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -94,7 +94,7 @@ def prove(region: Region, proposals: Iterator[Proposal], autocast: torch.dtype |
 
 
 def _prove(region: Region, proposals, autocast: torch.dtype | None) -> tuple[Proposal | None, Proof]:
-    """Does what `prove` does, but uncached; raises Unrecognised if only the first run's outputs are equal."""
+    """Does what `prove` does, uncached; raises Unrecognised if outputs are equal but another check fails."""
     least = float("inf")
     with _apart(tensor_of(region.source).device):
         values, theirs = _first_run(region, ORDINARY)
@@ -156,7 +156,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _first_run(region: Region, numbers: Numbers) -> tuple[dict[Node, Any], Tensor]:
-    """Runs a region on random inputs of the smallest lengths that it takes; returns inputs and output."""
+    """Runs a region on random inputs, shrunk in the first way that works; returns inputs and output."""
     *ways, last = ways_to_shrink(region, numbers)
     for lengths in ways:
         with contextlib.suppress(Exception):

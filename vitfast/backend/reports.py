@@ -50,7 +50,7 @@ class Report(tuple[Entry, ...]):
     __repr__ = __str__
 
     def summary(self) -> str:
-        """One line."""
+        """Returns the first line of the report: what was replaced, how many parts were left, the time."""
         done = ", ".join(f"{n} x {kind}" for kind, n in Counter(e.kind for e in self.replaced).items()) or "nothing"
         before = f", {len(self.already)} vitfast's already" if self.already else ""
         seconds = f"{self.recognition:.2f} s of recognition, {self.proof:.2f} s of proof"
@@ -58,7 +58,7 @@ class Report(tuple[Entry, ...]):
 
 
 def joined(reports: list[Report]) -> Report:
-    """Several reports as one."""
+    """Several reports as one, with the sums of their seconds."""
     whole = Report(entry for report in reports for entry in report)
     whole.recognition = sum(report.recognition for report in reports)
     whole.proof = sum(report.proof for report in reports)

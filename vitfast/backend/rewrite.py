@@ -1,4 +1,4 @@
-"""Replaces regions of a graph by operations: each is found by structure, proven by numbers, then written.
+"""Replaces regions of a graph by operations: each found by structure, proven by numbers, written.
 
 Structure only proposes: from the graph it reads the anchors (norm, linear layers, attention or softmax) and their
 arguments. It does not look at the views, transposes and products in between, as numbers decide (proof.py).
@@ -103,7 +103,7 @@ class _Rewriter:
         return entries
 
     def _guarded(self, replace, node: Node, kind: str = "") -> list[Entry]:
-        """Returns the entries of replace(node), or one on an error in it, which leaves the part as it was.
+        """Returns the entries of replace(node); an error in it leaves the part as it was, and gives an entry.
 
         Where no operation computes the part, it returns an entry of this kind, or none if the kind is empty."""
         try:

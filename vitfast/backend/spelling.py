@@ -21,7 +21,7 @@ _OTHER = frozenset("matmul bmm mm add sub subtract rsub mul multiply div true_di
 
 
 def standardise(graph: Graph, autocast: Callable[[str], dict[Node, torch.dtype | None]]) -> None:
-    """Makes arguments positional, constants of symbolic numbers, and separate calls of a fused layer.
+    """Makes arguments positional, symbolic numbers constants, and of a fused layer separate calls.
 
     autocast(device type): the dtype of autocast at each node.
     """
@@ -69,7 +69,7 @@ def _fix_numbers(graph: Graph) -> None:
 
 
 def _list_sizes(graph: Graph) -> None:
-    """Rewrites x.view(y.size()) to take the lengths one by one, as regions read numbers but no torch.Size."""
+    """Rewrites x.view(y.size()) to take lengths one by one: regions read numbers, but no torch.Size."""
     for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
         readers = [user for user in node.users if name_of(user) in RESHAPES and user.args[1:] == (node,)]
         if not readers:

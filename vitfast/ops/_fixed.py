@@ -74,7 +74,7 @@ def kernel_runs(a: Tensor, *others: Tensor) -> bool:
     return a.is_cuda and unsupported_reason(a, None) is None and all(x.dtype == a.dtype for x in others)
 
 
-def _by_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _by_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:  # a b + bias
     a, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b.t()))
     return linear(a, weight, bias)
 
@@ -95,7 +95,7 @@ def _rows_are_alike(name: str, run, b: Tensor) -> bool:
 
 
 def _product(call: Call, a: Tensor, b: Tensor, run) -> Tensor:
-    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one row where equal rows give unequal ones.
+    """a (M, K) b (K, N) by run(block, b) of ROWS rows of a, or of one if equal rows give unequal ones.
 
     K and N are filled up with zeros, so that every row of the block, of b and of the result is aligned.
     """
@@ -143,7 +143,7 @@ def baddbmm(call: Call) -> Tensor:
 
 
 def contiguous(*names: str):
-    """The algorithm of an operation that PyTorch composes of others, which depend on strides of `names`."""
+    """An algorithm that makes `names` contiguous, on whose strides PyTorch's composition depends."""
     return lambda call: call.run(**{name: call[name].contiguous() for name in names if call[name].dim() > 2})
 
 
@@ -167,7 +167,7 @@ def convolution(call: Call) -> Tensor:
 
 
 def _sample_by_sample(*names: str, outputs: int = 1, **changed):
-    """The algorithm that runs an operation by samples, along axis 0 of `names` and the first `outputs`."""
+    """An algorithm that runs by samples, along axis 0 of the arguments `names` and first `outputs`."""
 
     def by_sample(call: Call):
         tensors = {name: call[name] for name in names if call.arguments.get(name) is not None}
@@ -197,14 +197,14 @@ _image = _sample_by_sample("self")
 
 
 def sdp_choice(call: Call) -> int:
-    """The kernel of attention, chosen for one sample."""
+    """PyTorch's choice of an attention kernel, made for the first sample alone."""
     mask = call["attn_mask"]
     mask = mask[:1] if mask is not None and mask.dim() == 4 else mask
     return call.run(**{name: call[name][:1] for name in _QKV}, attn_mask=mask)
 
 
 def encoder(call: Call):
-    """The fused kernels of nn.TransformerEncoder and nn.MultiheadAttention for evaluation."""
+    """PyTorch's fused kernels of nn.TransformerEncoder and nn.MultiheadAttention, by samples."""
     if call["mask"] is not None:
         what = "nn.MultiheadAttention with a mask in evaluation"
         raise NotImplementedError(f"batch_invariant: {what}; torch.backends.mha.set_fastpath_enabled(False) helps")
@@ -225,7 +225,7 @@ def tree_sum(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
 def _summing(function):
     """The algorithm of an operation that sums: function(call, x, total, count), count elements per sum.
 
-    total(x, keepdim) is x summed over the call's dimensions. PyTorch itself sums over all dimensions, and integers.
+    total(x, keepdim) sums x over the call's dimensions. If these are all, or x is integers, PyTorch's own kernel runs.
     """
 
     def algorithm(call: Call):

@@ -22,7 +22,7 @@ RopeLayout = Literal["half", "interleaved"]
 def checked(
     op: str, q: Tensor, shape: tuple, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest
 ) -> AttentionOptions:
-    """Checks the options of `attention` of `shape` (B, N, H, Dh); raises for those that do not fit.
+    """Checks the options of attention of `shape` (B, N, H, Dh) and returns them as AttentionOptions.
 
     For packed samples, B is 1 and N counts all tokens.
     """
@@ -146,7 +146,7 @@ def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> di
 
 
 def needs_rope(needs: NamedTuple) -> bool:
-    """Whether the rotary tables need a gradient, for which dq and dk must not be unrotated yet."""
+    """Whether cos or sin needs a gradient; attention's backward then leaves dq and dk rotated."""
     return needs.options.cos or needs.options.sin
 
 

@@ -146,7 +146,7 @@ def attention_block(
     residual_in_fp32: x is fp32, and so is the result. The products still run in the dtype of the parameters or of
     autocast. keep: "least" computes the norm's output again in backward; "all" keeps it, which needs more memory and
     moves less. rope, rope_layout, num_prefix, bias, key_lengths, offsets and longest are as in attention. For packed
-    samples, x is (tokens, D) and drop_path (S,) or (tokens,). Returns a tensor of x's shape and dtype.
+    samples, x is (tokens, D) and drop_path (S,) or (tokens,). Returns x's shape in x's dtype, or that of autocast.
     """
     op = "attention_block"
     rows, width = check.weight(op, x, qkv_weight=qkv_weight)

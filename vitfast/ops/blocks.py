@@ -1,4 +1,4 @@
-"""The steps that the fused blocks of an encoder layer share; linear_residual takes those of its layer.
+"""The steps that fused blocks of an encoder layer share; linear_residual takes its layer's from here.
 
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
@@ -7,7 +7,7 @@ Weight, bias and layer_scale take their gradients from g, so that the branch's o
 
 The fused blocks of a pre-norm encoder layer begin with a norm and end in this layer. With keep="least", a block keeps
 for backward its input, the norm's statistics and the tensors that its own file names. With keep="all" the norm's output
-is kept too, and for each layer backward writes 2 M D numbers less.
+is kept too, and for an encoder layer, of two blocks, backward writes 2 M D numbers less.
 
 The functions take an operation's arguments t, its needs and what it saved as NamedTuples, in which these names mean the
 same: x, out_weight, out_bias, layer_scale and drop_path; in blocks also norm_weight, norm_bias, eps, norm and keep;
@@ -66,7 +66,7 @@ def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:
 
 
 def needs_norm(needs: NamedTuple) -> bool:
-    """Whether the backward of the block's norm runs."""
+    """Whether x or the norm's parameters need gradients, for which the norm's backward runs."""
     return needs.x or needs.norm_weight or needs.norm_bias
 
 
@@ -78,7 +78,7 @@ def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
 def branch_gradient(
     dout: Tensor, t: NamedTuple, needs: NamedTuple, norm_follows: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(g, its column sum or None): g = drop_path[b] * dout in the layer's dtype, dout itself where equal.
+    """(g, its column sum or None): g = drop_path[b] * dout in the layer's dtype, or dout itself.
 
     norm_follows: whether `norm_backward` runs later, which sums dout in its pass; then no sum is made here of a g that
     is dout.
@@ -93,7 +93,7 @@ def branch_gradient(
 
 
 def through_layer_scale(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
-    """(g, diag(layer_scale) W), whose product is dx.
+    """(g, diag(layer_scale) W), or in fp16 (layer_scale * g, W): two matrices whose product is dx.
 
     Scaling the weight (D, K) moves less memory than scaling g (M, D). In fp16, though, g is scaled, because a layer
     scale near its initial value, such as 1e-5, would push the weight below fp16's smallest numbers.
@@ -134,12 +134,12 @@ def norm_backward(
     want_h: bool,
     workspaces: tuple[Tensor | None, ...] = (),
 ) -> NormBackward:
-    """The norm's backward, which in one pass also adds the residual's gradient, and does the sums that are left.
+    """The norm's backward, which in one pass also adds the residual's gradient, and all missing sums.
 
     dh (M, D): the gradient of the norm's output; None where neither x nor the norm's parameters need one. dout (M, D):
-    the block's, which is added to dx; its column sum is g_sum unless that is given. want_h: the norm's output is
-    written again unless it was kept. workspaces (row blocks, F): sums of other kernels, which the launch that adds up
-    the norm's adds up too.
+    that of the block's output, which is added to dx; its column sum is g_sum unless that is given. want_h: the norm's
+    output is written again unless it was kept. workspaces (row blocks, F): sums of other kernels, which the launch that
+    adds up the norm's adds up too.
     """
     dtype, want_h = t.out_weight.dtype, want_h and saved.h is None
     if dh is None:
@@ -201,7 +201,7 @@ def check_block(op: str, t: NamedTuple, layers: dict[str, tuple], residual_in_fp
 
 
 def keywords(t: NamedTuple) -> dict:
-    """The keyword arguments that every block in reference.py has."""
+    """The keyword arguments, from t, that every block in reference.py takes."""
     factors = dict(layer_scale=t.layer_scale, drop_path=t.drop_path)
     return dict(eps=t.eps, norm=t.norm, compute_dtype=t.out_weight.dtype, **factors)
 

@@ -25,7 +25,7 @@ def transformed() -> bool:
 
 
 def at_hand(offsets: Tensor) -> bool:
-    """Whether the host may read the values: a true tensor on the CPU, in code that is not being compiled."""
+    """Whether the host may read the values now: a plain Tensor on the CPU, while nothing is compiled."""
     return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
 
 
@@ -99,7 +99,7 @@ def linear(
 ) -> None:
     """Checks that weight (F, D) and bias (F,) have x's dtype and fit x (..., D).
 
-    prefix: what the arguments' names begin with. size: the weight's shape, where it is not to be (F, D) for x's D.
+    prefix: what the arguments' names begin with. size: the weight's shape, by default (F, D) for any F and x's D.
     """
     size = ("*", rows(op, x)) if size is None else size
     shape(op, f"{prefix}weight", weight, size, required=True)
@@ -108,7 +108,7 @@ def linear(
 
 
 def factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:
-    """Checks that layer_scale (D,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
+    """Checks that layer_scale (width,) and drop_path (B,) lie on x's device, in any dtype of DTYPES."""
     shape(op, "layer_scale", layer_scale, (width,))
     shape(op, "drop_path", drop_path, (x.shape[0],))
     floating(op, layer_scale=layer_scale, drop_path=drop_path)
@@ -131,7 +131,7 @@ def as_whole(value) -> int | None:
 
 
 def number(op: str, name: str, value, low: float = 0.0, want: str = f"a number from 0 to {FLOAT32:.1e}") -> float:
-    """Checks a number from `low` to float32's largest, as `want` says; returns a float or SymFloat."""
+    """Checks a number from `low` to float32's largest (`want` in the error); returns a float or SymFloat."""
     if not is_number(value) or not low <= value <= FLOAT32:
         raise ValueError(f"{op}: {name} must be {want}, got {value!r}")
     return value if isinstance(value, torch.SymFloat) else float(value)

@@ -1,6 +1,6 @@
 """Chooses kernels or plain PyTorch: by the thread's mode and what kernels cover. Applies autocast.
 
-It remembers in which operation a call of a public function ended: a call like it goes there without the checks.
+It remembers to which operation the checks of a public function led: later calls like that one skip the checks.
 """
 
 import functools
@@ -149,7 +149,7 @@ ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "kee
 
 
 def autocasts(*keep: str) -> Callable[[Function], Function]:
-    """Decorates an operation: autocast casts its arguments but _KEPT and `keep`; it takes ALIASES too."""
+    """Decorates an operation: it takes ALIASES, and autocast casts all arguments but _KEPT and `keep`."""
 
     def decorate(function: Callable) -> Any:
         names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
@@ -190,7 +190,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _key(leaves: list) -> tuple | None:
-    """All that the checks of these arguments go by; None where it may be more."""
+    """All on which the checks of these arguments depend; None if they may read more, as offsets' values."""
     if torch.compiler._is_exporting_flag or transformed():
         return None
     key = [current_mode(), torch.is_grad_enabled(), tiles.state]
@@ -206,7 +206,7 @@ def _key(leaves: list) -> tuple | None:
 
 
 def _route(call: Call, leaves: list) -> tuple | None:
-    """An operation and its arguments, (index in leaves or -1, constant); None where it takes others."""
+    """(operation, arguments as (index in leaves or -1, constant)); None if leaves do not fix its tensors."""
     at = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     computed = any(isinstance(value, Tensor) and id(value) not in at for value in call.values)
     if computed or len(at) < sum(isinstance(x, Tensor) for x in leaves):  # or two leaves are one tensor
@@ -215,7 +215,7 @@ def _route(call: Call, leaves: list) -> tuple | None:
 
 
 def routed(function: Function) -> Function:
-    """Decorates a public operation, which returns a result, or the Call that computes it."""
+    """Decorates a public operation that returns its results, or a Call, which is remembered and run."""
     routes: dict[tuple, tuple | None] = {}
 
     @functools.wraps(function)

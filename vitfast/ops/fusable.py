@@ -14,7 +14,7 @@ ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...]], ...]
 
 
 def expected_modules(modules: dict[str, type | tuple[type, ...]]) -> ExpectedModules:
-    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name there, types)."""
+    """(path, parent's path, name in it, types) for each of {"attn.qkv": nn.Linear, ...}, parents first."""
     expected = []
     for path, types in modules.items():
         parent, _, name = path.rpartition(".")
@@ -27,7 +27,7 @@ def full_name(cls: type) -> str:
 
 
 def has_instance_forward(module: nn.Module) -> bool:
-    """Whether a forward other than the class's is set on the instance; transformers sets the class's."""
+    """Whether an instance has its own forward; the class's, which transformers sets there, is none."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 

@@ -1,11 +1,11 @@
-"""Gated MLPs (Shazeer, 2020), SwiGLU with "silu" and GeGLU with "gelu", and the block of an encoder layer with one.
+"""Gated MLPs (Shazeer, 2020), and the block of an encoder layer with one.
 
     gated_mlp:       down(inner_norm(activation(gate(x)) * up(x)))
     gated_mlp_block: x + drop_path[b] * layer_scale * gated_mlp(norm(x))
 
-"in" is gate, whose output is the pre-activation `pre`; "out" is down. Kept for backward are the inputs and the outputs
-of `in` and `up`; with an inner norm, so are its input and statistics. The activation is computed again where
-needed; with keep="all" the block also keeps the input of `down`. Passes over memory:
+They are SwiGLU with "silu", GeGLU with "gelu". "in" is gate, whose output is the pre-activation `pre`; "out" is down.
+Kept for backward are the inputs and the outputs of `in` and `up`; with an inner norm, so are its input and statistics.
+The activation is computed again where needed; with keep="all" the block keeps down's input too. Passes over memory:
 
 forward     One product reads x and writes up and pre (in training) and the last layer's input. With an inner norm, that
             product writes the norm's input h, and one more pass writes the last layer's input.

@@ -29,7 +29,7 @@ class _Arguments(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Kept for backward, (M,) in fp32."""
+    """The statistics kept for backward, (M,) in fp32."""
 
     mean: Tensor | None  # None for RMSNorm
     rstd: Tensor | None
@@ -76,7 +76,7 @@ class _AddArguments(NamedTuple):
 
 
 class _AddSaved(NamedTuple):
-    """Kept for backward: a result, and the statistics (M,) in fp32."""
+    """The tensors kept for backward: the result z, and the statistics (M,) in fp32."""
 
     z: Tensor
     mean: Tensor
@@ -154,7 +154,7 @@ def add_layer_norm(
     """Adds a residual, z = residual + drop_path[b] * layer_scale * x; returns (layer_norm(z), z).
 
     x, residual (B, ..., D); weight, bias as in layer_norm; layer_scale (D,) or None; drop_path (B,) or None, the
-    factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype.
+    factor of each sample: 0, or 1 / (share that is kept). Both results have x's shape and dtype (autocast's).
     """
     width = check.rows("add_layer_norm", x)
     check.shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)

@@ -61,7 +61,7 @@ def linear_residual(
     """A linear layer that adds a residual: residual + drop_path[b] * layer_scale * (x W^T + b).
 
     x (B, ..., F); weight (D, F); bias, layer_scale (D,) or None; residual (B, ..., D); drop_path (B,) factors or None.
-    Returns (B, ..., D) in x's dtype.
+    Returns (B, ..., D) in x's dtype, or under autocast in its dtype.
     """
     op = "linear_residual"
     check.linear(op, x, weight, bias)

@@ -40,7 +40,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     pre: Tensor | None = None  # (M, F)
 

@@ -48,7 +48,7 @@ class _Arguments(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Kept for backward."""
+    """The tensors kept for backward."""
 
     mean: Tensor | None = None  # (M,) in fp32
     rstd: Tensor | None = None  # (M,) in fp32
@@ -98,7 +98,7 @@ _mlp_block = custom_op("mlp_block", _Arguments, _Saved, forward=_forward, fake=_
 
 @constant_when_compiled
 def _kept(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> str:
-    """Whether a plain MLP keeps "pre" or "slope" with keep="all"."""
+    """The name of what a plain MLP keeps with keep="all", "pre" or "slope"."""
     return tiles.lookup("mlp_kept", torch.empty(0, device=device, dtype=dtype), product_class(width, hidden)).provider
 
 

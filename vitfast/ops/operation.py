@@ -40,13 +40,13 @@ class _Field(NamedTuple):
 
 
 @functools.cache
-def _top_fields(arguments: type) -> list[_Field]:
+def _top_fields(arguments: type) -> list[_Field]:  # a NamedTuple in `arguments` is one field
     hints = [(name, hint, get_args(hint)) for name, hint in get_type_hints(arguments, include_extras=True).items()]
     return [_Field(name, *((of[0], True) if type(None) in of else (hint, False))) for name, hint, of in hints]
 
 
 def _fields(arguments: type) -> list[_Field]:
-    """The fields of a NamedTuple, those of NamedTuples in it included: an operation's arguments."""
+    """The fields of a NamedTuple type, with those of a NamedTuple in it in place of that field."""
     nested = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _top_fields(arguments))
     return list(itertools.chain.from_iterable(nested))
 
@@ -68,7 +68,7 @@ def needs_grad(*values: Any) -> bool:
 
 
 def _plan_key(values: Sequence) -> tuple[tuple, torch.device | None]:
-    """All that the code of an operation goes by, and the device of its tensors."""
+    """(all on which an operation's launches depend, which is no tensor's content; its tensors' device)."""
     key, device = [tiles.batch_invariant(), launch.fp32_precision(), tiles.state], None
     for x in values:
         if isinstance(x, Tensor):
@@ -82,7 +82,7 @@ def _plan_key(values: Sequence) -> tuple[tuple, torch.device | None]:
 
 
 def planned(run: Callable) -> Callable:
-    """Decorates a function of tensors and numbers that returns new tensors; plans run its calls (plans.py)."""
+    """Decorates a function that returns new tensors; plans make all calls from the third of a kind on."""
     plans: dict[tuple, Plan | str | None] = {}  # None: met once; a text: why there can be none
 
     @functools.wraps(run)
@@ -112,8 +112,8 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 class Registered:
     """vitfast::name, an operation of PyTorch's dispatcher, which returns some new tensors.
 
-    run: what it does on a CPU and on a GPU. fake: the same for tensors without values. autograd: its derivative and
-    what keeps tensors for that or None, as torch.library.register_autograd takes them.
+    run: what it does on a CPU and on a GPU. fake: the same for tensors without values. autograd: its derivative, and
+    the function that saves tensors for that or None, as torch.library.register_autograd takes them.
     """
 
     all: ClassVar[dict[str, "Registered"]] = {}
@@ -134,7 +134,7 @@ class Registered:
 
 
 def _overridden(values: tuple) -> bool:
-    """Whether a subclass of tensors or a mode, but a default device, may compute what autograd must see."""
+    """Whether a tensor subclass, or a mode but a default device, may compute what autograd must see."""
     if not has_torch_function(values):
         return False
     modes = torch.overrides._get_current_function_mode_stack()
@@ -167,11 +167,11 @@ class custom_op:
     saved, needs) -> gradients by name, of which only the needed ones are read; needs has t's type, with a bool for each
     tensor, and one of several douts is None where nobody used that result. reads(t, needs) -> t with only what backward
     reads, so that the rest is not saved. ties(t) -> {argument: a result, or another argument}: the argument's gradient
-    is that of the other, and backward does not compute it. An argument that `reads` leaves out and that has a gradient
-    is like the first field of `saved`.
+    is that of the other, and backward does not compute it. An argument with a gradient that `reads` leaves out has
+    the shape and dtype of the first field of `saved`.
 
-    Eager code differentiates by an autograd.Function around the operation, in a fifth of the time that the derivative
-    takes that PyTorch's compiler and export trace.
+    Eager code differentiates by an autograd.Function around the operation. It takes a fifth of the time of the
+    derivative that is registered with PyTorch, which torch.compile and torch.export trace.
     """
 
     def __init__(
@@ -192,8 +192,8 @@ class custom_op:
         fields, kept = _fields(arguments), [field.name for field in _fields(saved)]
         self.taken, self.written = [f.name for f in fields], [i for i, name in enumerate(kept) if name not in results]
         tensors, options = ([f for f in fields if f.is_tensor is tensor] for tensor in (True, False))
-        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold places: of arguments
-        # with gradients and of options, of what is saved among arguments and outputs, of arguments in the derivative.
+        # The derivative takes douts, tensors, fields of `saved`, options and needs. The lists hold indices: those
+        # of arguments with gradients, options, what is saved (in arguments + outputs), arguments (in the derivative).
         order, outputs = [*(f.name for f in tensors), *kept], [*results, *(kept[i] for i in self.written)]
         self.trained = [i for i, f in enumerate(fields) if f.kind is Tensor]
         self.options = [i for i, f in enumerate(fields) if not f.is_tensor]
@@ -214,11 +214,11 @@ class custom_op:
         self.function = type(name, (torch.autograd.Function,), eager)
 
     def __call__(self, t: NamedTuple) -> Any:
-        """The call with these arguments, for `run`, or for `dispatch.routed` to remember and to run."""
+        """A Call with these arguments, which is yet to be made: `dispatch.routed` remembers and runs it."""
         return Call(self, flat(t))
 
     def run(self, *values) -> Any:
-        """The results of a call with these values of `arguments`, flat: a tensor, or a tuple of them."""
+        """Runs the operation on the flat values of `arguments`; returns its results, a tensor or a tuple."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or _overridden(values):
             outputs = self.operation.call(*values)
         elif needs_grad(*values):
@@ -229,11 +229,11 @@ class custom_op:
         return _several(_as_tuple(outputs)[: len(self.results)])
 
     def build(self, values: Iterable) -> Any:
-        """`arguments` from their values, flat."""
+        """The NamedTuple `arguments` of these values, which are flat."""
         return _build(self.arguments, iter(values))
 
     def _forward(self, function: Callable, *values) -> Any:
-        """The outputs of forward or of its fake; an empty tensor of shape _ABSENT stands for each None."""
+        """The outputs of `function`, forward or its fake, with an empty tensor (_ABSENT) for each None."""
         *outs, saved = function(self.build(values))
         saved = flat(saved)
         return _several(outs + [outs[0].new_empty(_ABSENT) if saved[i] is None else saved[i] for i in self.written])
@@ -263,7 +263,7 @@ class custom_op:
         ctx.options = [inputs[i] for i in self.options]
 
     def _flags(self, needs: Sequence[bool]) -> NamedTuple:
-        """Whether each argument's gradient is needed, by those of `trained`; False for those without one."""
+        """`arguments` of bools: `needs` at the places in `trained`, False at all others."""
         flags = dict(zip(self.trained, needs))
         return self.build(flags.get(i, False) for i in range(len(self.taken)))
 
@@ -287,7 +287,7 @@ class custom_op:
         return tuple(grads[: len(self.taken)])
 
     def _backward(self, *values) -> Any:
-        """The gradients of the tensors that have one from backward, each empty (0,) unless needed."""
+        """The gradients of the arguments in `trained`, computed by backward; (0,) for those not needed."""
         douts, rest, needs = values[: len(self.results)], values[len(self.results) : -1], values[-1]
         t, saved = self.build(rest[i] for i in self.at), _build(self.saved, iter(rest[self.saved_at]))
         grads = self.backward(*douts, t, saved, self._flags(needs))
@@ -302,7 +302,7 @@ class custom_op:
         return _several([torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like])
 
     def _refuse(self, ctx, *_):
-        """The derivative's own: the backward is written out by hand and has none."""
+        """Raises as the backward's own derivative: backward is written by hand, and has none."""
         # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
         math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
@@ -316,7 +316,7 @@ class Call(NamedTuple):
     values: list
 
     def run(self) -> Any:
-        """The results."""
+        """Makes the call and returns its results."""
         return self.operation.run(*self.values)
 
 
@@ -334,7 +334,7 @@ def sample_rows(x: Tensor) -> int:
 
 
 def resized(x: Tensor, *shape: int) -> Tensor:
-    """x itself, freshly made, in another shape.
+    """x itself, which must be new, resized in place to a shape of as many elements.
 
     The result is no view of x: a view that an operation returns may not be changed in place, and FSDP2 warns of it.
     """

@@ -95,7 +95,7 @@ class PackedImages:
         return self.to("cpu")
 
     def pin_memory(self) -> "PackedImages":
-        """The same images in page-locked memory, which a GPU can copy while it computes; DataLoaders call this."""
+        """The same images in page-locked memory, which a GPU copies while it computes; DataLoaders call it."""
         images = self.shape, self.dtype, self.counts
         packed = self if self._together else _in_buffer(None, *images, **self._tensors)
         return _in_buffer(packed.buffer.pin_memory(), *images)

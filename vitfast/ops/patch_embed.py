@@ -62,7 +62,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
 
 
 def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
-    """The arguments as backward reads them: vectors by shape and dtype, images only where needed."""
+    """The arguments that backward reads: images only where needed, and the shapes of what is added."""
     t = t._replace(images=t.images if needs.images or needs.weight else None, bias=_meta_like(t.bias))
     return t._replace(cls_token=_meta_like(t.cls_token), pos_embed=_meta_like(t.pos_embed))
 

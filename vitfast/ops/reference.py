@@ -43,7 +43,7 @@ def owners(offsets: Tensor, count: int) -> Tensor:
 
 
 def packed_tokens(x, cls_token, pos_embed, rows, starts):
-    """Patches (N, D) -> tokens (N + S T, D), with prefix tokens and positions (N, D)."""
+    """Patches, positions (N, D) and prefix tokens -> (N + S T, D); rows, starts: packed.token_rows."""
     x = x if pos_embed is None else x + pos_embed.to(x.dtype)
     if cls_token is None:
         return x.contiguous()
