@@ -96,7 +96,7 @@ def load_queries(boxes, tiles, full, b, h, block, n):
 
 @gluon.jit
 def write_rows(tiles, rows, bars, lse_ptr, head, block, N, n):
-    """Writes lse, in units of log 2, and delta of the n-th block of queries, once its o and do are loaded."""
+    """Writes lse, in units of log 2, and delta of the n-th query block, once its o and do are loaded."""
     slot = n % RING
     offs = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     lse = gl.load(lse_ptr + head.to(gl.int64) * N + offs, mask=offs < N, other=float("inf"))  # inf makes P zero

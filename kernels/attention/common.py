@@ -230,7 +230,7 @@ def bounds(offsets_ptr, samples, tokens):
 
 @triton.jit
 def program_coords(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
-    """A program's (b, h, block in its sample, the sample's first token and number of tokens, start of its lse).
+    """A program's b, h, block in its sample, the sample's first token, its tokens, start of its lse.
 
     table_ptr: the `tile_table` of all `tokens`, or None for tensors (B, N, H, Dh) whose samples have one size. For a
     program without a tile, the sample has 0 tokens.
@@ -274,7 +274,7 @@ def _tiles_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes one sample's tiles, after those of samples with more blocks, or with as many and a lower index."""
+    """Writes one sample's tiles, after those of samples with more blocks, or as many and a lower index."""
     sample = tl.program_id(0)
     first, n = bounds(offsets_ptr, sample, tokens)
     blocks = tl.cdiv(n, BLOCK)

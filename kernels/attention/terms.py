@@ -39,7 +39,7 @@ def rope_of(rope, b, h, first=0, PACKED: tl.constexpr = False):
 
 @triton.jit
 def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
-    """Loads a table's numbers for both columns of pairs, in fp32; `still` for tokens that are not rotated."""
+    """Loads a table's numbers for both columns of pairs, in fp32; `still` for tokens not rotated."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     rotates = (rows >= rope[3]) & (rows < N)

@@ -70,7 +70,7 @@ def vitfast_attention_forward(
 
 
 def _mask(**kwargs) -> Tensor | None:
-    """Returns sdpa's mask; None if it hides nothing, where sdpa_mask writes one if torch 2.11 compiles it."""
+    """Returns sdpa's mask; None if it hides nothing, where sdpa_mask makes one if 2.11 compiles it."""
     nothing = kwargs.get("attention_mask") is None and kwargs.get("allow_is_bidirectional_skip")
     return None if nothing and kwargs.get("mask_function") is bidirectional_mask_function else sdpa_mask(**kwargs)
 

@@ -37,7 +37,7 @@ _MODELS = {
 
 
 def _cfg(size: int) -> dict:
-    """Returns the entries of timm's pretrained_cfg that differ from its defaults; timm's ViTs have the same."""
+    """Returns the entries of timm's pretrained_cfg that differ from its defaults, as of timm's ViTs."""
     return dict(
         url="",
         input_size=(3, size, size),
@@ -88,7 +88,7 @@ class TimmViT(ViT):
 
 
 def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_overlay=None, out_indices=3, **args):
-    """Makes a TimmViT by timm's factory. Raises InputError for `pretrained` if there are no weights to load."""
+    """Makes a TimmViT by timm's factory. Raises InputError for `pretrained` without weights to load."""
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and not (cfg.has_weights or cfg.state_dict):
         twin = name.replace("fast_", "")

@@ -18,6 +18,7 @@ from vitfast.tools.verify.launcher import Launcher
 @pytest.mark.slow
 def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher():
     ops = [p.op for p in problems()]
+    assert {*tune.OPERATIONS} == {*tiles.operations()}
     assert {*ops} == {*tune.OPERATIONS} - {"mlp_kept"}  # which is no launch
     assert len({(p.op, p.bits, p.shape) for p in problems()}) == len(ops)
     assert max(map(ops.index, tuner.INNER)) < min(map(ops.index, ("dgelu_matmul", "layer_norm_bwd")))

@@ -1,4 +1,4 @@
-"""Infers a ViT's constructor arguments from a checkpoint: from its tensors' shapes, its JSON and its format."""
+"""Infers a ViT's constructor arguments from a checkpoint's tensor shapes, JSON and format."""
 
 import math
 import re
@@ -125,7 +125,7 @@ def _check_table(checkpoint: Checkpoint, json_args: dict, caller_args: Mapping) 
 
 
 def _pixels(json_args: dict, preprocessor: dict, chans: int, where: str) -> dict:
-    """Returns `mean` and `std` where the JSON states them; preprocessor_config.json wins over config.json.
+    """Returns `mean` and `std` if the JSON has them; preprocessor_config.json wins over config.json.
 
     Three values for a model that does not have three channels are defaults of the library that wrote them, and are
     left out. Raises InputError for any other number of values than 1 or one for each channel.
@@ -208,7 +208,7 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
 def _positions(
     checkpoint: Checkpoint, config: dict, json_sizes: dict, caller_args: Mapping, where: str
 ) -> tuple[dict, list[str], str]:
-    """Returns `img_size` and `no_embed_class` of the position tables, which of them are assumed, and a remark.
+    """Returns the tables' `img_size` and `no_embed_class`, which of them are assumed, and a remark.
 
     The entries of a table may belong to the prefix tokens and an (h, w) grid of patches, or to the patches alone
     (`no_embed_class`): each is a reading of the table. The reading that fits the size in config.json is taken; else the
@@ -265,13 +265,13 @@ def _positions(
 
 
 def _nearest_square(count: int) -> tuple[int, int] | None:
-    """Returns the grid (h, w) of this many patches that is nearest to a square; None if its w exceeds 4 h."""
+    """Returns the grid (h, w) of so many patches nearest to a square; None if its w exceeds 4 h."""
     h = next((h for h in range(math.isqrt(max(0, count)), 0, -1) if count % h == 0), 0)
     return (h, count // h) if h and count <= 4 * h * h else None
 
 
 def _preset_heads(config: dict) -> int:
-    """Returns the head count of the preset of this width and depth, preferably of this family and patch size."""
+    """Returns the heads of the preset of this width and depth, if possible of this family and patch."""
     dim, depth, unstated = config["embed_dim"], config["depth"], "the weights do not say how many heads there are"
     kinds = ("rope", "swiglu_mlp", "pre_norm"), ("patch_size",)
     matches = {

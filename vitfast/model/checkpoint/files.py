@@ -1,4 +1,4 @@
-"""Finds weights (in a file, a folder or the hub), reads their bytes, and moves written files into place.
+"""Finds weights in a file, a folder or the hub, reads them, and moves written files into place.
 
 No pickle is ever run.
 """
@@ -82,7 +82,7 @@ def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
 
 
 def _hint(source: str, path: Path) -> str:
-    """Returns a hint at weights that the user may have meant, which ends an error message; "" for no hint."""
+    """Returns a hint at weights that the user may have meant, the end of an error message, or ""."""
     hub_prefix = r"(?:https?://huggingface\.co/|(?:(?:hf|hugging_?face)[-_]?(?:hub)?|hub)[:/]+)"
     hub = re.fullmatch(f"{hub_prefix}(.+)", source, re.IGNORECASE)
     if hub and re.fullmatch(_REPOSITORY, hub[1]):
@@ -102,7 +102,7 @@ def _hint(source: str, path: Path) -> str:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    """Returns the folder that `last` in a run's folder of checkpoints stands for, None if there is no `last`.
+    """Returns the folder that `last` among a run's checkpoints stands for; None if there is no `last`.
 
     `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError if the text
     names no such folder.
@@ -199,7 +199,7 @@ def make_folder(folder: Path, wanted: Path) -> None:
 
 
 def _no_place(path: Path, error: Exception) -> Exception:
-    """Returns the error for a path that cannot be made: an OSError for a full disk and the like, else InputError."""
+    """Returns the error for a path that cannot be made: an OSError for a full disk, else InputError."""
     why = getattr(error, "strerror", None) or error
     if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
         return OSError(f"{path} could not be written: {why}")
@@ -208,7 +208,7 @@ def _no_place(path: Path, error: Exception) -> Exception:
 
 @contextmanager
 def staged(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yields a path in a scratch folder beside `path`; what the block writes there moves to `path` afterwards.
+    """Yields a path in a scratch folder; a file that is written there moves to `path` afterwards.
 
     The block writes a file (with companions such as `path.data`) or a folder. Each file replaces the one of the same
     name atomically. If the block raises, nothing changes. Raises InputError as `check_free` does.
@@ -228,7 +228,7 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
-    """Finds the weights and JSON of a folder: the first well-known name, else the only weights file there."""
+    """Finds a folder's weights and JSON: the first well-known name, else the only weights file."""
     weights = [folder / name for name in _IN_ORDER if (folder / name).is_file()][:1]
     weights = weights or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
     if weights and all(SHARD.fullmatch(path.name) for path in weights):

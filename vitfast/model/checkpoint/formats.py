@@ -1,4 +1,4 @@
-"""Recognises the weight formats and converts their tensors to timm's names; `FORMATS` describes each of them."""
+"""Recognises weight formats, which `FORMATS` describes, and converts tensors to timm's names."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -263,7 +263,7 @@ def to_timm_names(content: dict, args: Mapping = {}) -> Checkpoint:
 
 
 def _check_prefixes(state: State, form: str) -> None:
-    """Raises InputError if only some names have a wrapper's prefix, which `unwrap` removes if all have it."""
+    """Raises InputError if only some names have a wrapper's prefix; `unwrap` removes it from all."""
     for prefix in PREFIXES:
         if behind := [key for key in state if key.startswith(prefix)]:
             some = f"a {form} file with {len(behind)} of {len(state)} names behind {prefix!r}"

@@ -41,7 +41,7 @@ PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
 
 def prepare(source: State, args: Mapping) -> tuple[State, dict]:
-    """Extracts the image model, unstacks layers that share an array, and converts arrays to PyTorch's layout."""
+    """Extracts the image model, unstacks layers in one array, and converts to PyTorch's layout."""
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in source), "")
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
     if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
@@ -74,7 +74,7 @@ def _unit(match: re.Match) -> str:
 
 
 def to_arrays(state: State, config: dict) -> State:
-    """Converts our tensors to the paper code's arrays, or to big_vision's if positions are for patches alone."""
+    """Converts tensors to the paper code's arrays, or big_vision's if positions are for patches alone."""
     arrays = rename(split(state, ".attn.qkv.", QKV), WRITTEN)
     if config["no_embed_class"] or not config["class_token"]:
         arrays = rename(arrays, to_theirs(BIG_VISION))

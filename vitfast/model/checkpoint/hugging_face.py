@@ -1,4 +1,4 @@
-"""Reads transformers' JSON of the models that compute what our ViT does, and writes a ViT as its repository."""
+"""Reads transformers' JSON of models that compute what our ViT does; writes a ViT's repository."""
 
 import math
 import re
@@ -160,7 +160,7 @@ PROCESSORS = {
 
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
-    """Returns crop_mode, crop_pct and interpolation from preprocessor_config.json ({} for none), and notes."""
+    """Returns crop_mode, crop_pct and interpolation of preprocessor_config.json, {} for none; and notes."""
     file = "preprocessor_config.json"
     if read(pixels, "do_resize", flag, file) is False or "size" not in pixels:
         return {}, []
@@ -188,7 +188,7 @@ def image_size(pixels: dict) -> tuple[int, int] | None:
 
 
 def processor_class(pixels: dict) -> str:
-    """Returns the name of a processor's class without its endings; older files call it a feature extractor."""
+    """Returns a processor's class without its endings; older files call it a feature extractor."""
     kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))
     return re.sub(r"(ImageProcessor|FeatureExtractor)(Pil|Fast)?$", "", kind)
 
@@ -199,7 +199,7 @@ def _defaults(pixels: dict) -> dict:
 
 
 def size_field(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
-    """Returns the crop mode and (height, width) in the field `size` or `crop_size`; None for an unknown size."""
+    """Returns the crop mode and (height, width) in `size` or `crop_size`; None for an unknown size."""
     value = pixels.get(field)
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = dict(height=value[0], width=value[1])
@@ -221,14 +221,14 @@ SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch
 
 
 def family(config: dict) -> str:
-    """Returns the family of transformers' models that a ViT is written as; `writers.lacks` says what it lacks."""
+    """Returns the transformers family that a ViT is written as; `writers.lacks` says what it lacks."""
     if config["rope"] == "dinov3":
         return "dinov3"
     return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
 
 
 def to_repository(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """Returns the tensors and the JSON files of a repository for the from_pretrained of transformers' class."""
+    """Returns the tensors and JSON files of a repository that transformers' from_pretrained reads."""
     size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
     content = {name: config[FIELDS[name]] for name in SHARED}
     content |= dict(
@@ -313,13 +313,13 @@ def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 
 
 def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
-    """Converts to SiglipVisionModel; one tensor holds its MAP head's projections of query, keys and values."""
+    """Converts to SiglipVisionModel, whose MAP head has q, k and v in one tensor."""
     state = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
     return state, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
 
 
 def _tower(state: State) -> State:
-    """Renames a tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
+    """Renames a tower of CLIP or SigLIP, with the released files' prefix, which every version reads."""
     tower = rename(state, to_theirs(names.HUGGING_FACE_TOWER))
     for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
         if key in tower:

@@ -1,4 +1,4 @@
-"""Reads the fields of other libraries' JSON into constructor arguments, and refuses fields it does not know."""
+"""Reads other libraries' JSON into constructor arguments; refuses fields that it does not know."""
 
 from collections.abc import Iterable
 

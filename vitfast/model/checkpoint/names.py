@@ -1,4 +1,4 @@
-"""Tables of other formats' names and ours, which serve both reading and writing, and functions to apply them.
+"""Tables of other formats' names and ours, for reading and writing, and functions to apply them.
 
 A pair holds a piece of a name in the other format, and the piece that replaces it in ours. A piece matches only a whole
 name, except that any text may precede a piece that begins with "." or "/", and follow one that ends with ".", "/" or
@@ -189,7 +189,7 @@ def join(state: State, whole: str, parts: Sequence[str]) -> State:
 
 
 def split(state: State, whole: str, parts: dict[str, int] | Sequence[str]) -> State:
-    """Splits the rows of each tensor with `whole` in its name into one tensor for each of `parts`; undoes `join`.
+    """Splits the rows of tensors with `whole` in the name into one for each of `parts`; undoes `join`.
 
     parts: the pieces of names for parts that get equally many rows, or {piece: how many shares of the rows it gets}.
     """

@@ -1,4 +1,4 @@
-"""Reads timm's config.json: which of timm's models compute what our ViT does, and with which arguments.
+"""Reads timm's config.json: which models compute what our ViT does, and with which arguments.
 
 The name of a model in timm stands for arguments that config.json need not repeat. Some of them leave no trace in the
 tensors: rotary positions, the activation, where the norms are. So only names of the families listed here are accepted;
@@ -107,7 +107,7 @@ ARGS = "the checkpoint's field args"  # errors name this in the place of config.
 
 
 def constructor_args(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
-    """Returns the constructor arguments that the config.json of a timm repository states, and notes for the log.
+    """Returns the constructor arguments in the config.json of a timm repository, and notes for the log.
 
     where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else than the ViT.
     """
@@ -161,7 +161,7 @@ def ratio_of(hidden: int, dim: int) -> float:
 
 
 def of_training(content: dict) -> dict:
-    """Returns the config.json for a checkpoint of timm's training script, which holds its arguments; else {}."""
+    """Returns the config.json for a checkpoint of timm's training script from its arguments; else {}."""
     name, args = content.get("arch"), content.get("args")
     if not isinstance(name, str) or name == "visiontransformer":  # the class's name, if the script gave no arguments
         return {}

@@ -1,4 +1,4 @@
-"""Prepares the tensors of DINOv3, SigLIP and CLIP, of Hugging Face, Meta and OpenAI, for renaming to ours."""
+"""Prepares tensors of DINOv3, SigLIP and CLIP (Hugging Face, Meta, OpenAI) for renaming to ours."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def zero_key_bias(source: State) -> State:
 
 
 def prepare_tower(source: State, args: Mapping) -> tuple[State, dict]:
-    """Extracts the image tower of Hugging Face's CLIP or SigLIP, from its own file or that of the whole model."""
+    """Extracts the image tower of Hugging Face's CLIP or SigLIP from its own or the whole model's file."""
     state, facts = {key.removeprefix("vision_model."): value for key, value in source.items()}, {}
     state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
     patch = state.get("embeddings.patch_embedding.weight")
@@ -65,7 +65,7 @@ def _with_bias(state: State, key: str) -> State:
 
 
 def prepare_openai(source: State, args: Mapping) -> tuple[State, dict]:
-    """Extracts the image tower of OpenAI's or open_clip's CLIP, from its own file or that of the whole model."""
+    """Extracts the image tower of OpenAI's or open_clip's CLIP from its own or the whole model's file."""
     if not any(key.startswith("visual.") for key in source):
         source = {f"visual.{key}": value for key, value in source.items()}
     if any(key.startswith("visual.attn_pool.") for key in source):
@@ -103,7 +103,7 @@ def prepare_meta(source: State, args: Mapping) -> tuple[State, dict]:
 
 
 def _rope(periods: torch.Tensor, width: int) -> dict:
-    """Returns the arguments of rotary positions with periods base^(4i / Dh), and a note if these are rounded."""
+    """Returns the arguments of rotary positions with periods base^(4i / Dh); and a note if rounded."""
     count = len(periods)
     exponent = torch.arange(count, dtype=torch.float64) / count
     base = 100.0

@@ -47,7 +47,7 @@ PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
 
 
 def tensors(model) -> State:
-    """Returns the state dict on the CPU: contiguous tensors, no two in the same memory, as safetensors needs."""
+    """Returns the state dict on the CPU in contiguous tensors of their own memory, for safetensors."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -63,7 +63,7 @@ def file_suffix(path: Path) -> str:
 
 
 def _write_tensors(state: State, path: Path) -> None:
-    """Writes a state dict as safetensors, .pth or .npz; bfloat16, which NumPy lacks, is float32 in an .npz."""
+    """Writes a state dict as safetensors, .pth or .npz, where bfloat16, which NumPy lacks, is float32."""
     if path.suffix == ".npz":
         state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
         return np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
@@ -88,7 +88,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _check_readable(model, state: State, config: dict) -> None:
-    """Raises InputError if `from_pretrained` could not load the tensors; warns of modules it would not restore."""
+    """Raises InputError if `from_pretrained` could not load the tensors; warns of modules left out."""
     try:
         with torch.device("meta"):
             twin = type(model)(**config)
@@ -185,7 +185,7 @@ def write_as(model: nn.Module, form: str, path: Path) -> None:
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
-    """Returns the features that a format has no place for, and whether a model with this `config` has them."""
+    """Returns the features that a format lacks, and whether a model with this `config` has them."""
     c, classic = (
         SimpleNamespace(**config),
         "vit clip siglip npz torchvision",
