@@ -26,8 +26,6 @@ from types import CodeType
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.cache import triton_key
 
 from .tiles import capability
 
@@ -50,6 +48,8 @@ def source_hash() -> str:
 def fingerprint(sm: int) -> dict[str, str]:
     """The versions and hashes on which the use of an archive for this compute capability depends."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import triton_key
 
     backend = make_backend(GPUTarget("cuda", sm, 32)).hash()
     key = f"{triton_key()} {backend} {sorted(get_cache_invalidating_env_vars().items())}"

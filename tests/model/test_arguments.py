@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import pickle
 import re
 
 import numpy as np
@@ -248,3 +249,12 @@ def test_commands_refuse_weights_that_take_no_rgb(tmp_path):
         predict(ViT.from_pretrained(tmp_path / "w"), ["x.png"])
     with pytest.raises(InputError, match=f"w {message}"):
         Trainer(digits(task="finetune", weights=str(tmp_path / "w"), output=str(tmp_path / "run")))
+
+
+def test_a_pickled_model_whose_config_holds_every_argument_runs():
+    """As whole models that were saved before do; attributes decide over what is held twice."""
+    model = ViT(img_size=32, patch_size=16, embed_dim=32, depth=1, num_heads=2, num_classes=3)
+    model._config = dict(model.config, mean=(0.1,) * 3)
+    again, x = pickle.loads(pickle.dumps(model)), torch.rand(2, 3, 32, 32)
+    assert again.config == model.config and again.config["mean"] == (0.5,) * 3
+    assert torch.equal(again(x), model(x))

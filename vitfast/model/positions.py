@@ -37,12 +37,12 @@ ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # the values of ops.att
 
 def prefix_slots(vit: nn.Module) -> int:
     """How many prefix tokens have a slot in the position table."""
-    return 0 if vit.no_embed_class or vit._architecture["pos_embed"] in AXES else vit.num_prefix_tokens
+    return 0 if vit.no_embed_class or vit._config["pos_embed"] in AXES else vit.num_prefix_tokens
 
 
 def make_tables(vit: nn.Module) -> None:
     """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
-    c, (height, width), d = vit._architecture, vit.patch_embed.grid_size, vit.embed_dim
+    c, (height, width), d = vit._config, vit.patch_embed.grid_size, vit.embed_dim
     kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
     shapes = {}
     if kind in ("learn", "sincos2d"):
@@ -72,18 +72,18 @@ def _tables_at(vit: nn.Module, images: Batch) -> dict[str, Tensor]:
     tables, stem = {name: getattr(vit, name) for name in vit._tables}, vit.patch_embed
     if not vit.dynamic_img_size or isinstance(images, PackedImages):
         return tables
-    how = stem.grid_size, stem.dynamic_feat_size(images.shape[2:]), prefix_slots(vit), vit._architecture["pos_resample"]
+    how = stem.grid_size, stem.dynamic_feat_size(images.shape[2:]), prefix_slots(vit), vit._config["pos_resample"]
     return {name: resize_table(name, table, *how) for name, table in tables.items()}
 
 
 def added_positions(vit: nn.Module, images: Batch) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
-    kind, place, depth = vit._architecture["pos_embed"], vit._architecture["pos_embed_at"], len(vit.blocks)
+    kind, place, depth = vit._config["pos_embed"], vit._config["pos_embed_at"], len(vit.blocks)
     tables, prefix, first = _tables_at(vit, images), vit.num_prefix_tokens, None
     if not tables or kind == "relative":
         return None, None, [None] * depth
     if isinstance(images, PackedImages):
-        how = vit.patch_embed.grid_size, prefix_slots(vit), vit._architecture["pos_resample"]
+        how = vit.patch_embed.grid_size, prefix_slots(vit), vit._config["pos_resample"]
         table, slots = packed_positions(kind, tables, images, *how)
         stem, first = table[0], None if slots is None else slots[:1]
         slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
@@ -100,7 +100,7 @@ def added_positions(vit: nn.Module, images: Batch) -> tuple[Tensor | None, Tenso
 
 def attention_options(vit: nn.Module, images: Batch, x: Tensor) -> list[dict]:
     """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
-    c, packed, prefix = vit._architecture, isinstance(images, PackedImages), vit.num_prefix_tokens
+    c, packed, prefix = vit._config, isinstance(images, PackedImages), vit.num_prefix_tokens
     if c["pos_embed"] == "relative":
         table = _tables_at(vit, images)["pos_embed_rel"]
         return [dict(relative=table[i]) for i in range(len(vit.blocks))]

@@ -27,8 +27,8 @@ def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
 
 def part_of_one_size(vit: nn.Module) -> str | None:
     """The part of this model that takes images of one size alone; None if there is none."""
-    kind = vit._architecture["pos_embed"]
-    return "a hybrid's CNN" if vit._architecture["backbone"] else f"pos_embed={kind!r}" if kind == "relative" else None
+    kind = vit._config["pos_embed"]
+    return "a hybrid's CNN" if vit._config["backbone"] else f"pos_embed={kind!r}" if kind == "relative" else None
 
 
 def packed_images(vit: nn.Module, images: ManyImages) -> PackedImages:
@@ -49,7 +49,7 @@ def subsets_of_blocks(vit: nn.Module, images: Batch) -> list[tuple]:
     """For each block the packed samples that its two halves run on; None where a half draws them itself."""
     packed, prefix = isinstance(images, PackedImages), vit.num_prefix_tokens
     rates = [block.drop_path_rate if packed and block.training else 0.0 for block in vit.blocks]
-    if not any(rates) or vit._architecture["drop_path_mode"] != "subset":
+    if not any(rates) or vit._config["drop_path_mode"] != "subset":
         return [(None, None)] * len(rates)
     return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 

@@ -81,8 +81,8 @@ class ViT(nn.Module):
         # pre_norm would normalise a bias away, as timm says.
         self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm) if plain else HybridEmbed(*stem, c.backbone)
         # What the layers are made with: only methods change it. The other arguments, SETTABLE, live in the attributes.
-        self._architecture = {name: getattr(c, name) for name in arguments.ARGUMENTS if name not in SETTABLE}
-        self._architecture |= dict(fc_norm=sizes.after_pooling, backbone=getattr(self.patch_embed, "spec", None))
+        self._config = {name: getattr(c, name) for name in arguments.ARGUMENTS if name not in SETTABLE}
+        self._config |= dict(fc_norm=sizes.after_pooling, backbone=getattr(self.patch_embed, "spec", None))
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
         positions.make_tables(self)
@@ -277,14 +277,14 @@ class ViT(nn.Module):
 
         "" is the mode of the constructor. `needs_reset=False` skips modules that have just initialised themselves.
         """
-        init_weights(self, mode or self._architecture["weight_init"], needs_reset)
+        init_weights(self, mode or self._config["weight_init"], needs_reset)
 
     # ---- what it was made with, and how its images are prepared
 
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        values = self._architecture | {name: getattr(self, name) for name in SETTABLE}
+        values = self._config | {name: getattr(self, name) for name in SETTABLE}
         names = {} if self.class_names is None else dict(class_names=self.class_names)
         return {name: values[name] for name in arguments.ARGUMENTS} | names
 
@@ -330,16 +330,16 @@ class ViT(nn.Module):
             nn.init.zeros_(parameter)
         for module in (self.pre_logits, self.head):
             module.train(self.training)
-        self._architecture |= dict(num_classes=num_classes, representation_size=None)
+        self._config |= dict(num_classes=num_classes, representation_size=None)
         self.class_names = None
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Sets the image size; the patch size stays, and the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
-        how = old, self.patch_embed.grid_size, positions.prefix_slots(self), self._architecture["pos_resample"]
+        how = old, self.patch_embed.grid_size, positions.prefix_slots(self), self._config["pos_resample"]
         positions.change_tables(self, lambda name, table: positions.resize_table(name, table, *how))
-        self._architecture["img_size"] = self.patch_embed.img_size
+        self._config["img_size"] = self.patch_embed.img_size
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -348,7 +348,7 @@ class ViT(nn.Module):
         take = arguments.block_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
         positions.change_tables(self, lambda name, table: table if len(table) == 1 else table[: len(self.blocks)])
-        self._architecture["depth"] = len(self.blocks)
+        self._config["depth"] = len(self.blocks)
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
