@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitfast import ViT
-from vitfast.kernels import launch
+from vitfast.kernels import tiles
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
@@ -150,7 +150,7 @@ def test_compile_is_one_graph_and_recompiles_once():
 @pytest.mark.slow
 def test_for_a_gpu_the_model_is_one_graph_of_operations_and_dynamo_warns_of_nothing(monkeypatch):
     """On fake tensors: Dynamo traces what it would on a GPU, which kernel can run there too."""
-    monkeypatch.setattr(launch, "_generation", functools.cache(lambda index: 90))  # a cache, as on a GPU
+    monkeypatch.setattr(tiles, "_generation", functools.cache(lambda index: 90))  # a cache, as on a GPU
     names = []
 
     def backend(module, inputs):
