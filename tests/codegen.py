@@ -156,7 +156,7 @@ def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
     names = ("SUBTILES", "STAGES", "PER_SM", "SHORT_M", "SHORT_N", "maxnreg")
     given = [(k, v) for k, v in launch.arguments.items() if (k.startswith("BLOCK") or k in names) and v]
-    given.sort(key=lambda pair: pair[0] == "maxnreg")
+    given.sort(key=lambda pair: (pair[0] == "maxnreg", pair[0]))  # whatever the order of a launch's arguments
     named = " ".join(f"{k}={v}" for k, v in given if isinstance(v, int) and not isinstance(v, bool))
     return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
 
