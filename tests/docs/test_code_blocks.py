@@ -8,7 +8,8 @@ import ast
 import io
 import re
 import shlex
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ from wandb_file import history
 
 from vitfast import cli, ops
 from vitfast.kernels import tiles
+from vitfast.ops.operation import Registered
 from vitfast.train.log import read_metrics
 
 LANGUAGES = ("python", "bash", "text")
@@ -108,12 +110,19 @@ def execute(block: Block, file: Path, names: dict) -> str:
     return printed.getvalue()
 
 
+@contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """A page's operations, their configurations and its choice of kernels leave with it: other tests list them all."""
+    with mock.patch.dict(Registered.all), mock.patch.dict(tiles.operations()), ops.use_kernels("auto"):
+        yield
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.long if p in SLOW else ()) for p in PYTHON])
 def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkeypatch, capsys, _no_downloads):
     monkeypatch.chdir(tmp_path)
     names, printed = {"__name__": "page"}, ""
-    with mock.patch.dict(tiles.operations()), ops.use_kernels("auto"):
+    with _leaving_nothing():
         for number, block in enumerate(blocks(page)):
             if block.mark in ("not run", "needs"):
                 compile(block.code, str(block), "exec")
@@ -135,7 +144,7 @@ def test_python_runs_where_the_library_that_it_needs_is_installed(needing, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     names = {"__name__": "page"}
-    with mock.patch.dict(tiles.operations()), ops.use_kernels("auto"):
+    with _leaving_nothing():
         for block in blocks(needing.page):
             if block.language == "python" and (not block.mark or block.reason == needing.reason):
                 execute(block, tmp_path / f"line_{block.line}.py", names)
