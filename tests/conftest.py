@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(items):
             if cases[item.function] > quick.args[0]:
                 item.add_marker("slow")
     if torch.cuda.is_available():
-        place = lambda name: next((i for i, part in enumerate(GPU_ORDER) if part in name), len(GPU_ORDER) - 2)  # noqa: E731
+        last = len(GPU_ORDER) - 2
+        place = lambda name: next((i for i, part in enumerate(GPU_ORDER) if part in name), last)  # noqa: E731
         items.sort(key=lambda item: place(item.nodeid) if "gpu" in item.keywords else -1)
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -38,7 +38,10 @@ def make_images(layout, batch, chans, height, width, dtype, device="cpu"):
     return images.contiguous(memory_format=torch.channels_last) if layout == "channels last" else images
 
 
-def make(patch=(4, 8), chans=3, grid=(2, 3), batch=2, width=24, images=F32, dtype=F32, layout="nchw", prefix=1, pos="all", bias=True, device="cpu"):  # fmt: skip  # noqa: E501
+def make(
+    patch=(4, 8), chans=3, grid=(2, 3), batch=2, width=24, images=F32, dtype=F32, layout="nchw", prefix=1, pos="all",
+    bias=True, device="cpu",
+):  # fmt: skip
     """The arguments by name; parameters in fp32 next to a weight in `dtype`, as autocast leaves them."""
     (p, q), count = patch, grid[0] * grid[1]
     parameter = lambda *shape: torch.randn(shape, device=device).requires_grad_()  # noqa: E731
@@ -175,9 +178,15 @@ def test_division_by_multiplication_is_exact():
             assert x * magic >> shift == x // divisor
 
 
+REAL = {
+    "B/16": dict(patch=(16, 16), grid=(14, 14), width=768, batch=40),
+    "H/14": dict(patch=(14, 14), grid=(37, 37), width=1280, batch=4, prefix=5, pos="patches"),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nchw", "channels last"])
 @pytest.mark.parametrize("dtype, images", [(BF16, F32), (BF16, BF16), (BF16, U8), (F16, U8), (F32, F32)], ids=str)
-@pytest.mark.parametrize("size", [dict(patch=(16, 16), grid=(14, 14), width=768, batch=40), dict(patch=(14, 14), grid=(37, 37), width=1280, batch=4, prefix=5, pos="patches")], ids=["B/16", "H/14"])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("size", REAL)
 def test_real_shapes_on_a_gpu(size, dtype, images, layout):
-    check(make(**size, dtype=dtype, images=images, layout=layout, device="cuda"))
+    check(make(**REAL[size], dtype=dtype, images=images, layout=layout, device="cuda"))

@@ -172,8 +172,8 @@ def test_opcheck(name):
         names = [argument.name for argument in func._schema.arguments]
         utilities = ["test_schema", "test_faketensor"]  # the compiled code's bits are seen below
         if not func.name().endswith(("_bwd", "_backward")):  # those refuse to be differentiated
-            constant = lambda key, t: key == "drop_path" or not torch.is_tensor(t) or not t.is_floating_point()  # noqa: E731
-            args = [t if constant(key, t) else t.detach().requires_grad_() for key, t in zip(names, args)]
+            trained = lambda key, t: key != "drop_path" and torch.is_tensor(t) and t.is_floating_point()  # noqa: E731
+            args = [t.detach().requires_grad_() if trained(key, t) else t for key, t in zip(names, args)]
             utilities.append("test_autograd_registration")
         torch.library.opcheck(func, tuple(args), test_utils=utilities)
     assert found

@@ -1,6 +1,7 @@
 """What operations refuse: each error's type, and the operation and the argument that it names."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -196,7 +197,8 @@ def test_packed_images_and_jagged_tensors_that_do_not_fit_are_refused():
         ops.patch_embed(images, weight, None, offsets=PACKED["offsets"])
     with pytest.raises(ValueError, match=r"pos_embed must be \(5, 8\), got \(1, 5, 8\)"):
         ops.patch_embed(images[..., :2, :2], weight, None, None, torch.zeros(1, N, 8), offsets=PACKED["offsets"])
-    jagged = lambda *sizes: torch.nested.nested_tensor([torch.zeros(n, H, 16) for n in sizes], layout=torch.jagged)  # noqa: E731
+    nested = partial(torch.nested.nested_tensor, layout=torch.jagged)
+    jagged = lambda *sizes: nested([torch.zeros(n, H, 16) for n in sizes])  # noqa: E731
     with pytest.raises(ValueError, match="jagged q, k and v must be alike"):
         ops.attention(jagged(3, 4), jagged(4, 3), jagged(4, 3))
     with pytest.raises(ValueError, match="bias is not for packed samples"):
