@@ -117,13 +117,14 @@ def chunk_width(width: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """The number of a GPU's multiprocessors; 132, an H100's, for the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
     """Persistent programs of a strip: at most `blocks`, and `per_sm` a multiprocessor over all strips."""
-    return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
+    return min(blocks, max(1, multiprocessors(device) * per_sm // strips))
 
 
 def contiguous_or_none(t: Tensor | None) -> Tensor | None:

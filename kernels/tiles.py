@@ -141,7 +141,8 @@ def first(*branches: tuple) -> object:
     return next(value for holds, value in branches if holds)
 
 
-_FILES = "attention.configs layer_norm matmul.gated matmul.linear matmul.mlp matmul.scaled patch_embed.configs".split()
+_FILES = "attention.configs layer_norm matmul.few_rows matmul.gated matmul.linear matmul.mlp matmul.scaled".split()
+_FILES += ["patch_embed.configs"]
 Candidates = Callable[[str, str, int], list[KernelConfig]]  # (shape class, bits, generation) -> configurations
 _operations: dict[str, Candidates] = {}  # those of the families that are imported
 

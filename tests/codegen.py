@@ -289,16 +289,20 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
         if "SHORT_" in r["tile"] or r["hmma"] <= OF_ONES.get(r["kernel"], 0):  # a product of 16 rows is for mma.sync
             continue
-        if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
+        if _rows(r) < 64:  # a product of few rows too
+            continue
+        if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32":
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
         if r["sm"] == 100 and r["hmma"] and product:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where tcgen05 fits")
     return found
 
 
-def _rows(config: str) -> int:
+def _rows(row: dict) -> int:
     """Rows of the largest tile that is multiplied; infinitely many where its name does not say."""
-    sizes = dict(word.split("=") for word in config.split() if word.startswith("BLOCK"))
+    sizes = dict(word.split("=") for word in row["tile"].split() if word.startswith("BLOCK"))
+    if row["kernel"].startswith(("_attention_fwd", "norm_linear")):  # whose BLOCK_N are columns
+        return int(sizes["BLOCK_M"])
     return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 

@@ -20,11 +20,12 @@ class Case:
     """A shape class (attention_class in launchers.py) on a GPU, in words."""
 
     def __init__(self, shape: str, bits: str, sm: int):
-        head, mask, self.tokens, self.options = re.fullmatch(r"d(\d+)([nm])(\d*|long)([rfbkp]*)", shape).groups()
+        head, mask, self.tokens, self.options = re.fullmatch(r"d(\d+)([nm])(\d*|long)([rfbkps]*)", shape).groups()
         self.head, self.padded, self.fp32, self.sm = int(head), mask == "m", bits == "32", sm
         self.sync = sm in (80, 89, 120)  # their products run beside no other instructions, unlike wgmma
         self.rope, self.pairs = self.options[:1] in ("r", "f"), self.options[:1] == "r"  # interleaved pairs
-        self.masked, self.plain, self.packed = self.options[-1:] in ("b", "k"), not self.options, self.options == "p"
+        self.masked, self.packed = self.options[-1:] in ("b", "k"), self.options == "p"
+        self.plain = self.options in ("", "s")  # "s": few samples
         self.medium, self.large = self.head in (80, 96), self.head == 128
         self.narrow = self.pairs and self.large and self.padded  # heads of 104 to 120, which leave the fewest registers
 
@@ -43,6 +44,10 @@ def _attention_fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """One program holds up to 256 keys of a head: it rescales nothing and reads K and V once."""
     c = Case(shape, bits, sm)
     tiled = _config(_forward, c, "tiled")
+    if c.options == "s" and not c.fp32 and not c.large:  # compiled, not timed
+        blocks = config(4, 3, "tiled", BLOCK_M=32, BLOCK_N=64)
+        whole = config(4, 1, "single_pass", BLOCK_M=16)
+        return [whole, blocks, tiled] if c.tokens in ("64", "128", "256") and not c.medium else [blocks, tiled]
     many_registers = c.large or c.medium and c.options == "f"
     if c.fp32 or c.sync or c.masked or c.tokens not in ("64", "128", "256") or sm == 100 and many_registers:
         return [tiled]

@@ -7,6 +7,7 @@ falling powers of two (197 -> 128 + 64 + 16), so that little is padded; a progra
 import triton
 import triton.language as tl
 
+from ..dependent import wait_for_kernel_before
 from .common import accumulate, dot_nt, exp_difference, head_of, lse_of, shift_of, store_head_rows, zero_head_rows
 from .terms import load_rotated_rows, rope_of
 
@@ -46,8 +47,10 @@ def _attention_fwd_short_kernel(
     KEYS1: tl.constexpr,
     KEYS2: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Computes o and lse of query_blocks x BLOCK_M queries of one head over all of its keys."""
+    wait_for_kernel_before(PDL)
     groups = tl.cdiv(N, BLOCK_M * query_blocks)
     pid = tl.program_id(0)
     bh = pid // groups

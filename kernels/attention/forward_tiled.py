@@ -9,6 +9,7 @@ short block comes first: after a pipelined loop it would make ptxas wait for eve
 import triton
 import triton.language as tl
 
+from ..dependent import wait_for_kernel_before
 from .common import (
     accumulate,
     dot_nt,
@@ -80,12 +81,14 @@ def _attention_fwd_tiled_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attends with BLOCK_M queries of a head to blocks of BLOCK_N keys and, if not 0, one of LAST_N."""
     ROTATES: tl.constexpr = terms[0] is not None  # if so, addresses computed before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
+    wait_for_kernel_before(PDL)
     b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # this program has no tile

@@ -25,7 +25,9 @@ import triton
 from torch import Tensor
 
 from .. import tiles
+from ..dependent import dependent_launch
 from ..launch import INTERPRETED, cdiv, fp32_precision, launch
+from ..rows import multiprocessors
 from ..tiles import batch_invariant
 from . import configs  # noqa: F401 (it registers them)
 from .backward_resident import launch_resident, serves
@@ -78,7 +80,8 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
     """ "d80n256": the padded head size, tokens up to 64, 128, 256, 320 or "long"; AttentionOptions.suffix.
 
     Padded heads have "m" for "n", as in "d80m256", since masks take registers. Packed samples have "d80np", without the
-    tokens, so that another number of tokens compiles no new kernel.
+    tokens, so that another number of tokens compiles no new kernel. "s" stands for so few samples that blocks of 64
+    queries leave multiprocessors idle.
     """
     padded = sum(head_chunks(head_dim))
     longest = "" if suffix.endswith("p") else next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
@@ -90,12 +93,14 @@ _NO_ROPE = ("resident", "specialized", "single_pass_tma")
 _NO_MASK = ("single_pass", *_NO_ROPE)
 
 
-def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = ()) -> tiles.KernelConfig:
+def _lookup(
+    op: str, q: Tensor, options: AttentionOptions = PLAIN, unfit: tuple[str, ...] = (), few: bool = False
+) -> tiles.KernelConfig:
     suffix = options.suffix(q.shape[-1])
     without = unfit if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
     whole = op == "attention_fwd" and batch_invariant()  # the tokens of a padded sample depend on its neighbours
     tokens = sys.maxsize if whole else q.shape[1]
-    return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix), without)
+    return tiles.lookup(op, q, attention_class(q.shape[-1], tokens, suffix or "s" * few), without)
 
 
 def _with_steps(table: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -161,11 +166,18 @@ def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN, o: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    options: AttentionOptions = PLAIN,
+    o: Tensor | None = None,
+    few_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns o (B, N, H, Dh) and lse (B, H, N), in fp32, of q, k, v (B, N, H, Dh); scale > 0.
 
-    The last stride of each is 1. The result is written into the argument `o` where there is one.
+    The last stride of each is 1. The result is written into the argument `o` where there is one. few_rows: the kernel
+    runs among those of matmul/few_rows.py, in blocks that suit them.
     """
     B, N, H, D = q.shape
     # Packed samples may lie among longer ones, so samples of one size take the kernel of packed ones too.
@@ -176,9 +188,11 @@ def attention_fwd(
     o, lse = q.new_empty(q.shape) if o is None else o, q.new_empty(B, H, N, dtype=torch.float32)
     # With few heads a launch is short, and the descriptors cost more of the host's time than they save.
     boxes = B * H >= MANY_HEADS and describable(q) and describable(o) and not head_chunks(D)[1]
-    config = _lookup("attention_fwd", q, options, () if boxes else ("single_pass_tma",))
+    idle = few_rows and B * H * cdiv(N, 64) < multiprocessors(q.device)
+    config = _lookup("attention_fwd", q, options, () if boxes else ("single_pass_tma",), idle)
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
+    common |= dependent_launch(q) if few_rows else dict(PDL=False)
     if config.provider.startswith("single_pass"):
         box = config["BLOCK_M"], common["HEAD"].first
         boxed = config.provider == "single_pass_tma"

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import tiles
 from ..launch import cdiv, launch
@@ -217,8 +216,8 @@ def gated_bwd_kernel(
 
 
 def _gated(best: KernelConfig, widest: KernelConfig, bits: str, sm: int) -> list[KernelConfig]:
-    """`best`, cuBLAS, and `widest` by descriptors, which need no masks, so that it suits every shape."""
-    return [best, CUBLAS, *([replace(widest, provider="tma")] if bits == "16" and sm in (90, 100) else [])]
+    """`best`, and `widest` by descriptors, which need no masks, so that it suits every shape."""
+    return [best, *([replace(widest, provider="tma")] if bits == "16" and sm in (90, 100) else [])]
 
 
 @configures("gated_linear_fwd")
@@ -234,19 +233,10 @@ def _gated_linear_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 def _dgated_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     """The epilogue reads and writes pairs of matrices, so blocks are narrower or cut into more pieces."""
     half = product_config(8, 3, 128, 128, 64, 8) if sm in (90, 100) else product_config(4, 3, 128, 64, 32, 4)
-    return _gated(half if bits == "16" else pointer_config(bits, sm), half, bits, sm)
+    return [*_gated(half if bits == "16" else pointer_config(bits, sm), half, bits, sm), CUBLAS]
 
 
 configures("gated_bwd")(lambda *_: [tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32)])
-
-
-def _activated(p: Tensor, activation: str) -> Tensor:
-    """The activation of p, computed by PyTorch."""
-    if activation == "silu":
-        return F.silu(p)
-    if activation == "quick_gelu":
-        return (p * torch.sigmoid(1.702 * p.float())).to(p.dtype)
-    return F.gelu(p, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated_linear(
@@ -261,10 +251,6 @@ def gated_linear(
     """(h, up, gate), (M, N) in x's dtype, for x (M, K), weights (N, K); up, gate are (0,) unless `save`."""
     (m, k), n, empty = x.shape, up_weight.shape[0], x.new_empty(0)
     config = tiles.lookup("gated_linear_fwd", x, product_class(k, n), unfit(x, up_weight, gate_weight))
-    if config.provider == "cublas":
-        up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
-        h = _activated(gate, activation).mul_(up)
-        return (h, up, gate) if save else (h, empty, empty)
     grid, shared = row_product(x, up_weight, config, "nt")
     up_ptr = shared.pop("b_ptr")
     gate_ptr = described(gate_weight, *up_ptr.block_shape) if config.provider in DESCRIBED else gate_weight

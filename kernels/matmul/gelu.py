@@ -15,15 +15,15 @@ from .. import tiles
 from ..launch import cdiv, launch
 from ..rows import row_stride
 from ..tiles import KernelConfig
-from .activations import activate_and_kept_slope, dgelu
+from .activations import activate, dgelu
 from .product import load_piece, store_column_sums, store_piece
 
 
 @triton.jit(do_not_specialize=["M"])
 def gelu_bwd_kernel(
-    dy_ptr,  # (M, N), or None where only act and gelu'(pre) are computed
+    dy_ptr,  # (M, N), or None where only act is computed
     pre_ptr,  # (M, N)
-    dpre_ptr,  # (M, N), takes gelu'(pre) where dy_ptr is None; None where only act is computed
+    dpre_ptr,  # (M, N) or None
     act_ptr,  # (M, N) or None
     sums_ptr,  # (row blocks, N) or None
     M,
@@ -39,10 +39,7 @@ def gelu_bwd_kernel(
     offs_m, cols = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N)
     pre = load_piece(pre_ptr, offs_m, cols, M, N, stride_pm)
     if dy_ptr is None:
-        act, slope = activate_and_kept_slope(pre, ACT)
-        store_piece(act_ptr, act, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
-        if dpre_ptr is not None:
-            store_piece(dpre_ptr, slope, offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
+        store_piece(act_ptr, activate(pre, ACT), offs_m, cols, M, N, stride_om, index_m * BLOCK_M, first_n, False)
     else:
         dy = load_piece(dy_ptr, offs_m, cols, M, N, stride_ym).to(tl.float32)
         act, dpre = dgelu(dy, pre, ACT, act_ptr is not None)
@@ -68,13 +65,10 @@ def gelu_bwd(
     return dpre, act, sums
 
 
-def gelu(pre: Tensor, activation: str, slope: Tensor | None = None) -> Tensor:
-    """gelu(pre) in pre's shape (M, F) and dtype, with the bits of linear_gelu and dgelu_matmul.
-
-    slope (M, F): where it is given, gelu'(pre) is written into it.
-    """
+def gelu(pre: Tensor, activation: str) -> Tensor:
+    """gelu(pre) in pre's shape (M, F) and dtype, with the bits of linear_gelu and dgelu_matmul."""
     config, act = tiles.lookup("gelu_bwd", pre, f"d{pre.shape[1]}"), pre.new_empty(pre.shape)
-    _launch(config, activation, pre, dy_ptr=None, dpre_ptr=slope, act_ptr=act, sums_ptr=None)
+    _launch(config, activation, pre, dy_ptr=None, dpre_ptr=None, act_ptr=act, sums_ptr=None)
     return act
 
 

@@ -15,7 +15,7 @@ from .. import tiles
 from ..launch import launch
 from ..libraries import cublaslt
 from ..rows import contiguous_or_none, row_stride
-from ..tiles import KernelConfig, configures
+from ..tiles import KernelConfig, batch_invariant, configures
 from .persistent import launch_persistent, linear_epilogue
 from .product import (
     CUBLAS,
@@ -106,6 +106,7 @@ def linear_kernel(
         linear_block(tl.program_id(0), *operands, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES)
 
 
+FEW_ROWS = 4096  # linear_residual has few rows below it: "768x3072f"
 configures("linear_fwd")(linear_configs)
 configures("input_grad")(linear_configs)
 
@@ -118,6 +119,8 @@ def _residual_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     116). Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. Flattened,
     they were faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305),
     proj 105 (113). A residual read ahead would leave room for one program.
+    Few rows have too few blocks, and cuBLAS splits the sum. B/16 on one image took 850 us by pointers, 605 with fc2 by
+    cuBLAS, 544 with proj too (a CUDA graph on an H200, bench/results/h200/few_rows.json; few_rows.py came after that).
     """
     best = persistent_config(4, columns=128, ahead=0) if shape.endswith("x384") else persistent_config(4)
     best = CUBLAS if shape.endswith("f") else best
@@ -187,7 +190,7 @@ def linear_residual(
     computes in fp32 and rounds once, to residual's dtype (fp32, or x's).
     """
     factors = layer_scale is not None or drop_path is not None
-    shape = product_class(x.shape[1], weight.shape[0], x.shape[0])
+    shape = product_class(x.shape[1], weight.shape[0]) + "f" * (len(x) < FEW_ROWS and not batch_invariant())
     without = unfit(x, weight, columns=weight.shape[0]) + (("cublaslt",) if factors else ())
     config = tiles.lookup("linear_residual_fwd", x, shape, without)
     if config.provider == "cublaslt":

@@ -19,14 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import tiles
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from ..tiles import KernelConfig, configures
 from .activations import activate, activate_and_kept_slope, dgelu
-from .gelu import gelu, gelu_bwd
+from .gelu import gelu_bwd
 from .persistent import dgelu_epilogue, gelu_epilogue, gelu_slope_epilogue, launch_persistent
 from .product import (
     CUBLAS,
@@ -156,12 +155,9 @@ def _linear_gelu_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
 
     The pointers took 563, descriptors 517, cuBLAS and a GELU 560. One loop ("persistent") issues a third to a half
     fewer instructions outside the product (counted, not timed; persistent.py).
-
-    One image through B/16 on an H200, as a CUDA graph: 605 us with fc2 by cuBLAS, which splits the sum, 544 with proj
-    as well, 497 with fc1 too and PyTorch's GELU (850 with all three by pointers; bench/results/h200/few_rows.json).
     """
-    best = CUBLAS if shape.endswith("f") else persistent_config(2, stages=4)
-    return linear_configs(shape, bits, sm, best if sm == 90 and bits == "16" else pointer_config(bits, sm), pieces=2)
+    best = persistent_config(2, stages=4) if sm == 90 and bits == "16" else pointer_config(bits, sm)
+    return [config for config in linear_configs(shape, bits, sm, best, pieces=2) if config != CUBLAS]
 
 
 @configures("dgelu_matmul")
@@ -202,11 +198,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
     save: "pre", "slope" for gelu'(pre), or "" for nothing, which is (0,).
     """
     (m, k), n = x.shape, weight.shape[0]
-    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n, m), unfit(x, weight, columns=n))
-    if config.provider == "cublas":
-        pre = F.linear(x, weight, bias)
-        slope = torch.empty_like(pre) if save == "slope" else None
-        return gelu(pre, activation, slope), slope if save == "slope" else pre if save else x.new_empty(0)
+    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n), unfit(x, weight, columns=n))
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     kept = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
     if config.provider == "persistent":

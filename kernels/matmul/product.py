@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import cdiv, fp32_precision
 from ..rows import row_programs
-from ..tiles import KernelConfig, batch_invariant, config
+from ..tiles import KernelConfig, config
 
 
 @triton.jit
@@ -182,16 +182,9 @@ def times_factors(out, ls_ptr, dp_ptr, rows_per_sample, offs_m, cols, M, N):
     return out
 
 
-# Fewer rows than this have fewer of the large blocks of "persistent" than there are multiprocessors.
-FEW_ROWS = 4096
-
-
-def product_class(k: int, n: int, rows: int = FEW_ROWS) -> str:
-    """The shape class of a product that sums over k and writes n columns: "768x3072".
-
-    It is "768x3072f" for few rows, but in the batch-invariant mode it does not depend on the rows.
-    """
-    return f"{k}x{n}" if rows >= FEW_ROWS or batch_invariant() else f"{k}x{n}f"
+def product_class(k: int, n: int) -> str:
+    """The shape class of a product that sums over k and writes n columns: "768x3072"."""
+    return f"{k}x{n}"
 
 
 def describable(x: Tensor) -> bool:

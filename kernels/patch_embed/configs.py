@@ -15,6 +15,7 @@ def _fwd(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     best = first(
         (bits == "32" and shape.startswith("f32-even"), _config(4, 3, 64, 64, 16)),
         (bits == "32", _config(4, 3, 32, 64, 16 if raw else 32)),
+        (shape.endswith("few"), _config(4, 3, 32, 32, 64)),  # compiled, not timed
         (not large, _config(4, 3, 64, 64, 64)),
         (sm == 90 and shape == "f32-odd-large", _config(8, 4, 128, 256, 32)),
         (sm in (90, 100), _config(8, 3, 128, 256, 64)),

@@ -5,7 +5,9 @@ the image as it lies in memory, and no patch matrix is ever written (the implici
 patches.py finds the patches and folds the normalisation of raw images. Backward: backward.py.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import tiles
+from ..dependent import MOST_ROWS, dependent_launch, wait_for_kernel_before
 from ..launch import cdiv, launch
 from ..rows import contiguous_or_none
 from ..tiles import batch_invariant
@@ -114,8 +117,10 @@ def patch_embed_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Computes BLOCK_M patches, which neighbours share in L2, x BLOCK_D columns; last come the prefixes."""
+    wait_for_kernel_before(PDL)
     K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
@@ -171,6 +176,29 @@ def patch_embed_fwd_kernel(
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty)[None, :], mask=(image < batch)[:, None] & mask_d[None, :])
 
 
+class Folded(NamedTuple):
+    """A patch projection with the normalisation of raw images in it, by patch_embed_fold_kernel."""
+
+    weight: Tensor  # (D, K), in the order of the image's K axis
+    bias: Tensor  # (D,) in fp32
+    scale: Tensor | None  # (D,) in fp32, of the rows
+
+
+def fold_normalization(
+    images: Tensor, weight: Tensor, bias: Tensor | None, mean: Sequence[float], std: Sequence[float]
+) -> Folded:
+    """The projection of raw images that lie in memory as these do."""
+    arguments = dict(weight_ptr=in_image_order(weight, images), bias_ptr=contiguous_or_none(bias))
+    # Bytes become fp16 at the least cost, so bf16 weights do too: with a scale for each row that loses nothing.
+    width, k, halves = weight.shape[0], weight[0].numel(), weight.itemsize == 2
+    folded = torch.empty(width, k, device=weight.device, dtype=torch.float16 if halves else weight.dtype)
+    vectors = [torch.empty(width, device=weight.device, dtype=torch.float32) for _ in range(1 + halves)]
+    result = Folded(folded, vectors[0], vectors[1] if halves else None)
+    arguments |= dict(zip(("folded_ptr", "folded_bias_ptr", "scale_ptr"), result))
+    launch(patch_embed_fold_kernel, (width,), **arguments, **folding(weight, images, mean, std))
+    return result
+
+
 def patch_embed_fwd(
     images: Tensor,
     weight: Tensor,
@@ -180,9 +208,11 @@ def patch_embed_fwd(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     packed: Packed | None = None,
+    folded: Folded | None = None,
 ) -> Tensor:
     """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are for uint8 images only.
 
+    folded: fold_normalization of the other arguments, if that has been computed before.
     packed: see patches.geometry_of. The images are then patches (N, C, P, Q), pos_embed is (N, D) and the result is
     (N + S T, D).
     """
@@ -191,7 +221,7 @@ def patch_embed_fwd(
     # packed patches are walked c before p before q; batch invariance walks every image so
     images = images.contiguous() if packed is not None or batch_invariant() else images
     geometry = geometry_of(images, (p, q), prefix, packed)
-    patches, k = geometry["layout"].patches, geometry["AXES"].k
+    patches = geometry["layout"].patches
     config = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))
     if config.provider == "cublas":
         bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
@@ -201,18 +231,12 @@ def patch_embed_fwd(
         return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
     ordered, scale = in_image_order(weight, images), None
     if images.dtype == torch.uint8:
-        arguments = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
-        # Bytes become fp16 at the least cost, so bf16 weights do too: with a scale for each row that loses nothing.
-        halves = weight.itemsize == 2
-        ordered = torch.empty(width, k, device=weight.device, dtype=torch.float16 if halves else weight.dtype)
-        bias, scale = (torch.empty(width, device=weight.device, dtype=torch.float32) for _ in range(2))
-        arguments |= dict(folded_ptr=ordered, folded_bias_ptr=bias, scale_ptr=scale if halves else None)
-        launch(patch_embed_fold_kernel, (width,), **arguments)
-        scale = arguments["scale_ptr"]
+        ordered, bias, scale = folded or fold_normalization(images, weight, bias, mean, std)
     if packed is None:
         size, pos_start = (batch, prefix + patches), 0 if pos_embed is None else prefix + patches - pos_embed.shape[1]
     else:
         size, pos_start = (len(images) + batch * prefix,), prefix
+    few = math.prod(size) <= MOST_ROWS and not batch_invariant()
     out = torch.empty(*size, width, device=weight.device, dtype=weight.dtype)
     blocks = cdiv(geometry["rows"], config["BLOCK_M"]) + prefix * cdiv(batch, config["BLOCK_M"])
     vectors = dict(bias_ptr=bias, prefix_ptr=cls_token if prefix else None, pos_ptr=pos_embed)
@@ -220,7 +244,8 @@ def patch_embed_fwd(
     pointers |= dict(image_ptr=images, weight_ptr=ordered.contiguous(), scale_ptr=scale, out_ptr=out)
     sizes = dict(pos_start=pos_start, batch=batch, D=width)
     grid = (blocks * cdiv(width, config["BLOCK_D"]),)
-    launch(patch_embed_fwd_kernel, grid, **pointers, **sizes, **geometry, **config.meta)
+    dependent = dependent_launch(weight) if few else dict(PDL=False)
+    launch(patch_embed_fwd_kernel, grid, **pointers, **sizes, **geometry, **config.meta, **dependent)
     return out
 
 

@@ -194,7 +194,7 @@ def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence
 
 
 def patch_class(images: Tensor, geometry: dict, width: int) -> str:
-    """ "u8-even-large": the dtype, whether 8 divides contiguous runs, whether large tiles fill a GPU.
+    """ "u8-even-large": the dtype, whether 8 divides contiguous runs, which tiles fill a GPU.
 
     With ops.batch_invariant(True) it is the dtype alone, since packed patches have other runs and any number of rows.
     """
@@ -202,7 +202,8 @@ def patch_class(images: Tensor, geometry: dict, width: int) -> str:
     if batch_invariant():
         return f"{kind}-odd-small"
     runs, size = geometry["AXES"].k2, geometry["rows"] * width
-    return f"{kind}-{'odd' if runs % 8 else 'even'}-{'large' if size >= 1 << 22 else 'small'}"
+    tiles = "large" if size >= 1 << 22 else "small" if size >= 1 << 19 else "few"
+    return f"{kind}-{'odd' if runs % 8 else 'even'}-{tiles}"
 
 
 def patch_matrix(

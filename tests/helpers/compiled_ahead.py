@@ -66,10 +66,10 @@ def unknown(name: str, side: int, sm: int) -> list[str]:
     """Kernels that all the blocks of a model launch at other batches and on a smaller GPU, and that are not packed."""
     with tiles.using(sm=sm), model_launches.launching_on_meta():
         packed = {compiler.key_of(each, sm) for each in model_launches.model_launches(name, side)}
-        before, rows._multiprocessors = rows._multiprocessors, lambda device: 46
+        before, rows.multiprocessors = rows.multiprocessors, lambda device: 46
         models = [model_launches.model(name, side, train, amp) for train in (False, True) for amp in (False, True)]
         found = [each for model in models for batch in (3, 100, 777) for each in model_launches.step(model, batch)]
-        rows._multiprocessors = before
+        rows.multiprocessors = before
     return sorted({each.kernel.__name__ for each in found if compiler.key_of(each, sm) not in packed})
 
 

@@ -184,6 +184,13 @@ OPERATIONS = {
     "attention, apart": _(qkv_apart, attend, dict.fromkeys("qkv", (B, N, H, 16)) | ACTING, num_prefix=1),
     "attention, packed": _(qkv_together, attend_packed, {"qkv": (N, 3, H, 16), **TABLES}, **PACKED),
     "linear_gelu": _(ops.linear_gelu, lambda x, weight, bias=None: gelu(F.linear(x, weight, bias)), LINEAR),
+    "norm_linear": _(
+        ops.norm_linear,
+        lambda x, norm_weight, weight, norm_bias=None, bias=None: F.linear(
+            norm(x, norm_weight, norm_bias), weight, bias
+        ),
+        {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,), "weight": (HIDDEN, D), "bias": (HIDDEN,)},
+    ),
     "linear_residual": _(
         ops.linear_residual,
         lambda x, weight, residual, bias=None, **factors: added(residual, F.linear(x, weight, bias), **factors),

@@ -143,6 +143,22 @@ def test_model_in_bf16_under_cuda_graphs():
     torch.testing.assert_close(out, expected, atol=3e-2, rtol=3e-2)
 
 
+def test_a_graph_of_ones_own_folds_the_normalisation_at_each_replay():
+    """It was kept on the graph's stream before, but nothing would keep its memory for the graph."""
+    model = ViT.from_preset("S/16", depth=1).to(GPU).bfloat16().eval()
+    images = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8, device=GPU)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(images)
+        with torch.cuda.graph(graph, stream=stream):
+            out = model(images)
+        model.patch_embed.proj.weight.mul_(2)
+        graph.replay()
+        torch.testing.assert_close(out, model(images), atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.skipif(sanitized.find() is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("checker", sanitized.CHECKERS)
 def test_sanitizer_finds_nothing(checker):

@@ -25,7 +25,8 @@ def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
     names = lambda *only: list(dict.fromkeys(name for name, _ in doctor.tasks(only)))  # noqa: E731
     assert names("attention") == ["attention", "attention, N = 300"]
     assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp", "mlp, quick_gelu"]
-    forms = {"attention_block": ("", ", fp32 stream", ", packed"), "mlp_block": ("", ", fp32 stream")}
+    forms = {"attention_block": ("", ", fp32 stream", ", packed", ", one image")}
+    forms["mlp_block"] = "", ", one image", ", fp32 stream"
     blocks = [name + form for name, of in forms.items() for form in of] + ["gated_mlp_block"]
     patches = [f"patch_embed{form}" for form in ("", ", uint8", ", fp32 images", ", packed")]
     assert names("_block", "patch") == [*patches, *blocks]

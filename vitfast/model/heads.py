@@ -5,9 +5,18 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 
+from ..kernels.tiles import batch_invariant
+from ..ops import norm_linear
+from ..ops.dispatch import constant_when_compiled
+from ..ops.fusable import expected_modules, fallback_reason
 from ..ops.reference import owners
-from .layers import Mlp
+from .layers import OF_NORMS, Mlp
+
+torch.fx.wrap("norm_linear")  # FX treats it as a leaf, as in layers.py
+_NORMS = (nn.Identity, *OF_NORMS)
+_END = expected_modules(dict(norm=_NORMS, fc_norm=_NORMS, pre_logits=nn.Identity, head_drop=nn.Dropout, head=nn.Linear))
 
 
 class AttentionPoolLatent(nn.Module):
@@ -78,3 +87,36 @@ def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
         offsets = torch.stack([offsets, offsets + prefix], 1).flatten()[:-1]
     sums = segment_sum(x.to(torch.promote_types(x.dtype, torch.float32)), offsets)
     return (sums / offsets.diff()[:, None])[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)
+
+
+# ---- a ViT's last norm and head as one operation
+
+
+def ends_in_one_operation(vit: nn.Module) -> bool:
+    """Whether it computes its last norm for pooled tokens alone, with the head.
+
+    It does without gradients, where nobody observes the modules.
+    """
+    pool = vit.global_pool in ("token", "avg") and not vit.residual_in_fp32
+    return pool and not (torch.is_grad_enabled() or batch_invariant()) and _end_reason(vit) is None
+
+
+@constant_when_compiled
+def _end_reason(vit: nn.Module) -> str | None:
+    """Why the modules after the blocks must be called one by one; None where they need not."""
+    if is_fx_tracing():
+        return "FX looks for the modules"
+    for name in ("forward_features", "forward_head", "pool", "_encode", "_last_norm", "_head"):
+        if name in vars(vit) or getattr(type(vit), name).__module__ != f"{__package__}.vit":
+            return f"{name} is replaced"
+    norms = [not isinstance(norm, nn.Identity) for norm in (vit.norm, vit.fc_norm)]
+    if norms != [False, True] and (norms != [True, False] or vit.global_pool != "token"):
+        return "the norm needs all tokens, or there are none or two"
+    return fallback_reason(_END, vit)
+
+
+def norm_and_head(vit: nn.Module, x: Tensor) -> Tensor:
+    """The tokens (B, T+N, D) after the blocks -> logits, as the norm and forward_head compute them."""
+    norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else vit.norm
+    parameters = norm.weight, norm.bias, vit.head.weight, vit.head.bias
+    return norm_linear(vit.pool(x), *parameters, eps=norm.eps, norm=OF_NORMS[type(norm)])

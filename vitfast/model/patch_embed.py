@@ -1,5 +1,7 @@
 """The patch projection, and how patches, prefix tokens and positions become the tokens of an image."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,10 @@ def _shape_hint(images: Tensor, chans: int) -> str:
     return f"{have}: {channels_hint(shape[1], chans)}, or make the model with in_chans={shape[1]}"
 
 
+# Not in the modules themselves, which are copied and saved.
+_caches: WeakKeyDictionary["PatchEmbed", dict] = WeakKeyDictionary()
+
+
 class PatchEmbed(Layer):
     """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
 
@@ -57,6 +63,10 @@ class PatchEmbed(Layer):
         kernel = tuple(side // shrink for side in self.patch_size)
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel, kernel, bias=bias)
         self.set_input_size(img_size)
+
+    def train(self, mode: bool = True) -> "PatchEmbed":
+        _caches.pop(self, None)  # training may change weights in ways that ops.patch_embed does not notice
+        return super().train(mode)
 
     def set_input_size(self, img_size) -> None:
         """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
@@ -96,8 +106,10 @@ class PatchEmbed(Layer):
         if self.fallback_reason("patch_embed") is not None:
             patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
             return with_tokens(patches, prefix, pos_embed, offsets)
-        weights = self.proj.weight, self.proj.bias
-        return patch_embed(images, *weights, prefix, pos_embed, mean=mean, std=std, offsets=offsets)
+        weights, cache = (self.proj.weight, self.proj.bias), None
+        if not self.training and not torch.compiler.is_compiling():
+            cache = _caches.setdefault(self, {})
+        return patch_embed(images, *weights, prefix, pos_embed, mean=mean, std=std, offsets=offsets, cache=cache)
 
 
 @torch.fx.wrap

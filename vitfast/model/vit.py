@@ -19,7 +19,7 @@ from .block import Block
 from .checkpoint.load import load_model
 from .checkpoint.writers import save
 from .config import POOLS, Keep, Pool, ViTConfig, WeightInit, documented, with_arguments_of
-from .heads import AttentionPoolLatent, PreLogits
+from .heads import AttentionPoolLatent, PreLogits, ends_in_one_operation, norm_and_head
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .layers import NORMS, weights_dtype
@@ -113,6 +113,8 @@ class ViT(nn.Module):
         """
         if of_many_sizes(images):
             return variable_size.head(self, variable_size.encode(self, images))
+        if ends_in_one_operation(self):
+            return norm_and_head(self, self._encode(*self._embed(self._checked(images)), norm=False))
         return self.forward_head(self.forward_features(images))
 
     @overload
@@ -159,11 +161,11 @@ class ViT(nn.Module):
             x = with_tokens(change_patches(self.patch_embed(images, mean=self.mean, std=self.std)), prefix, table)
         return x, before_blocks
 
-    def _encode(self, x: Tensor, block_inputs: list[tuple]) -> Tensor:
+    def _encode(self, x: Tensor, block_inputs: list[tuple], norm: bool = True) -> Tensor:
         """Runs the blocks and the last norm on tokens; block_inputs: the other arguments of each block."""
         for block, inputs in zip(self.blocks, block_inputs):
             x = self._run(block, x, *inputs)
-        return self._last_norm(x)
+        return self._last_norm(x) if norm else x
 
     def _run(self, block: Block, x: Tensor, *inputs) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():

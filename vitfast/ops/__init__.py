@@ -10,6 +10,7 @@ from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
 from .mlp import linear_gelu, mlp
 from .mlp_block import mlp_block
+from .norm_linear import norm_linear
 from .patch_embed import patch_embed
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "linear_residual",
     "mlp",
     "mlp_block",
+    "norm_linear",
     "patch_embed",
     "rms_norm",
     "use_kernels",

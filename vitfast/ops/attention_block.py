@@ -62,10 +62,16 @@ class _Saved(NamedTuple):
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
-    (batch, tokens), inner = _samples(t.x), t.out_weight.shape[1]
-    h, mean, rstd = block.apply_norm(t)
-    qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
-    o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
+    (batch, tokens), inner, few = _samples(t.x), t.out_weight.shape[1], block.has_few_rows(t, t.in_weight)
+    if few:
+        qkv, counters = block.first_layer(t, None, t.in_weight, t.in_bias)
+    else:
+        h, mean, rstd = block.apply_norm(t)
+        qkv = linear(h, as_matrix(t.in_weight), t.in_bias)
+    qkv = qkv.view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
+    o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options, few_rows=few)
+    if few:
+        return block.last_layer(o.view(-1, inner), t, counters), _Saved()
     return block.output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 

@@ -25,6 +25,7 @@ from .operation import as_matrix, flat, needs_grad, resized, sample_rows
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.matmul import few_rows
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
     from ..kernels.matmul.scaled import scale_rows, scaled_weight_grad
     from ..kernels.rows import column_sums
@@ -48,6 +49,25 @@ def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
     matrices = x, as_matrix(t.out_weight), t.out_bias, as_matrix(residual)
     out = linear_residual_fwd(*matrices, t.layer_scale, t.drop_path, sample_rows(residual))
     return resized(out, *residual.shape)
+
+
+def has_few_rows(t: NamedTuple, *weights: Tensor | None, gated: bool = False) -> bool:
+    """Whether a block in evaluation takes first_layer and last_layer; weights: those that first_layer gets."""
+    matrices = map(as_matrix, (t.x, *weights, t.out_weight))
+    return t.keep == "none" and t.drop_path is None and few_rows.takes(*matrices, gated=gated)
+
+
+def first_layer(t: NamedTuple, activation: str | None, *layer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(few_rows.norm_linear of few rows (M, N), counters for last_layer); layer: weight, bias, and those of `up`."""
+    norm, counters = (t.norm_weight, t.norm_bias, t.eps), few_rows.new_counters(t.x)
+    options = dict(rms=t.norm == "rms", activation=activation, counters=counters)
+    return few_rows.norm_linear(as_matrix(t.x), *norm, *map(as_matrix, layer), **options), counters
+
+
+def last_layer(x: Tensor, t: NamedTuple, counters: Tensor) -> Tensor:
+    """output_layer of few rows x (M, K) in evaluation, with the sum in parts."""
+    matrices = x, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x)
+    return resized(few_rows.split_linear(*matrices, t.layer_scale, counters), *t.x.shape)
 
 
 def saved_outputs(t: NamedTuple, saved: NamedTuple) -> NamedTuple:

@@ -60,6 +60,6 @@ def register_formulas() -> None:
         from torch.utils.flop_counter import register_flop_formula
 
         for name, operation in Registered.all.items():
-            if "norm" not in name:  # norms have no products
+            if "linear" in name or "norm" not in name:  # norms have no products
                 packet = getattr(torch.ops.vitfast, name)
                 register_flop_formula(packet, get_raw=True)(functools.partial(_flops, operation.call))

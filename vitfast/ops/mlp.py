@@ -20,8 +20,9 @@ from .dispatch import NO_TRITON, autocasts, kernels_wanted, routed
 from .operation import as_matrix, custom_op, needs_grad, resized
 
 if NO_TRITON is None:
+    from ..kernels.matmul.gelu import gelu, gelu_bwd
     from ..kernels.matmul.linear import input_grad, linear
-    from ..kernels.matmul.mlp import dgelu_matmul, gelu, gelu_bwd
+    from ..kernels.matmul.mlp import dgelu_matmul
     from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
     from ..kernels.matmul.scaled import scale_rows
     from ..kernels.rows import column_sums

@@ -24,8 +24,9 @@ from .operation import Constant, as_matrix, custom_op
 
 if NO_TRITON is None:
     from ..kernels import tiles
+    from ..kernels.matmul.gelu import gelu
     from ..kernels.matmul.linear import input_grad
-    from ..kernels.matmul.mlp import dgelu_matmul, gelu, linear_gelu
+    from ..kernels.matmul.mlp import dgelu_matmul, linear_gelu
     from ..kernels.matmul.product import product_class
 
 
@@ -58,6 +59,9 @@ class _Saved(NamedTuple):
 
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
+    if block.has_few_rows(t, t.in_weight):
+        inner, counters = block.first_layer(t, t.activation, t.in_weight, t.in_bias)
+        return block.last_layer(inner, t, counters), _Saved()
     h, mean, rstd = block.apply_norm(t)
     save = {"none": "", "slope": "slope"}.get(t.keep, "pre")
     inner, pre = linear_gelu(h, as_matrix(t.in_weight), t.in_bias, t.activation, save)

@@ -1,6 +1,8 @@
 """Images to tokens (Eq. 1 of the ViT paper): patch projection, prefix tokens, positions."""
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,10 @@ from .dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted
 from .operation import Constant, NothingSaved, custom_op, needs_grad
 
 if NO_TRITON is None:
+    from ..kernels.launch import watched
     from ..kernels.patch_embed.backward import Gradients, patch_embed_bwd
-    from ..kernels.patch_embed.forward import patch_embed_fwd
+    from ..kernels.patch_embed.forward import Folded, fold_normalization, patch_embed_fwd
+    from ..kernels.patch_embed.patches import channels_last
 
 
 def _meta_like(x: Tensor | None) -> Tensor | None:
@@ -33,6 +37,9 @@ class _Arguments(NamedTuple):
     pos_embed: Tensor | None  # (1, T+N, D) or (1, N, D); (N, D) for packed images
     rows: Constant | None  # (N,), the token of each patch of packed images
     starts: Constant | None  # (S,), the first token of each packed image
+    folded_weight: Constant | None  # these three, or none: what fold_normalization returns for the others
+    folded_bias: Constant | None
+    folded_scale: Constant | None
     mean: list[float]
     std: list[float]
 
@@ -42,6 +49,10 @@ class _Arguments(NamedTuple):
         return None if self.rows is None else (self.rows, self.starts)
 
     @property
+    def folded(self) -> "Folded | None":
+        return None if self.folded_weight is None else Folded(self.folded_weight, self.folded_bias, self.folded_scale)
+
+    @property
     def prefix(self) -> int:
         """The number of prefix tokens of an image."""
         return 0 if self.cls_token is None else self.cls_token.shape[1]
@@ -49,7 +60,7 @@ class _Arguments(NamedTuple):
 
 def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
     tensors = t.images, t.weight, t.bias, t.cls_token, t.pos_embed
-    return patch_embed_fwd(*tensors, t.mean, t.std, t.packed), NothingSaved()
+    return patch_embed_fwd(*tensors, t.mean, t.std, t.packed, t.folded), NothingSaved()
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
@@ -77,6 +88,48 @@ def _backward(dy: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tens
 _patch_embed = custom_op(
     "patch_embed", _Arguments, NothingSaved, forward=_forward, fake=_fake, backward=_backward, reads=_reads
 )
+
+
+class _Holding(threading.local):
+    folds: list | None = None
+
+
+_holding = _Holding()
+
+
+@contextlib.contextmanager
+def holding_folds() -> Iterator[list]:
+    """Collects the kept projections that this thread uses inside, so that a CUDA graph of it can hold them."""
+    _holding.folds = []
+    try:
+        yield _holding.folds
+    finally:
+        _holding.folds = None
+
+
+def _kept_fold(
+    cache: dict | None, images: Tensor, weight: Tensor, bias: Tensor | None, *normalisation: list[float]
+) -> "Folded | tuple[None, None, None]":
+    """The projection with the normalisation in it, kept in `cache` while weight and bias do not change."""
+    tensors, nothing = [weight] if bias is None else [weight, bias], (None, None, None)
+    if cache is None or torch.compiler.is_compiling() or needs_grad(images, *tensors):
+        return nothing
+    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.is_inference() for t in tensors):
+        return nothing  # they have no versions
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing and _holding.folds is None:
+        return nothing  # somebody's graph, which makes it at each replay
+    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
+    versions = [(t.data_ptr(), t._version, t.dtype) for t in tensors]
+    key, kept = (versions, normalisation, channels_last(images), stream), cache.get("kept")
+    if kept is None or kept[0] != key:
+        if watched() or capturing:
+            return nothing  # what is written now is written again, or not at all
+        folded = fold_normalization(images, weight, bias, *normalisation)
+        kept = cache["kept"] = key, folded, [t.detach() for t in tensors]  # whose addresses no others get
+    if _holding.folds is not None:
+        _holding.folds.append(kept)
+    return kept[1]
 
 
 _in_compute_dtype = autocasts()(lambda weight: weight)
@@ -138,6 +191,7 @@ def patch_embed(
     mean: float | Sequence[float] | Tensor | None = None,
     std: float | Sequence[float] | Tensor | None = None,
     offsets: Tensor | None = None,
+    cache: dict | None = None,
 ) -> Tensor:
     """Turns images into tokens: [prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
@@ -153,6 +207,10 @@ def patch_embed(
     Images of many sizes come as patches: images is (N, C, P, Q), and image s owns the patches offsets[s] to
     offsets[s + 1]. offsets (S + 1,) is int32 or int64, on the device, and rises from 0 to N. pos_embed is then (N, D),
     a position for each patch. Returns (N + S T, D): the tokens of the images, one image after the other.
+
+    cache: a dictionary, empty at first, in which calls without gradients keep the weight with the normalisation of
+    uint8 images in it. They make it anew when weight or bias is another tensor or has been changed in place. A change
+    through `.data` or by a CUDA graph is not noticed; clear the dictionary after one.
     """
     op = "patch_embed"
     check.shape(op, "weight", weight, ("*", "*", "*", "*"), required=True)
@@ -189,9 +247,13 @@ def patch_embed(
     mean, std = (mean, std) if raw else (None, None)
     # Autocast casts the weight alone, whose dtype decides that of the computation. The images, the largest tensor, are
     # converted as they are read.
-    weight = _in_compute_dtype(weight)
+    weight, stored = _in_compute_dtype(weight), weight
     if kernels_wanted(op, weight, unsupported_reason(mean, std, images, *parameters.values()), stacklevel=3):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         rows = (None, None) if lie is None else lie
-        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation)).run()
+        keeps = raw and weight is stored
+        folded = _kept_fold(cache if keeps else None, images, weight, bias, *normalisation)
+        return _patch_embed(
+            _Arguments(images, weight, bias, cls_token, pos_embed, *rows, *folded, *normalisation)
+        ).run()
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=lie)

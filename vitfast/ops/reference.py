@@ -62,6 +62,8 @@ def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
     x = images.to(work) / 255
     for value, apply in ((mean, torch.sub), (std, torch.div)):
         if value is not None:
+            listed = isinstance(value, (list, tuple))  # of which a GPU makes a tensor itself: a CUDA graph can
+            value = torch.stack([x.new_full((), v) for v in value]) if listed else value
             x = apply(x, torch.as_tensor(value, dtype=work, device=x.device).reshape(-1, 1, 1))
     return x.to(dtype)
 
@@ -247,6 +249,13 @@ def attention_probabilities(q, k, **options):
 def linear(x, weight, bias=None):
     """x W^T + b in the dtype of x; weight (out, in)."""
     return F.linear(x, _like(weight, x), _like(bias, x))
+
+
+@_upcastable
+def norm_linear(x, norm_weight, norm_bias, weight, bias, *, eps=1e-6, norm="layer"):
+    """norm(x) W^T + b in the dtype of x."""
+    h = rms_norm(x, norm_weight, eps) if norm == "rms" else layer_norm(x, norm_weight, norm_bias, eps)
+    return linear(h, weight, bias)
 
 
 # GELU by erf, by tanh and as x sigmoid(1.702 x) (Hendrycks & Gimpel, 2016), and SiLU, x sigmoid(x).

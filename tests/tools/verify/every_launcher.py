@@ -37,7 +37,14 @@ from vitfast.tools.verify.launchers import (
     statistics,
     workspaces,
 )
-from vitfast.tools.verify.product_launchers import activation_backward, added_up, layer, with_activation
+from vitfast.tools.verify.product_launchers import (
+    activation_backward,
+    added_up,
+    layer,
+    norm_linear,
+    split_linear,
+    with_activation,
+)
 
 LIBRARIES = ("cublas", "cublaslt")  # these providers launch no kernel of ours
 MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.26)
@@ -69,7 +76,7 @@ def every_launcher(s: Sizes) -> dict[str, Launcher]:
 
 def variants(s: Sizes) -> dict[str, Launcher]:
     """Other activations, what is saved otherwise, a bias of attention, factors, an fp32 residual stream."""
-    return _activations(s) | _factors(s) | _attentions(s) | _rows(s)
+    return _activations(s) | _factors(s) | _attentions(s) | _rows(s) | _few_rows(s)
 
 
 def gelu_and_slope(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +181,29 @@ def _rows(s: Sizes) -> dict[str, Launcher]:
         ),
         "column sums, gated MLP's block": workspaces(*[of_norm(s)] * 3, *[of_activation(s)] * 2),
     }
+
+
+def _few_rows(s: Sizes) -> dict[str, Launcher]:
+    """Of one image: norms and gates of another kind; what has blocks of its own where few rows lie."""
+    one, scale = dataclasses.replace(s, batch=1), s.head**-0.5
+    found = {
+        "norm + linear, rms": norm_linear(s, rms=True),
+        "norm + linear, rms, quick_gelu": norm_linear(s, 1, "quick_gelu", rms=True),
+        "norm + gated linear, rms, gelu": norm_linear(s, 2, "gelu", rms=True),
+        "split linear, plain": dataclasses.replace(split := split_linear(s), make=lambda t: _plain(*split.make(t))),
+        "attention, few rows": Launcher(
+            lambda t: qkv(t, one),
+            lambda q, k, v: attention.attention_fwd(q, k, v, scale, few_rows=True),
+            lambda q, k, v: attention_formula(q, k, v, scale, PLAIN),
+        ),
+    }
+    for name, options in ((", uint8", (1, MEAN, STD)), ("", (1,))):
+        found[f"patch embedding{name}, few rows"] = patch_embedding(one, *options)[0]
+    return found
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor) -> tuple:
+    return x, weight, None, residual, None
 
 
 # ---- rare inputs: they do not occur in a training step of a plain ViT, and edges.py alone runs them

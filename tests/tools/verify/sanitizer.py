@@ -17,13 +17,18 @@ It looks at each element that a program reads or writes where its mask is true. 
     uninitialised read   of an element of torch.empty that nothing has written
     left unwritten       such an element at the end, in a tensor that a kernel was given
     false hint           tl.multiple_of a number that is no multiple (for a contiguous run, its first number)
-    atomic operation     vitfast has none: the order of additions would change from run to run, and the bits with it
+    atomic operation     but an addition of integers: the order of other ones would change from run to run, and the
+                         bits with it
 
 Lanes that a mask leaves out of a load without `other=` become NaN, since a GPU leaves them undefined (the interpreter
-has zeros). The findings are about addresses, not about time: the interpreter runs programs one after the other, and
-does not see what the compiler makes of a kernel. One column too many in a contiguous tensor is the next row's first, so
-kernels should run on views of wider tensors too. Pointers must come from arguments, not from memory. Integers are not
-watched for uninitialised reads, as every pattern may be a value. Only one thread may launch at a time. All memory that
+has zeros). An addition of integers with sem="acq_rel", by which programs count who has arrived, orders them: what a
+program wrote before the last barrier in front of it may be read by those that add to the same counter later, behind
+their next barrier; so the last to arrive may read what all have written.
+
+The findings are about addresses, not about time: the interpreter runs programs one after the other, and does not see
+what the compiler makes of a kernel. One column too many in a contiguous tensor is the next row's first, so kernels
+should run on views of wider tensors too. Pointers must come from arguments, not from memory. Integers are not watched
+for uninitialised reads, as every pattern may be a value. Only one thread may launch at a time. All memory that
 torch.empty gives inside is kept until the end.
 """
 
@@ -41,6 +46,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, UntypedStorage
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -75,8 +81,8 @@ class Sanitizer:
     """Watches every launch of an interpreted kernel inside a with block, poisoning torch.empty's memory.
 
     findings: a list, complete after the block. counts: the numbers of launches, programs, reads, writes and their
-    elements. A read or write out of bounds is reported and not done; an atomic operation is reported and done. Raises
-    RuntimeError inside of another Sanitizer.
+    elements. A read or write out of bounds is reported and not done; an atomic operation is done. Raises RuntimeError
+    inside of another Sanitizer.
     """
 
     def __init__(self):
@@ -142,7 +148,7 @@ class Sanitizer:
         yield InterpreterBuilder, "create_barrier", self._barrier
         yield InterpreterBuilder, "create_masked_load", self._load
         yield InterpreterBuilder, "create_masked_store", self._store
-        yield InterpreterBuilder, "create_atomic_rmw", self._atomic
+        yield InterpreterBuilder, "create_atomic_rmw", self._count_in
         yield InterpreterBuilder, "create_atomic_cas", self._atomic
         yield from ((owner, name, self._allocate) for owner, names in _ALLOCATE.items() for name in names)
 
@@ -197,6 +203,13 @@ class Sanitizer:
         self._launch.store(ptrs.data, kept, touched, value.data)
         self._count("writes", touched)
         return original(builder, shadow.plain(ptrs), value, TensorHandle(kept, tl.int1), *rest, **options)
+
+    def _count_in(self, original, builder, kind, ptrs, value, mask, sem, scope):
+        if kind != ir.ATOMIC_OP.ADD or value.dtype.scalar.is_floating():
+            return self._atomic(original, builder, kind, ptrs, value, mask, sem, scope)
+        kept, touched = self._launch.access(ptrs, mask.data, "counts in")
+        self._launch.arrive(touched, sem == ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+        return original(builder, kind, shadow.plain(ptrs), value, TensorHandle(kept, tl.int1), sem, scope)
 
     def _atomic(self, original, builder, *arguments):
         self._report("atomic operation", "?", original.__name__.removeprefix("create_"))

@@ -85,6 +85,10 @@ class WatchedLaunch:
         self.programs: list[Program] = [()]  # of each stamp
         self.now = self.first = 0
         self.loads: list[tuple[Memory, np.ndarray, np.ndarray]] = []  # of this phase: addresses and masks
+        # Counter -> the phase in which it was last added to, and those that came before.
+        self.counts: dict[tuple[Memory, int], tuple[int, list[int]]] = {}
+        self.ordered: list[int] = []  # phases of other programs that came before this phase
+        self.arrived: list[int] = []  # and those that come before the next one
 
     @property
     def program(self) -> Program:
@@ -101,7 +105,8 @@ class WatchedLaunch:
         self.programs.append(program or self.program)
         self.now = len(self.programs) - 1
         self.first = self.now if program else self.first
-        self.loads = []
+        self.ordered = [] if program else self.ordered + self.arrived
+        self.loads, self.arrived = [], []
 
     def access(self, handle: TensorHandle, mask: np.ndarray, what: str) -> tuple[np.ndarray, Touched]:
         """(mask without the lanes out of bounds, indices of the other lanes in each tensor's memory).
@@ -150,7 +155,7 @@ class WatchedLaunch:
             self._after_writes(view, at, "write-write race", "writes")
             if memory.read:
                 reader = memory.reader[at]
-                others = (reader == _SEVERAL) | (reader > 0) & (reader < self.first)
+                others = (reader == _SEVERAL) | self._elsewhere(reader)
                 self._found("read-write race", view, at, others, "writes what {} read,", reader)
                 mine = reader == self.now
                 if mine.any() and self._read_otherwise(memory, pointers & _ADDRESS, mask):
@@ -160,11 +165,30 @@ class WatchedLaunch:
         if len(touched) == 1 and touched[0][0].span is None:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
 
+    def arrive(self, touched: Touched, orders: bool) -> None:
+        """Notes an addition to counters, and what it orders: phases before this one, and whom it lets read them."""
+        for view, at in touched:
+            writer = view.memory.writer
+            for counter in at.tolist():
+                last, before = self.counts.get((view.memory, counter), (0, []))
+                if writer[counter] != last:  # something else than an addition
+                    self._after_writes(view, np.array([counter]), "read-write race", "adds to")
+                if orders:
+                    self.arrived += before
+                    before += [*self.ordered, *range(self.first, self.now)]
+                self.counts[view.memory, counter] = self.now, before
+            writer[at], view.memory.written = self.now, True
+
+    def _elsewhere(self, stamps: np.ndarray) -> np.ndarray:
+        """Whether these are stamps of other programs which nothing has ordered before this phase."""
+        others = (stamps > 0) & (stamps < self.first)
+        return others & ~np.isin(stamps, self.ordered) if self.ordered and others.any() else others
+
     def _after_writes(self, view: ShadowView, at: np.ndarray, race: str, verb: str) -> None:
         """Reports accessed elements that another program, or this one in this phase, has written before."""
         if view.memory.written:
             writer = view.memory.writer[at]
-            self._found(race, view, at, (writer > 0) & (writer < self.first), verb + " what {} wrote,", writer)
+            self._found(race, view, at, self._elsewhere(writer), verb + " what {} wrote,", writer)
             again = f"{verb} again without a barrier what it wrote,"
             self._found("missing barrier", view, at, writer == self.now, again)
 

@@ -1,14 +1,18 @@
 """The sanitizer on small kernels: every kind of finding, what looks like one and is none; all put back at the end."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from programs import interleaved
 from sanitizer import Sanitizer
 from torch._dynamo import trace_rules
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch
+from vitfast.kernels.matmul import few_rows
 from vitfast.tools.verify import poisoned
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
@@ -93,6 +97,36 @@ def _hint_kernel(y_ptr, stride, STEP: tl.constexpr):
 @triton.jit
 def _atomic_kernel(x_ptr, y_ptr):
     tl.atomic_add(y_ptr, tl.load(x_ptr + tl.program_id(0)))
+
+
+@triton.jit
+def _last_kernel(
+    x_ptr, work_ptr, count_ptr, y_ptr, programs, LAST: tl.constexpr, BARRIERS: tl.constexpr, SEM: tl.constexpr
+):
+    """Every program leaves a number in a workspace; the last to arrive, or the one that is taken for it, adds them."""
+    i = tl.program_id(0)
+    tl.store(work_ptr + i, tl.load(x_ptr + i))
+    if BARRIERS & 1:
+        tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr, 1, sem=SEM)
+    if BARRIERS & 2:
+        tl.debug_barrier()
+    if arrived == (programs - 1 if LAST else 0):
+        total = 0.0
+        for other in range(programs):
+            total += tl.load(work_ptr + other)
+        tl.store(y_ptr, total)
+
+
+@triton.jit
+def _own_count_kernel(count_ptr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.store(count_ptr, 0)
+        tl.debug_barrier()
+    tl.atomic_add(count_ptr, 1, sem="acq_rel")
+    if not EARLY:
+        tl.debug_barrier()
+        tl.store(count_ptr, 0)
 
 
 @triton.jit
@@ -203,6 +237,55 @@ FAULTS = {
         [("out of bounds", FIRST, "")],
     ),
 }
+
+
+def add_up(n, last=True, barriers=3, sem="acq_rel"):
+    """The sum of n numbers by the last program to arrive."""
+    count, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    _last_kernel[(n,)](torch.ones(n), torch.empty(n), count, y, n, LAST=last, BARRIERS=barriers, SEM=sem)
+    return y
+
+
+RACE = "reads what program (0, 0, 0) wrote, work_ptr[0] of (5,)"
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        (dict(last=False), "uninitialised read", "work_ptr[1] of (5,)"),
+        (dict(last=False), "read-write race", "writes what program (0, 0, 0) read, work_ptr[1] of (5,)"),
+        (dict(sem="relaxed"), "read-write race", RACE),
+        (dict(barriers=2), "read-write race", RACE),  # some threads may write later
+        (dict(barriers=1), "read-write race", RACE),  # some may read before one of them has asked
+    ],
+)
+def test_who_arrives_last_may_read_what_all_have_written_and_nobody_else(wrong, kind, text):
+    assert not watched(lambda: add_up(5)) and add_up(5) == 5
+    assert (kind, True) in [(found.kind, text in found.detail) for found in watched(lambda: add_up(5, **wrong))]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_program_that_sets_a_counter_among_those_that_add_to_it_is_found(early):
+    count = torch.zeros(1, dtype=torch.int32)
+    assert not watched(lambda: _own_count_kernel[(1,)](count, EARLY=early))
+    kinds = {found.kind for found in watched(lambda: _own_count_kernel[(2,)](count, EARLY=early))}
+    assert kinds & {"read-write race", "write-write race"}
+
+
+def split_twice(apart: bool, at_once: bool):
+    """A sum in parts runs twice, one after the other or program by program, with counters apart or the same."""
+    x, weight = torch.randn(5, 256).bfloat16(), torch.randn(16, 256).bfloat16()
+    counters = torch.zeros(2, few_rows.COUNTERS, dtype=torch.int32)
+    call = lambda i: few_rows.split_linear(x, weight, None, x[:, :16], None, counters[i * apart])  # noqa: E731
+    if at_once:
+        return interleaved(*(launch.record(partial(call, i))[0] for i in range(2)))
+    return [call(i) for i in range(2)]
+
+
+@pytest.mark.parametrize("at_once, kind", [(False, "left unwritten"), (True, "uninitialised read")])
+def test_counters_that_two_runs_share_are_found(at_once, kind):
+    assert not watched(lambda: split_twice(True, at_once))
+    assert kind in [found.kind for found in watched(lambda: split_twice(False, at_once))]
 
 
 def in_place(n, by, programs):

@@ -34,7 +34,8 @@ MODELS = {
 }
 OPERATIONS = """attention_fwd attention_bwd attention_bwd_dq attention_bwd_dkdv attention_bwd_bias rope_bwd
     layer_norm_fwd layer_norm_bwd scale_rows column_sums linear_fwd input_grad linear_gelu_fwd linear_residual_fwd
-    mlp_kept dgelu_matmul gelu_bwd gated_linear_fwd dgated_matmul gated_bwd scaled_weight_grad
+    norm_linear_fwd split_linear_fwd mlp_kept dgelu_matmul gelu_bwd gated_linear_fwd dgated_matmul gated_bwd
+    scaled_weight_grad
     patch_embed_fwd patch_embed_dweight patch_embed_dimages""".split()
 SECONDS = 400  # by default, for each model
 HANGS = 60  # seconds past a problem's time after which a kernel is taken to hang

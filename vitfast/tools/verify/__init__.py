@@ -170,7 +170,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     packed_tokens = min(s.rows, PACKED_TOKENS)
     values, weight = (lambda *shape: ("values", shape)), (lambda *shape: ("weight", shape))
     packed, angles = values(s.batch, s.tokens, 3, s.heads, s.head), (s.tokens - 1, s.head // 2)
-    x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
+    x, one, vector, drop = values(s.batch, s.tokens, d), values(1, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
     qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
     stream = [("fp32", (s.batch, s.tokens, d)), ("fp32", (d,)), ("fp32", (d,))]  # as autocast leaves it: x and the norm
@@ -189,6 +189,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "packed": (attention_packed, [values(packed_tokens, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
+        "norm_linear": (ops.norm_linear, [values(s.batch, d), *norm, weight(f, d), values(f)]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "mlp, quick_gelu": (functools.partial(ops.mlp, activation="quick_gelu"), [x, *fc1, *fc2]),
@@ -204,7 +205,9 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
             block_packed,
             [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
         ),
+        "attention_block, one image": (block, [one, *norm, *qkv, *proj]),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
+        "mlp_block, one image": (ops.mlp_block, [one, *norm, *fc1, *fc2]),
         "mlp_block, fp32 stream": (scaled(ops.mlp_block, residual_in_fp32=True), [*stream, *fc1, *fc2, vector, drop]),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .draw import Draw
 
+EPS = 1e-6  # of norms
+
 
 @dataclass(frozen=True)
 class Launcher:

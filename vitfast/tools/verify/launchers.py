@@ -16,16 +16,16 @@ from ...ops import packed
 from ...ops import reference as ref
 from .attention_launchers import attentions
 from .draw import Draw, Sizes
-from .launcher import Launcher, gradients, wide
-from .product_launchers import products
+from .launcher import EPS, Launcher, gradients, wide
+from .product_launchers import products, products_of_few_rows
 
-EPS = 1e-6
 HALF = (0.5, 0.5, 0.5)
 
 
 def launchers(s: Sizes) -> dict[str, Launcher]:
     """Name -> launcher, at these sizes, those that matter most in a training step first."""
-    return products(s) | attentions(s) | _norms(s) | _norm_backwards(s) | _sums(s) | _patch_embeddings(s)
+    plain = products(s) | attentions(s) | _norms(s) | _norm_backwards(s) | _sums(s) | _patch_embeddings(s)
+    return plain | products_of_few_rows(s)
 
 
 # ---- LayerNorm, and what goes along rows

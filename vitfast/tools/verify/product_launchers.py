@@ -1,13 +1,17 @@
 """The launchers of products, with their epilogues, for launchers.py."""
 
+import dataclasses
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.matmul import gated, linear, mlp, scaled
+from ...kernels.dependent import MOST_ROWS
+from ...kernels.matmul import few_rows, gated, gelu, linear, mlp, scaled
 from ...kernels.rows import column_sums
 from ...ops import reference as ref
 from .draw import Draw, Sizes
-from .launcher import Launcher, gradients, wide
+from .launcher import EPS, Launcher, gradients, wide
 
 
 def activated(activation: str, *pre: Tensor) -> Tensor:
@@ -83,9 +87,9 @@ def products(s: Sizes) -> dict[str, Launcher]:
         scaled_weight_gradient,
     )
     # These run after a product by another provider.
-    found["gelu"] = Launcher(lambda t: (t.values(m, f),), lambda pre: mlp.gelu(pre, "gelu"), F.gelu)
+    found["gelu"] = Launcher(lambda t: (t.values(m, f),), lambda pre: gelu.gelu(pre, "gelu"), F.gelu)
     for name, count, launcher, activation in (
-        ("gelu backward", 1, mlp.gelu_bwd, "gelu"),
+        ("gelu backward", 1, gelu.gelu_bwd, "gelu"),
         ("gated backward", 2, gated.gated_bwd, "silu"),
     ):
         found[name] = Launcher(
@@ -94,3 +98,55 @@ def products(s: Sizes) -> dict[str, Launcher]:
             lambda *t, activation=activation: activation_backward(*t, activation=activation),
         )
     return found
+
+
+def norm_linear(s: Sizes, count: int = 1, activation: str | None = None, rms: bool = False) -> Launcher:
+    """A norm and one layer, or two, up and gate, of one image in evaluation.
+
+    It has 16 bits, 1024 rows and a width of 1280, or for two layers 768, at most: the kernel takes no more.
+    """
+    m, d, f = min(s.tokens, MOST_ROWS), min(s.width, (1280, 768)[count - 1]), s.hidden if activation else 3 * s.width
+
+    def make(t: Draw) -> tuple:
+        t = _halves(t)
+        layers = (tensor for _ in range(count) for tensor in (t.weight(f, d), t.values(f)))
+        return t.values(m, d), t.values(d), None if rms else t.values(d), *layers
+
+    def call(x, norm_weight, norm_bias, *layers):  # up, then gate, which the launcher takes first
+        layers = *layers[-2:], *layers[:-2]
+        return few_rows.norm_linear(x, norm_weight, norm_bias, EPS, *layers, rms=rms, activation=activation)
+
+    def formula(x, norm_weight, norm_bias, *layers):
+        h = ref.rms_norm(x, norm_weight, EPS) if rms else ref.layer_norm(x, norm_weight, norm_bias, EPS)
+        pre = [F.linear(h, *layers[i : i + 2]) for i in range(0, len(layers), 2)]
+        return activated(activation, *pre) if activation else pre[0]
+
+    return Launcher(make, call, formula)
+
+
+def _halves(t: Draw) -> Draw:
+    return t if t.dtype.itemsize == 2 else dataclasses.replace(t, dtype=torch.bfloat16)
+
+
+def split_linear(s: Sizes) -> Launcher:
+    """A block's last layer, with layer scale, of one image in evaluation: 16 bits and 1024 rows at most."""
+    m, d, f = min(s.tokens, MOST_ROWS), s.width, s.hidden
+
+    def call(*tensors: Tensor) -> Tensor:
+        return few_rows.split_linear(*tensors, few_rows.new_counters(tensors[0]).zero_())
+
+    return Launcher(
+        lambda t: (*layer(_halves(t), m, d, f), _halves(t).values(m, d), _halves(t).values(d)),
+        call,
+        lambda x, w, b, residual, scale: ref.linear_residual(x, w, b, residual, layer_scale=scale),
+    )
+
+
+def products_of_few_rows(s: Sizes) -> dict[str, Launcher]:
+    """The products of an encoder layer and a head in evaluation, of one image."""
+    return {
+        "norm + linear": norm_linear(s),
+        "norm + linear, gelu": norm_linear(s, 1, "gelu"),
+        "norm + gated linear": norm_linear(s, 2, "silu"),
+        "split linear": split_linear(s),
+    }
