@@ -9,7 +9,7 @@
 "input" is an image or a list of images. Each is an image file in base64, plain or in a data URI
 (data:image/jpeg;base64,...). Requests that arrive within --batch-timeout are computed together. If an image cannot be
 read, only its own request fails, with 400, 413 or 422 and a message that names the image. LitServe starts a worker on
-every GPU; without a GPU it computes on the CPU.
+every GPU, which runs the model as CUDA graphs (--no-graphs: not); without a GPU it computes on the CPU.
 """
 
 import argparse
@@ -54,7 +54,8 @@ class EmbeddingAPI(ls.LitAPI):
 
     def setup(self, device: str) -> None:
         options = dict(normalize=self.args.normalize, max_pixels=self.args.max_pixels)
-        self.embedder = vitfast.Embedder(self.args.weights, device=device, **options)
+        graphs = self.args.graphs and device.startswith("cuda")
+        self.embedder = vitfast.Embedder(self.args.weights, device=device, graphs=graphs, **options)
 
     def decode_request(self, request: EmbeddingRequest) -> tuple[EmbeddingRequest, list[bytes] | Refused]:
         """The request with the content of its image files."""
@@ -134,6 +135,8 @@ def main() -> None:
     add("--port", type=int, default=8000)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--normalize", action="store_true", help="divide each vector by its L2 norm")
+    graphs = "run the model as CUDA graphs where a GPU is used (default); NaFlexViT and SigLIP 2 need --no-graphs"
+    add("--graphs", action=argparse.BooleanOptionalAction, default=True, help=graphs)
     add("--batch-size", type=int, default=32, help="requests in a batch, at least 2 (default 32)")
     add(
         "--batch-timeout",

@@ -70,6 +70,8 @@ def models(images: Tensor, path: Path) -> None:
         assert_type(model.class_names[int(model(images).argmax())], str)
     assert_type(vitfast.load_checkpoint(path), dict[str, Tensor])
     model.load_state_dict(vitfast.load_checkpoint("B_16.npz"), strict=True)
+    run = vitfast.graphed(model.eval(), images, most=4)
+    print(run(images).clone(), vitfast.graphed(model, packed)([images[0], images[1]]))
 
 
 def other_libraries(block: Block, images: Tensor) -> None:
@@ -100,7 +102,9 @@ def operations(x: Tensor, weight: Tensor, bias: Tensor | None, qkv: Tensor, offs
     assert_type(ops.attention(q, k, v, offsets=offsets, longest=65), Tensor)
     assert_type(ops.attention(q, k, v, cu_seqlens=offsets, max_seqlen=65), Tensor)
     assert_type(ops.linear_gelu(x, weight, bias, approximate="tanh"), Tensor)
+    assert_type(ops.norm_linear(x, weight, None, weight, bias, norm="rms"), Tensor)
     assert_type(ops.linear_residual(x, weight, bias, x, layer_scale=weight), Tensor)
+    assert_type(ops.norm_linear(x, weight, bias, weight, bias, eps=1e-5), Tensor)
     assert_type(ops.mlp(x, weight, bias, weight, bias, activation="quick_gelu"), Tensor)
     assert_type(ops.gated_mlp(x, weight, bias, weight, bias, weight, bias, activation="silu"), Tensor)
     half = ops.attention_block(x, weight, bias, weight, bias, weight, bias, num_heads=12, norm="rms", save_policy="all")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # at run time they are imported at their first use: `vitfast 
     from .eval.embedder import Embedder as Embedder
     from .eval.pixels import transform as transform
     from .model.checkpoint.load import load_checkpoint
+    from .model.graphs import graphed
     from .model.vit import ViT
     from .ops import batch_invariant
     from .ops import reference as ref  # noqa: F401
@@ -44,6 +45,7 @@ __all__ = [
     "adapters",
     "backend",
     "batch_invariant",
+    "graphed",
     "load_checkpoint",
     "ops",
     "pack",
@@ -57,6 +59,7 @@ _HOMES = {
     "accelerate": "adapters",
     "acceleration_report": "adapters",
     "batch_invariant": "ops",
+    "graphed": "model.graphs",
     "load_checkpoint": "model.checkpoint.load",
     "pack": "ops.packed",
     "restore": "adapters",

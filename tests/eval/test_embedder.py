@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pictures
 import pytest
+import taped_graphs
 import timm
 import torch
 import transformers
+from adapter_models import timm_vit
+from checks import randomize
 from embedding_models import CLOSE, IMAGES, TINY, as_timm_does, drawn, processors
 from frozen import tiny
 from PIL import Image, ImageSequence
@@ -17,8 +20,11 @@ from speed import first
 from torchvision.io import decode_jpeg
 
 import vitfast
-from vitfast import Embedder, InputError
+from vitfast import Embedder, InputError, ops
+from vitfast.kernels.launch import INTERPRETED
 from vitfast.model.convert import write
+
+tapes = pytest.fixture(taped_graphs.tapes)
 
 
 @pytest.fixture(autouse=True)
@@ -211,13 +217,14 @@ def test_with_batch_invariance_a_vector_is_the_same_alone_and_in_any_batch(kind,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [None, "native"])
-def test_on_a_gpu_images_are_resized_there_and_full_batches_are_a_graph(sizes, tmp_path):
+def test_on_a_gpu_images_are_resized_there_and_graphs_give_the_same_vectors(sizes, tmp_path):
     model = tiny(5, img_size=32).cuda()
     truth = Embedder(tiny(5, img_size=32), sizes=sizes).embed(IMAGES)
-    embedder = Embedder(model, sizes=sizes, tokens=3 * 17, workers=2)
-    for _ in range(2):
-        torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-3, rtol=1e-3)
-    assert any(embedder._graphs.values()) == (sizes is None)
+    for graphs in (False, True):
+        embedder = Embedder(model, sizes=sizes, tokens=3 * 17, workers=2, graphs=graphs)
+        for _ in range(2):
+            torch.testing.assert_close(embedder.embed(IMAGES), truth, atol=1e-3, rtol=1e-3)
+    assert sizes or len(embedder._run._captures) == len({3, len(IMAGES) % 3 or 3})
     files = [pictures.encoded(image, "JPEG", quality=95) for image in IMAGES]
     contents = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
     pixels = decode_jpeg(contents, mode="RGB", device="cuda")
@@ -226,6 +233,37 @@ def test_on_a_gpu_images_are_resized_there_and_full_batches_are_a_graph(sizes, t
         assert (mine.cpu() - theirs).abs().mean() < 1.5
     decoded = Embedder(model, sizes=sizes, decode="device").embed(files)
     torch.testing.assert_close(decoded, Embedder(model, sizes=sizes).embed(pixels), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+@pytest.mark.parametrize("kind", ["vit", "native", "pool", "timm", "transformers"])
+def test_graphs_give_the_same_vectors(kind, tapes):
+    """Batches of 5 images are filled up to 6, whose graph serves 6 of other images too."""
+    model, options = tiny(5, img_size=32, depth=1), {}
+    if kind == "timm":
+        model = randomize(timm_vit(num_classes=0)).eval()
+    elif kind == "transformers":
+        made, name, told, _ = processors()["vit"]()
+        model, options["processor"] = drawn(made), getattr(transformers, f"{name}ImageProcessorPil")(**told)
+    options |= dict(sizes="native") if kind == "native" else dict(pool="avg") if kind == "pool" else {}
+    with ops.use_kernels("on"):
+        truth, embedder = Embedder(model, **options), Embedder(model, graphs=True, **options)
+        for images in (IMAGES[:5], (IMAGES * 2)[1:7], IMAGES[:1]):
+            torch.testing.assert_close(embedder.embed(images), truth.embed(images), **CLOSE)
+        again = pickle.loads(pickle.dumps(embedder))
+        assert torch.equal(again.embed(IMAGES[:1]), embedder.embed(IMAGES[:1]))
+    assert not any(tape.read for tape in tapes)
+    if kind != "native":
+        assert [tape.replays for tape in tapes] == [2, 2, 1]
+
+
+def test_what_cannot_be_a_graph_is_refused_at_once(tapes, monkeypatch):
+    naflex = timm.create_model("naflexvit_base_patch16_gap", depth=1)
+    with pytest.raises(InputError, match="^graphs: a CUDA graph cannot hold NaFlexVit, whose positions the host"):
+        Embedder(naflex, graphs=True)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="^graphs: a model that runs as CUDA graphs must be on one GPU.* is on cpu$"):
+        Embedder(tiny(5), device="cpu", graphs=True)
 
 
 def test_no_batch_has_images_of_two_groups(monkeypatch):

@@ -12,21 +12,24 @@ from pathlib import Path
 import numpy as np
 import pictures
 import pytest
+import taped_graphs
 import torch
 from commands import run_cli, works
 from frozen import evaluation, tiny
 from PIL import Image
 
-from vitfast import InputError, ViT
+from vitfast import InputError, ViT, ops
 from vitfast.data.image_files import image_files
 from vitfast.data.loader import open_data
 from vitfast.data.packing import Native
 from vitfast.data.samples import PADDING
 from vitfast.eval.accuracy import evaluate
 from vitfast.eval.predict import predict, write_csv
+from vitfast.kernels.launch import INTERPRETED
 from vitfast.run.config import Config
 
 HOST = Config(workers=0)
+tapes = pytest.fixture(taped_graphs.tapes)
 
 
 def test_images_stream(tmp_path):
@@ -204,6 +207,31 @@ def test_eval_sees_each_image_whole(folder, model, capsys, settings):
     assert found["images"] == 6 and found["unreadable_images"] == 1
     assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
     assert found["accuracy"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+@pytest.mark.parametrize("sizes", ["", "native"])
+def test_graphs_predict_the_same(sizes, folder, model, tapes):
+    """Full batches by a graph, and the last one, which is not, without; packs of native sizes all by graphs."""
+    paths = [str(folder / "data" / "val" / f"c{i % 2}" / f"{i}.png") for i in range(4)] * 3
+    config = Config(workers=0, eval_batch_size=5, **dict(sizes=sizes, tokens_per_step=70) if sizes else {})
+    with ops.use_kernels("on"):
+        truth, found = (list(predict(model, paths, config, top_k=2, graphs=graphs)) for graphs in (False, True))
+    for one, other in zip(truth, found, strict=True):
+        assert one["image"] == other["image"] and len(one["predictions"]) == 2
+        for mine, theirs in zip(one["predictions"], other["predictions"]):
+            assert mine["label"] == theirs["label"]
+            assert mine["probability"] == pytest.approx(theirs["probability"], rel=1e-5)
+    assert not any(tape.read for tape in tapes)
+    assert [tape.replays for tape in tapes] == [2] if not sizes else len(tapes) > 1
+
+
+def test_graphs_need_a_gpu(folder, model, capsys):
+    with pytest.raises(InputError, match="^graphs: a model that runs as CUDA graphs must be on one GPU"):
+        predict(model, [], HOST, graphs=True)
+    command = ("predict", folder / "data", "--weights", folder / "weights", "--device", "cpu", "--graphs")
+    code, out, err = run_cli(capsys, *command)
+    assert code == 2 and not out and err.count("\n") == 1 and "must be on one GPU, and this one is on cpu" in err
 
 
 def test_predict_sees_each_image_whole(folder, model, capsys):

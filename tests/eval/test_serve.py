@@ -56,7 +56,7 @@ def vectors(weights, images):
 @pytest.fixture
 def api(weights):
     module = load("serve")
-    batching = dict(batch_size=8, batch_timeout=0.01, weights=weights, normalize=False)
+    batching = dict(batch_size=8, batch_timeout=0.01, weights=weights, normalize=False, graphs=True)
     made = module.EmbeddingAPI(Namespace(**batching, **LIMITS))
     made.setup("cpu")
     return made, module.EmbeddingRequest

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     at_once = "images at once (default: as many as fit into 65,536 tokens on cuda, 8,192 on cpu)"
     add("--batch-size", metavar="N", type=int, default=None, help=at_once)
     add_shared(parser, "--device", default="")
+    add_shared(parser, "--graphs")
     decode = "host: Pillow decodes images (default); device: nvJPEG decodes JPEGs, with other rounding"
     add("--decode", choices=("host", "device"), default="host", help=decode)
     turn = "--no-exif-orientation: leave images as they are stored (default: turn them upright)"
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--output {args.output} is the folder of the images; give another, or one in it")
     found = records(args.spec, args.column)
     dtype = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16).get(args.dtype)
-    same = ("pool", "normalize", "sizes", "decode", "exif_orientation", "max_pixels", "workers")
+    same = ("pool", "normalize", "sizes", "decode", "exif_orientation", "max_pixels", "workers", "graphs")
     own = dict(device=local_device(args.device), dtype=dtype, img_size=overrides(args).get("img_size"))
     embedder = Embedder(args.weights, **own, **{name: getattr(args, name) for name in same})
     if args.batch_size is not None:

@@ -17,6 +17,7 @@ _SHARED = {
     "--json": dict(action="store_true", default=False, help="print the result as JSON"),
     "--num-heads": dict(metavar="N", type=int, help="heads, if neither the weights nor a preset of their size say it"),
     "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),
+    "--graphs": dict(action="store_true", default=False, help="run the model as CUDA graphs (default: not)"),
     "--force": dict(action="store_true", default=False, help="replace existing output"),
 }
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_evaluation_options(parser, sizes=True)
     output = ".csv or .json file; an interrupted command leaves none (default: print CSV line by line)"
     add("--output", metavar="FILE", type=Path, default=None, help=output)
-    add_shared(parser, "--force")
+    add_shared(parser, "--force", "--graphs")
     add("--top-k", metavar="N", type=int, default=5, help="number of classes for each image (default 5)")
     sigmoid = "--sigmoid: each class has its own probability; --no-sigmoid: all add up to 1 (default: as the run "
     sigmoid += "trained, if its state/ is beside the weights; else --no-sigmoid)"
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := run_record(config.weights).get("settings", {}).get("objective") == "sigmoid"):
         logger.info("each class has its own probability, because the weights were trained with objective=sigmoid")
-    answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=sigmoid), Counter()
+    options, counts = dict(top_k=args.top_k, sigmoid=sigmoid, graphs=args.graphs), Counter()
+    answers = predict(model, _paths(args.images), config, **options)
 
     def write(file) -> None:
         records = _watched(answers, counts, total, file)

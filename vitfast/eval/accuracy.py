@@ -111,12 +111,12 @@ def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
 
 
 def logits_of(
-    model: nn.Module, images: Tensor | list[PackedImages], device: torch.device, dtype: torch.dtype | None
+    model: Callable[..., Tensor], images: Tensor | list[PackedImages], device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
     """The fp32 logits of a batch: images (B, C, H, W), or a list of packed images of many sizes."""
     parts = images if isinstance(images, list) else [images]
-    with autocast(device, dtype):
-        return torch.cat([model(part.to(device, non_blocking=True)).float() for part in parts])
+    with autocast(device, dtype):  # copies, as a CUDA graph writes all its outputs into the same memory
+        return torch.cat([model(x.to(device, non_blocking=True)).to(torch.float32, copy=True) for x in parts])
 
 
 def check_sizes(model: nn.Module, config: Config) -> None:

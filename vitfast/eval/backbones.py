@@ -12,6 +12,7 @@ from ..data.eval_transforms import EvalTransform
 from ..data.packing import Native
 from ..data.resize import FILTERS, INSTALLED, resize
 from ..errors import InputError
+from ..model import variable_size
 from ..model.baselines import sizes as sizes_of
 from ..model.preprocessing import CROP
 from ..model.presets import pair
@@ -118,7 +119,8 @@ def _vit(model: ViT, pool: str | None, sizes: str | None, processor) -> Backbone
         raise InputError(f"Embedder: the ViT cannot pool by {pool!r}; give pool, one of {', '.join(POOLS)}")
 
     def embed(images: Tensor | list[Tensor]) -> Tensor:
-        tokens = model.forward_features(images)
+        many = not isinstance(images, Tensor)  # their tokens stay together, as a CUDA graph can compute them
+        tokens = variable_size.encode(model, images) if many else model.forward_features(images)
         if pool in (None, own):
             return model.forward_head(tokens, pre_logits=True)
         return model.fc_norm(model.pool(tokens, pool))

@@ -21,11 +21,11 @@ from ..data.images import Reading, Unreadable
 from ..data.jpeg import Encoded
 from ..data.jpeg import decode as decode_jpegs
 from ..errors import InputError
-from ..kernels.tiles import batch_invariant
 from ..model.baselines import load_any
 from ..model.checkpoint import hugging_face
 from ..model.checkpoint.files import locate
-from ..ops.dispatch import current_mode
+from ..model.graphs import Graphed, check_device, rounded_up
+from ..model.vit import ViT
 from ..run.config import MAX_PIXELS
 from ..run.device import autocast, autocast_dtype, choose_device
 from .accuracy import compare_pillow, evaluating
@@ -34,6 +34,7 @@ from .backbones import backbone
 TOKENS = {"cuda": 65_536, "cpu": 8_192}  # in a batch, by default
 AHEAD = 4  # images that each worker reads ahead
 CHUNK = 1 << 28  # bytes of images that are resized together on the device
+GRAPHS = 16  # the most CUDA graphs
 
 
 class Embedded(NamedTuple):
@@ -74,6 +75,8 @@ class Embedder:
     max_pixels: the most pixels of an image; one with more counts as unreadable.
     workers: threads that read images; None: one for each core that this rank has, up to 16.
     tokens: the most tokens of a batch; None: 65,536 on CUDA and 8,192 on a CPU.
+    graphs: compute by CUDA graphs (vitfast.graphed). A batch that is not full is filled up to 2^n or 3 * 2^n images, so
+        that few graphs serve all. Not for NaFlexViT and SigLIP 2.
 
     Images are resized as the weights say (crop_mode, crop_pct, interpolation), with Pillow's pixels; on CUDA a kernel
     does so. The patch projection of a ViT normalises them. With `vitfast.batch_invariant(True)` a vector has the same
@@ -97,6 +100,7 @@ class Embedder:
         max_pixels: int = MAX_PIXELS,
         workers: int | None = None,
         tokens: int | None = None,
+        graphs: bool = False,
     ):
         if decode not in ("host", "device"):
             raise InputError(f"decode must be 'host' or 'device', got {decode!r}")
@@ -127,7 +131,13 @@ class Embedder:
         self._made_from, self._dim = (model, pool, sizes, processor), None
         self.backbone = backbone(*self._made_from)
         self.reading = Reading(exif_orientation, (1, 1) if self.backbone.native else self.backbone.patch, max_pixels)
-        self._lock, self._graphs = threading.Lock(), {}
+        self.graphs = graphs
+        if graphs:
+            check_device("graphs", self.device)
+            if self.backbone.native and not isinstance(self.backbone.model, ViT):
+                kind = type(self.backbone.model).__name__
+                raise InputError(f"graphs: a CUDA graph cannot hold {kind}, whose positions the host computes")
+        self._start()
 
     @overload
     def embed(self, images: Iterable[ImageLike], *, errors: Literal["raise"] = "raise") -> Tensor: ...
@@ -194,11 +204,16 @@ class Embedder:
         return f"Embedder({type(model).__name__} on {self.device}, {options}; images: {told})"
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_graphs", "backbone")}
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_run", "backbone")}
 
     def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, _lock=threading.Lock(), _graphs={})
+        vars(self).update(state)
         self.backbone = backbone(*self._made_from)
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._run = Graphed(self.backbone.model, self._forward, GRAPHS) if self.graphs else self._forward
 
     def _read_ahead(self, items: Iterator[tuple[object, ImageLike, str]]) -> Iterator["_Read"]:
         """Yields each item (group, image, name) in order, its image read; threads read ahead."""
@@ -290,36 +305,26 @@ class Embedder:
     def _vectors(self, pixels: list[Tensor]) -> np.ndarray:
         """The vectors (B, D) of prepared images."""
         given = pixels if self.backbone.native else torch.stack(pixels)
+        if self.graphs and not self.backbone.native:
+            filled = min(rounded_up(len(given), 1), max(len(given), self._full))
+            given = torch.cat([given, given.new_zeros(filled - len(given), *given.shape[1:])])
         with self._lock, evaluating(self.backbone.model):
             try:
-                vectors = self._forward(given)
+                vectors = self._run(given)[: len(pixels)]
             except torch.OutOfMemoryError:
                 message = f"out of memory with {len(pixels)} images at once; give fewer tokens than {self.tokens}"
                 raise InputError(message) from None
-        vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
-        return vectors.cpu().numpy()
+            vectors = F.normalize(vectors, dim=-1) if self.normalize else vectors
+            return vectors.cpu().numpy()  # here, as the next graph writes into the same memory
 
     def _forward(self, given: Tensor | list[Tensor]) -> Tensor:
-        """The vectors (B, D) fp32. From the second full batch of one size on, CUDA replays a graph."""
-
-        def run(x: Tensor | list[Tensor]) -> Tensor:
-            with autocast(self.device, self.dtype):
-                vectors = self.backbone.embed(x).float()
-            if vectors.dim() != 2:
-                got = f"{tuple(vectors.shape[1:])} for an image, no vector"
-                raise InputError(f"Embedder: {type(self.backbone.model).__name__} makes {got}; give pool")
-            return vectors
-
-        if self.device.type != "cuda" or self.backbone.native or len(given) != self._full:
-            return run(given)
-        mode = batch_invariant(), current_mode()
-        if mode not in self._graphs:  # a job of one batch captures nothing
-            self._graphs[mode] = None
-            return run(given)
-        if self._graphs[mode] is None:
-            with torch.cuda.device(self.device):
-                self._graphs[mode] = torch.cuda.make_graphed_callables(run, (given,))
-        return self._graphs[mode](given).clone()  # the next replay writes into the same memory
+        """The vectors (B, D) fp32."""
+        with autocast(self.device, self.dtype):
+            vectors = self.backbone.embed(given).float()
+        if vectors.dim() != 2:
+            got = f"{tuple(vectors.shape[1:])} for an image, no vector"
+            raise InputError(f"Embedder: {type(self.backbone.model).__name__} makes {got}; give pool")
+        return vectors
 
     @property
     def _full(self) -> int:

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..data.transforms import transforms
 from ..data.workers import loader_processes
 from ..errors import InputError
 from ..model.baselines import sizes
+from ..model.graphs import Graphed, check_device
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast_dtype
@@ -41,10 +42,14 @@ class Files(Source):
 
 @torch.inference_mode()
 def best_classes(
-    model: nn.Module, images: Tensor | list[PackedImages], dtype: torch.dtype | None, count: int, sigmoid: bool
+    model: Callable[..., Tensor],
+    images: Tensor | list[PackedImages],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    count: int,
+    sigmoid: bool,
 ) -> tuple[list, list]:
     """(classes, probabilities): for each image a list of `count` of them, the best first."""
-    device = next(model.parameters()).device
     try:
         logits = logits_of(model, images, device, dtype)
     except torch.OutOfMemoryError:
@@ -57,7 +62,13 @@ def best_classes(
 
 
 def predict(
-    model: nn.Module, paths: Iterable[str], config: Config | None = None, *, top_k: int = 5, sigmoid: bool = False
+    model: nn.Module,
+    paths: Iterable[str],
+    config: Config | None = None,
+    *,
+    top_k: int = 5,
+    sigmoid: bool = False,
+    graphs: bool = False,
 ) -> Iterator[dict]:
     """For each image file, in order, its best classes as the model sees them: a generator of records.
 
@@ -67,8 +78,9 @@ def predict(
     Labels are the model's `class_names`, or class numbers if it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs on its present device and is set to eval. config: only
     eval_batch_size, amp, workers, exif_orientation, max_pixels, crop_mode and crop_pct (unset: the model's), sizes and
-    tokens_per_step matter. sigmoid: each class gets a probability of its own, so they need not sum to 1. Raises
-    InputError if the model has no head, or its device too little memory.
+    tokens_per_step matter. sigmoid: each class gets a probability of its own, so they need not sum to 1. graphs:
+    full batches, and all of sizes="native", run as CUDA graphs (vitfast.graphed). Raises InputError if the model has no
+    head, its device too little memory or, with `graphs`, is no GPU.
     """
     config = cut_as_told(config or Config(task="eval"), model)
     check_sizes(model, config)
@@ -76,12 +88,14 @@ def predict(
         raise InputError("the model has no classification head; fine-tune it first (vitfast finetune)")
     if top_k < 1:
         raise InputError(f"top_k must be at least 1, got {top_k}")
+    if graphs:
+        check_device("graphs", next(model.parameters()).device)
     names = model.class_names or range(model.num_classes)
-    return _records(model.eval(), iter(paths), config, names, min(top_k, model.num_classes), sigmoid)
+    return _records(model.eval(), iter(paths), config, names, min(top_k, model.num_classes), sigmoid, graphs)
 
 
 def _records(
-    model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool
+    model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool, graphs: bool
 ) -> Iterator[dict]:
     device, (img_size, patch_size) = next(model.parameters()).device, sizes(model)
     dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
@@ -97,8 +111,10 @@ def _records(
     workers = loader_processes(config, img_size, size, ONE, held) if len(first) == size else 0
     paths, read = itertools.tee(itertools.chain(first, paths))
     keys = iter(lambda: [(0, path) for path in itertools.islice(read, size)], [])
+    captured = Graphed(model) if graphs else model
     for images, labels, unreadable in loaded(samples, keys, together, workers, device):
-        found, reasons = zip(*best_classes(model, images, dtype, count, sigmoid)), iter(unreadable)
+        run = captured if native or len(images) == size else model
+        found, reasons = zip(*best_classes(run, images, device, dtype, count, sigmoid)), iter(unreadable)
         for path, label, (classes, probabilities) in zip(itertools.islice(paths, len(labels)), labels.tolist(), found):
             error = next(reasons) if label == PADDING else ""
             if not error and not all(map(math.isfinite, probabilities)):

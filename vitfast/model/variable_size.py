@@ -95,8 +95,10 @@ class Together(NamedTuple):
         return list(self.x.split(self.counts))
 
 
-def together(tokens: list[Tensor] | Tensor) -> Together:
+def together(tokens: list[Tensor] | Tensor | Together) -> Together:
     """Puts tokens one after the other again, those that `apart` returned or (B, N, D)."""
+    if isinstance(tokens, Together):
+        return tokens
     if isinstance(tokens, Tensor):
         if tokens.is_nested:
             return Together(tokens.values(), tokens.offsets(), None)
