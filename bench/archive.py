@@ -46,7 +46,7 @@ def operations(s: "Sizes", dtypes: "list[torch.dtype]", names: list[str] | None 
 
 def compiles(name: str) -> bool:
     """Whether a rival's name gives kernels of ours for this generation, or choices between them."""
-    chosen = [part.split("=") for part in name.split(" | ")[1:]]
+    chosen = [part.split("=") for part in name.split(" | ")[1:] if not part.startswith("pdl")]
     return all(provider not in ("cublas", "cublaslt") and configuration(op, provider) for op, provider in chosen)
 
 
@@ -60,7 +60,7 @@ def launches_of(rivals: "Rivals") -> "list[Launch]":
     models = [model(preset, int(image), train, amp)]
     if amp:  # timm's residual stream
         models.append(model(preset, int(image), train, amp, residual_in_fp32=True))
-    batches = (int(batch[1:]),) if train else (1, 64, 128, 256, 512)
+    batches = (64, 128, 256, 512) if rivals.what == "throughput" else (int(batch[1:]),)
     images = torch.float32 if amp else torch.bfloat16
     return [launch for vit in models for count in batches for launch in step(vit, count, images)]
 

@@ -16,7 +16,8 @@ class Rivals:
 
     what: "train", "throughput" or "latency" of whole models, whose names are settings of bench_model; or a row of
     bench_ops and a direction, as in "attention forward", whose names are its implementations. shape: "B/16 224 B256";
-    inference takes its own batch. "NAME | OPERATION=PROVIDER" is a variant, which no table shows.
+    throughput takes its own batch. "NAME | OPERATION=PROVIDER" is a variant, which no table shows, and so is "NAME |
+    pdl=off", without programmatic dependent launch.
     """
 
     what: str
@@ -37,8 +38,8 @@ class Rivals:
         if self.operation:
             module, (test, direction) = "bench_ops", self.operation
             where = f"{self.shape}-{direction}-{name}"
-        elif test != "train":
-            test, where = "inference", f"{self.shape.rpartition(' ')[0]}-{name}-{self.what}"
+        elif test == "throughput":
+            where = f"{self.shape.rpartition(' ')[0]}-{name}"
         name = f"test_{test.replace(' ', '_')}[{where}]"
         return dict(name=name, fullname=f"bench/{module}.py::{name}")
 

@@ -5,7 +5,8 @@ Logits, and in training every gradient, are compared with float64 before anythin
 weights and optimiser in bf16; amp has fp32 weights under autocast, where our own ViT keeps its residual stream in bf16
 and timm's keeps it in fp32, so only `accelerate(timm)` has timm's numerics. max-autotune and compile run without
 torch's own CUDA graphs, which reduce-overhead has. Latency is that of one call; throughput and training are timed in
-whole steps back to back. Launches are included. In "least memory" our backward computes again what it can.
+whole steps back to back. Launches are included. "graphed" is vitfast.graphed, and for latency max-autotune has torch's
+CUDA graphs too ("max-autotune-graphs"). In "least memory" our backward computes again what it can.
 "batch-invariant" is our inference by vitfast.batch_invariant, whose cost is the difference to "vitfast eager".
 
 `extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
@@ -22,7 +23,7 @@ import torch
 from harness import bench
 from machine import median_seconds
 from peers import BUILDERS, INVARIANT, LEAN, Peer, Setting
-from result_files import ACCELERATED
+from result_files import ACCELERATED, BACKEND
 from shapes import MAIN, Shape, here, shape_of
 
 MODELS = {name.rpartition(" B")[0]: name for name in here(*MAIN)}  # shapes by names without the batch
@@ -33,7 +34,11 @@ OURS = () if machine.SMALL else tuple(Setting(of, "compile", "bf16", LEAN) for o
 INVARIANTS = (Setting("vitfast", "eager", precision, INVARIANT) for precision in PRECISIONS)
 TRAINED = {s.name: s for s in (*EVERY, *OURS)}
 INFERRED = {s.name: s for s in (*EVERY, *INVARIANTS)}
-SETTINGS = TRAINED | INFERRED
+GRAPHED = (Setting(of, "graphed", "bf16") for of in ("vitfast", ACCELERATED, BACKEND))
+STRONGEST = (Setting("timm", how, "bf16") for how in ("max-autotune-graphs", "tensorrt"))
+QUICKEST = INFERRED | ({} if machine.SMALL else {s.name: s for s in (*GRAPHED, *STRONGEST)})
+SETTINGS = TRAINED | QUICKEST
+FEW = [f"{model} B{count}" for model in MODELS for count in ((1,) if machine.SMALL else (1, 2, 4, 8))]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 
 
@@ -62,10 +67,10 @@ def best_batch(library: str, shape: Shape) -> int:
 
 
 def timed(what: str, shape: str, setting: str) -> Peer:
-    """A model as it is timed: "train", "latency" (one image) or "throughput" (the best batch)."""
+    """A model as it is timed: "train", "latency" (few images) or "throughput" (the best batch)."""
     s, made = shape_of(shape), SETTINGS[setting]
-    if what != "train":
-        s = replace(s, batch=1 if what == "latency" else best_batch(made.library, s))
+    if what == "throughput":
+        s = replace(s, batch=best_batch(made.library, s))
     return Peer(made, s, what)
 
 
@@ -75,8 +80,13 @@ def test_train(benchmark, model, setting):
     bench(benchmark, timed("train", model, setting))
 
 
-@pytest.mark.parametrize("what", ["latency", "throughput"])
+@pytest.mark.parametrize("setting", QUICKEST)
+@pytest.mark.parametrize("shape", FEW)
+def test_latency(benchmark, shape, setting):
+    bench(benchmark, timed("latency", shape, setting))
+
+
 @pytest.mark.parametrize("setting", INFERRED)
 @pytest.mark.parametrize("model", MODELS)
-def test_inference(benchmark, model, setting, what):
-    bench(benchmark, timed(what, MODELS[model], setting))
+def test_throughput(benchmark, model, setting):
+    bench(benchmark, timed("throughput", MODELS[model], setting))

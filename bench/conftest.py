@@ -8,7 +8,8 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
 
     test_<op>[SHAPE-DIRECTION-IMPL]                   op: the rows of bench_ops.OPS
     test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16"
-    test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
+    test_latency[SHAPE-SETTING]                       one, two, four and eight images
+    test_throughput[MODEL-SETTING]                    MODEL: "B/16 224", without a batch
     test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY-HOW]
     test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-LIBRARY]
     test_embed[SHAPE-STAGE]                           STAGE: forward, memory or files

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import machine
+import pytest
 import torch
 from machine import cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
@@ -56,14 +57,19 @@ class Case:
 def compiled(function: Callable, how: str, **options) -> Callable:
     """The function under torch.compile, whose earlier code each case drops at its end (conftest.py).
 
-    how: "compile", "max-autotune" or "reduce-overhead", which alone has torch's CUDA graphs, as these copy every input
-    first; or "eager" for backend="vitfast", whose graph then runs as it is. options: torch.compile's.
+    how: "compile" or "max-autotune", without torch's CUDA graphs, as these copy every input first; with them
+    "reduce-overhead" or "max-autotune-graphs"; "tensorrt" is Torch-TensorRT's; "eager" for backend="vitfast", whose
+    graph then runs as it is. options: torch.compile's. Skips the case where Torch-TensorRT cannot be imported.
     """
+    if how == "tensorrt":
+        pytest.importorskip("torch_tensorrt", exc_type=ImportError)
     if machine.REHEARSED or how == "eager":  # traced, nothing generated
         inner = dict(options={"inner": "eager"}) if options.get("backend") == "vitfast" else dict(backend="eager")
         return torch.compile(function, **options, **inner)
-    mode = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}.get(how)
-    return torch.compile(function, mode=mode, **options)
+    if how == "tensorrt":
+        return torch.compile(function, backend="tensorrt", dynamic=False, options=dict(use_explicit_typing=True))
+    mode = {"max-autotune": "max-autotune-no-cudagraphs", "max-autotune-graphs": "max-autotune"}.get(how, how)
+    return torch.compile(function, mode=None if mode == "compile" else mode, **options)
 
 
 def checked_samples(batch: int) -> Tensor:

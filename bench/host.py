@@ -91,9 +91,9 @@ def pretend(tree: Path) -> ctypes.CDLL:
 
     from vitfast import ops
     from vitfast.kernels.attention import launchers
-    from vitfast.kernels.matmul import product
+    from vitfast.kernels.matmul import linear, product
 
-    product.FEW_ROWS = launchers.MANY_HEADS = 1
+    linear.FEW_ROWS = product.FEW_ROWS = launchers.MANY_HEADS = 1
     prefix = "" if hasattr(ops, "dispatch") else "_"  # BEFORE has both names with one
     setattr(vars(ops)[f"{prefix}dispatch"], f"{prefix}unsupported_reason", lambda x, unsupported: unsupported)
     for name, function in PRODUCTS.items():

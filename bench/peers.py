@@ -100,7 +100,7 @@ INVARIANT = "batch-invariant"  # by vitfast.batch_invariant, only in inference
 class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
-    library: a key of BUILDERS. how: eager, compile, max-autotune or reduce-overhead (harness.compiled). precision: bf16
+    library: a key of BUILDERS. how: eager, graphed (vitfast.graphed) or as harness.compiled takes it. precision: bf16
     (weights too), amp (fp32 weights) or fp32. option: LEAN or INVARIANT, for our models.
     """
 
@@ -113,7 +113,8 @@ class Setting:
     # dtypes: of the matrix products, and of weights and images
     dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
     stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
-    peak_known = property(lambda self: self.how != "reduce-overhead")  # torch does not see the pool of CUDA graphs
+    graphs = property(lambda self: self.how in ("reduce-overhead", "max-autotune-graphs", "graphed"))
+    peak_known = property(lambda self: not self.graphs)  # torch does not see the pool of CUDA graphs
 
     def autocast(self):
         return torch.autocast(machine.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
@@ -208,11 +209,14 @@ class Peer(Timed):
             choose_saved_activations(self.model, shape.rows, setting.dtype)
         elif training and setting.library == ACCELERATED:
             vitfast.accelerate(self.model, keep="least" if setting.option == LEAN else "all")
-        self.function = self.model
+        graphed = setting.how == "graphed"
+        self.function, how = self.model, "eager" if graphed else setting.how
         if setting.library == BACKEND:
-            self.function = compiled(self.model, setting.how, fullgraph=True, backend="vitfast")
-        elif setting.how != "eager":
-            self.function = compiled(self.model, setting.how, fullgraph=ours)
+            self.function = compiled(self.model, "compile" if graphed else how, fullgraph=True, backend="vitfast")
+        elif how != "eager":
+            self.function = compiled(self.model, how, fullgraph=ours)
+        if graphed and machine.GPU:
+            self.function = vitfast.graphed(self.function, self.images)
 
     def build(self) -> None:
         """Sets the model, its images, those to compare, and SDPA's backend (None: the model's own)."""

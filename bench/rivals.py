@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import bench_model
 import bench_ops
@@ -36,7 +37,7 @@ from questions import QUESTIONS
 from result_files import ACCELERATED
 
 from vitfast.errors import both_ends
-from vitfast.kernels import tiles
+from vitfast.kernels import dependent, tiles
 
 SECONDS, ROUNDS = (2.0, 2) if machine.GPU else (0.02, 2)
 AHEAD = 8  # calls that Python may be ahead of the device
@@ -46,10 +47,11 @@ compiled_here = []  # names of the kernels of ours that Triton compiled in this 
 def configuration(op: str, provider: str) -> tiles.KernelConfig | None:
     """A configuration of a provider for 16 bits on this GPU, if possible not the shipped one, or None."""
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if machine.GPU else "cpu")
-    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large"}  # products have the default below
+    # products have the default below
+    shapes = {"attention": "d64n256", "patch_embed": "u8-even-large", "norm_linear": "768r256"}
     shape = next((shape for word, shape in shapes.items() if op.startswith(word)), "768x3072")
     others = [*tiles.candidates(op, like, shape), tiles.shipped(op, like, shape)]
-    libraries = [tiles.config(provider=provider)] if provider == "cublaslt" else []
+    libraries = [tiles.config(provider=provider)] if provider in ("cublaslt", "none") else []
     return next((config for config in others + libraries if config.provider == provider), None)
 
 
@@ -59,6 +61,10 @@ def overridden(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for part in name.split(" | ")[1:]:
             op, provider = part.split("=")
+            if op == "pdl":  # plans of its own, since those that there are have it
+                stack.enter_context(tiles.using())
+                stack.enter_context(mock.patch.object(dependent, "enabled", provider == "on"))
+                continue
             if (found := configuration(op, provider)) is None:
                 raise ValueError(f"{op} has no provider {provider!r} on this GPU")
             stack.enter_context(tiles.using(op, found))
