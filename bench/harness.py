@@ -61,12 +61,11 @@ def compiled(function: Callable, how: str, **options) -> Callable:
     "reduce-overhead" or "max-autotune-graphs"; "tensorrt" is Torch-TensorRT's; "eager" for backend="vitfast", whose
     graph then runs as it is. options: torch.compile's. Skips the case where Torch-TensorRT cannot be imported.
     """
-    if how == "tensorrt":
-        pytest.importorskip("torch_tensorrt", exc_type=ImportError)
     if machine.REHEARSED or how == "eager":  # traced, nothing generated
         inner = dict(options={"inner": "eager"}) if options.get("backend") == "vitfast" else dict(backend="eager")
         return torch.compile(function, **options, **inner)
     if how == "tensorrt":
+        pytest.importorskip("torch_tensorrt", exc_type=ImportError)
         return torch.compile(function, backend="tensorrt", dynamic=False, options=dict(use_explicit_typing=True))
     mode = {"max-autotune": "max-autotune-no-cudagraphs", "max-autotune-graphs": "max-autotune"}.get(how, how)
     return torch.compile(function, mode=None if mode == "compile" else mode, **options)

@@ -116,12 +116,12 @@ QUEUE = (
     backend("throughput", "amp", "timm compile amp", "1.2 times timm's speed", 1.1, 3.0),
     rivals(
         "one_image",
-        "One image in five kernels a layer: how fast is it, and what are dependent launches and those kernels worth?",
+        "One image in five kernels a layer: how fast, and what are dependent launches and those kernels worth?",
         "latency",
         (GRAPHED, f"{GRAPHED} | pdl=off", SEPARATE, BY_LT, f"{ACCELERATED} graphed bf16", TIMM_GRAPHS, TENSORRT),
         Prediction(
-            "0.25 ms, 0.28 without dependent launches (0.36 with split sums alone, 0.50 with separate kernels, 0.45 by "
-            "cuBLASLt); timm 0.55, TensorRT 0.30. L2 delivers a layer's reads in 19.5 us: 0.28 to 0.32 is likelier",
+            "0.25 ms (by L2's traffic 0.28 to 0.32 is likelier), 0.28 without dependent launches, 0.36 by split sums, "
+            "0.50 separate; timm 0.55",
             faster(GRAPHED, TIMM_GRAPHS),
             least=1.7,
         ),

@@ -1,4 +1,4 @@
-"""The forward of a model in evaluation as CUDA graphs, which make all of its launches by one call of the host."""
+"""The forward of a model in evaluation as CUDA graphs: one call makes all of its launches."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ class _Capture(NamedTuple):
 
 
 class Graphed:
-    """What `graphed` returns. run: the function of images that is captured, by default the model."""
+    """The function that `graphed` returns. run: what is captured, by default the model."""
 
     def __init__(self, model: nn.Module, run: Callable | None = None, most: int = 8):
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -134,7 +134,7 @@ def check_device(what: str, *devices: torch.device) -> None:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers. Raises InputError for a model in training, with hooks, or not on one GPU."""
+    """The parameters and buffers; InputError for a model in training, with hooks, or not on one GPU."""
     modules, tensors = [model], []
     for module in modules:  # the list grows; named_parameters would take several times as long
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
@@ -160,7 +160,7 @@ def rounded_up(count: int, bits: int = 3) -> int:
 
 
 def _size(images: Tensor | PackedImages) -> tuple[int, ...]:
-    """The shape of images; for packed ones, filled up: the number of images, the longest, the shape of the patches.
+    """The shape of images; of packed ones, filled up: how many, the longest, the patches' shape.
 
     It has so many images more that the patches that are more make none longer than the longest.
     """
@@ -181,7 +181,7 @@ def _static(images: Tensor | PackedImages, device: torch.device) -> Tensor | Pac
 
 
 def _fill(static: Tensor | PackedImages, images: Tensor | PackedImages) -> None:
-    """Copies images into the static memory, on the device; other patches belong to images that nobody reads."""
+    """Copies images into the static memory; other patches belong to images that nobody reads."""
     if isinstance(static, Tensor):
         static.copy_(images)
         return

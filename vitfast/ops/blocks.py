@@ -52,13 +52,13 @@ def output_layer(x: Tensor, t: NamedTuple, residual: Tensor) -> Tensor:
 
 
 def has_few_rows(t: NamedTuple, *weights: Tensor | None, gated: bool = False) -> bool:
-    """Whether a block in evaluation takes first_layer and last_layer; weights: those that first_layer gets."""
+    """Whether a block takes first_layer and last_layer; weights: those that first_layer gets."""
     matrices = map(as_matrix, (t.x, *weights, t.out_weight))
     return t.keep == "none" and t.drop_path is None and few_rows.takes(*matrices, gated=gated)
 
 
 def first_layer(t: NamedTuple, activation: str | None, *layer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(few_rows.norm_linear of few rows (M, N), counters for last_layer); layer: weight, bias, and those of `up`."""
+    """(few_rows.norm_linear (M, N), counters for last_layer); layer: weight, bias, those of `up`."""
     norm, counters = (t.norm_weight, t.norm_bias, t.eps), few_rows.new_counters(t.x)
     options = dict(rms=t.norm == "rms", activation=activation, counters=counters)
     return few_rows.norm_linear(as_matrix(t.x), *norm, *map(as_matrix, layer), **options), counters

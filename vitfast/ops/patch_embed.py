@@ -99,7 +99,7 @@ _holding = _Holding()
 
 @contextlib.contextmanager
 def holding_folds() -> Iterator[list]:
-    """Collects the kept projections that this thread uses inside, so that a CUDA graph of it can hold them."""
+    """Collects the kept projections that this thread uses inside, for a CUDA graph to hold them."""
     _holding.folds = []
     try:
         yield _holding.folds
