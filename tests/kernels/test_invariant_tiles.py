@@ -25,9 +25,7 @@ CHOSEN = "BLOCK* LAST* KEYS* GROUP* SUBTILES SPLIT* STAGES PERSISTENT query_bloc
 CHOSEN += ["LOADS", "PRECISION"]
 FORWARD = [n for n in in_training(Sizes(2, 5, **MODEL)) if "backward" not in n and "gradient" not in n]
 FORWARD = [name for name in FORWARD if not name.startswith(("dg", "column sums", "sum of", "scaled"))]
-FORWARD = [
-    name for name in FORWARD if not name.startswith(("norm +", "split"))
-]  # of few rows, which the mode does not take
+FORWARD = [name for name in FORWARD if not name.startswith(("norm +", "split"))]  # the mode takes none of few rows
 
 
 def chosen(name: str, sm: int, dtype: torch.dtype, batch: int, tokens: int) -> list:
