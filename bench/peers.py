@@ -113,8 +113,8 @@ class Setting:
     # dtypes: of the matrix products, and of weights and images
     dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
     stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
-    graphs = property(lambda self: self.how in ("reduce-overhead", "max-autotune-graphs", "graphed"))
-    peak_known = property(lambda self: not self.graphs)  # torch does not see the pool of CUDA graphs
+    # torch does not see the pool of CUDA graphs
+    peak_known = property(lambda self: self.how not in ("reduce-overhead", "max-autotune-graphs", "graphed"))
 
     def autocast(self):
         return torch.autocast(machine.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")

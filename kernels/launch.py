@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Triton reads the variable when it decorates a kernel, so its value at import decides whether kernels are interpreted.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
@@ -109,7 +110,8 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     count(1)
     arguments["enable_fp_fusion"] = True  # by default Triton 3.10 rounds twice in a * b + c
-    compiled = kernel[grid](**arguments) if INTERPRETED else _compiled(kernel, grid, arguments)
+    with _disable_current_modes() if INTERPRETED else contextlib.nullcontext():  # no mode sees the interpreter's copies
+        compiled = kernel[grid](**arguments) if INTERPRETED else _compiled(kernel, grid, arguments)
     if _taping.tape is not None:
         _taping.tape.launched(Launch(kernel, grid, arguments), compiled)
 

@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Set
 from concurrent.futures import ProcessPoolExecutor
@@ -289,20 +290,19 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
         if "SHORT_" in r["tile"] or r["hmma"] <= OF_ONES.get(r["kernel"], 0):  # a product of 16 rows is for mma.sync
             continue
-        if r["kernel"].startswith(OF_FEW_ROWS) and _rows(r) < 64:
+        few = r["kernel"] == "norm_linear_kernel" or "few rows" in r["case"]  # whose other sizes are columns
+        if few and int(re.search(r"BLOCK_M=(\d+)", r["tile"])[1]) < 64:  # wgmma and tcgen05 take 64 at least
             continue
-        if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r) >= 64:
+        if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
         if r["sm"] == 100 and r["hmma"] and product:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where tcgen05 fits")
     return found
 
 
-def _rows(row: dict) -> int:
+def _rows(config: str) -> int:
     """Rows of the largest tile that is multiplied; infinitely many where its name does not say."""
-    sizes = dict(word.split("=") for word in row["tile"].split() if word.startswith("BLOCK"))
-    if row["kernel"].startswith(OF_FEW_ROWS):  # whose other sizes are columns
-        return int(sizes["BLOCK_M"])
+    sizes = dict(word.split("=") for word in config.split() if word.startswith("BLOCK"))
     return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 
@@ -314,8 +314,6 @@ WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "persistent", "attention", "dgelu_matmul", "input_grad")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
-# Kernels with tiles for few rows, which wgmma and tcgen05 do not take.
-OF_FEW_ROWS = ("norm_linear", "_attention_fwd", "patch_embed_fwd")
 # The most instructions of mma.sync in kernels whose column sums are a product with 16 rows of ones.
 OF_ONES = {"persistent_kernel": 64, "dgelu_matmul_kernel": 16}
 

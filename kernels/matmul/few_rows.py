@@ -36,7 +36,7 @@ NONE = config(provider="none")  # these kernels do not take the shape
 
 @triton.jit
 def load_vector(ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A vector (D,) -> chunks (1, BLOCK_D) in fp32, zeros past D; None for None."""
+    """A vector (D,) -> chunks (BLOCK_D,), zeros past D; None for None."""
     if ptr is None:
         chunks = None
     else:
@@ -50,8 +50,7 @@ def load_vector(ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def normalised_rows(
     x_ptr,
-    weight_ptr,
-    bias_ptr,
+    norm_ptrs,  # of its weight and bias, (D,) or None
     rows,
     M,
     stride_x,
@@ -65,7 +64,7 @@ def normalised_rows(
     """The norm of some rows (BLOCK_M, 1) of x, as chunks (BLOCK_M, BLOCK_D) in `dtype`, zeros past D."""
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     x = load_rows(x_ptr, rows, M, stride_x, D, ALIGN, BLOCK_D)
-    weight, bias = load_vector(weight_ptr, D, BLOCK_D), load_vector(bias_ptr, D, BLOCK_D)
+    weight, bias = load_vector(norm_ptrs[0], D, BLOCK_D), load_vector(norm_ptrs[1], D, BLOCK_D)
     mean = 0.0
     if not RMS:
         total = tl.zeros(x[0].shape, tl.float32)
@@ -146,7 +145,7 @@ def norm_linear_kernel(
             tl.store(counters_ptr + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     norm = norm_weight_ptr, norm_bias_ptr
-    h = normalised_rows(x_ptr, norm[0], norm[1], rows, M, stride_x, eps, dtype, D, ALIGN, RMS, BLOCK_D)
+    h = normalised_rows(x_ptr, norm, rows, M, stride_x, eps, dtype, D, ALIGN, RMS, BLOCK_D)
     for start in tl.range(first_n, min(first_n + columns, N), BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         out = times_weight(h, weight_ptr, bias_ptr, cols, N, stride_w, D, ALIGN, BLOCK_D)

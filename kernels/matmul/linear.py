@@ -119,8 +119,7 @@ def _residual_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     116). Blocks of 128 x 128 run two programs on a multiprocessor, one's epilogue under the other's product. Flattened,
     they were faster only where 256 columns do not fit, as in S/16: fc2 and its residual 271 us (in blocks of 256 305),
     proj 105 (113). A residual read ahead would leave room for one program.
-    Few rows have too few blocks, and cuBLAS splits the sum. B/16 on one image took 850 us by pointers, 605 with fc2 by
-    cuBLAS, 544 with proj too (a CUDA graph on an H200, bench/results/h200/few_rows.json; few_rows.py came after that).
+    Few rows have too few blocks: one image took B/16 850 us, 544 with cuBLAS here (bench/results/h200/few_rows.json).
     """
     best = persistent_config(4, columns=128, ahead=0) if shape.endswith("x384") else persistent_config(4)
     best = CUBLAS if shape.endswith("f") else best

@@ -71,7 +71,7 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     qkv = qkv.view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options, few_rows=few)
     if few:
-        return block.last_layer(o.view(-1, inner), t, counters), _Saved()
+        return block.last_layer(o.view(-1, inner), counters, t), _Saved()
     return block.output_layer(o.view(-1, inner), t, t.x), block.saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h))
 
 

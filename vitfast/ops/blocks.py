@@ -64,7 +64,7 @@ def first_layer(t: NamedTuple, activation: str | None, *layer: Tensor | None) ->
     return few_rows.norm_linear(as_matrix(t.x), *norm, *map(as_matrix, layer), **options), counters
 
 
-def last_layer(x: Tensor, t: NamedTuple, counters: Tensor) -> Tensor:
+def last_layer(x: Tensor, counters: Tensor, t: NamedTuple) -> Tensor:
     """output_layer of few rows x (M, K) in evaluation, with the sum in parts."""
     matrices = x, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x)
     return resized(few_rows.split_linear(*matrices, t.layer_scale, counters), *t.x.shape)

@@ -215,8 +215,7 @@ class _BlockSaved(NamedTuple):
 def _block_forward(t: _Block) -> tuple[Tensor, _BlockSaved]:
     layer = t.hidden.in_weight, t.hidden.in_bias, t.hidden.up_weight, t.hidden.up_bias
     if t.hidden.inner_norm_weight is None and block.has_few_rows(t, *layer[::2], gated=True):
-        inner, counters = block.first_layer(t, t.hidden.activation, *layer)
-        return block.last_layer(inner, t, counters), _BlockSaved()
+        return block.last_layer(*block.first_layer(t, t.hidden.activation, *layer), t), _BlockSaved()
     h, mean, rstd = block.apply_norm(t)
     inner, hidden = t.hidden.forward(h, t.keep != "none")
     return block.output_layer(inner, t, t.x), block.saved_outputs(t, _BlockSaved(mean, rstd, hidden, h, inner))

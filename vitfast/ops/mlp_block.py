@@ -60,8 +60,7 @@ class _Saved(NamedTuple):
 
 def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     if block.has_few_rows(t, t.in_weight):
-        inner, counters = block.first_layer(t, t.activation, t.in_weight, t.in_bias)
-        return block.last_layer(inner, t, counters), _Saved()
+        return block.last_layer(*block.first_layer(t, t.activation, t.in_weight, t.in_bias), t), _Saved()
     h, mean, rstd = block.apply_norm(t)
     save = {"none": "", "slope": "slope"}.get(t.keep, "pre")
     inner, pre = linear_gelu(h, as_matrix(t.in_weight), t.in_bias, t.activation, save)
