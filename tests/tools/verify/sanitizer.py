@@ -46,6 +46,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import _disable_current_modes
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
@@ -220,7 +221,8 @@ class Sanitizer:
         x = original(*args, **kwargs)
         new = self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling()
         if new and x.device.type == "cpu" and x.layout == torch.strided and x.numel():
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # functorch's tensors have no storage
+            # functorch's tensors have no storage; a plan that is recorded must not fill the memory of its first run
+            with contextlib.suppress(RuntimeError, NotImplementedError), _disable_current_modes():
                 storage = x.untyped_storage()
                 self._fresh[storage.data_ptr()] = storage.fill_(255)
         return x
