@@ -70,7 +70,8 @@ def test_embed(benchmark, folder, model, stage):  # noqa: F811
     torch.manual_seed(0)
     vit = ViT.from_preset(s.model, img_size=s.image, num_classes=0).to(machine.DEVICE, DTYPE).eval()
     tokens = s.batch * s.tokens
-    embedder, script = Embedder(vit, workers=WORKERS, tokens=tokens), Script(vit, s)
+    embedder = Embedder(vit, workers=WORKERS, tokens=tokens, graphs=machine.GPU)
+    script = Script(vit, s)
     stages = SimpleNamespace(waiting=0.0)
     paths = sorted((folder / "train").rglob("*.jpg"))[:IMAGES]
     images = paths if stage == "files" else [Image.open(path).convert("RGB") for path in paths]

@@ -36,21 +36,19 @@ NONE = config(provider="none")  # these kernels do not take the shape
 
 @triton.jit
 def load_vector(ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A vector (D,) -> chunks (BLOCK_D,), zeros past D; None for None."""
-    if ptr is None:
-        chunks = None
-    else:
-        chunks = ()
-        for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
-            offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
-            chunks = chunks + (tl.load(ptr + offs_d, mask=offs_d < D, other=0.0),)
+    """A vector (D,) -> chunks (BLOCK_D,), zeros past D."""
+    chunks = ()
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        chunks = chunks + (tl.load(ptr + offs_d, mask=offs_d < D, other=0.0),)
     return chunks
 
 
 @triton.jit
 def normalised_rows(
     x_ptr,
-    norm_ptrs,  # of its weight and bias, (D,) or None
+    weight_ptr,  # (D,) or None
+    bias_ptr,  # (D,) or None
     rows,
     M,
     stride_x,
@@ -64,7 +62,8 @@ def normalised_rows(
     """The norm of some rows (BLOCK_M, 1) of x, as chunks (BLOCK_M, BLOCK_D) in `dtype`, zeros past D."""
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     x = load_rows(x_ptr, rows, M, stride_x, D, ALIGN, BLOCK_D)
-    weight, bias = load_vector(norm_ptrs[0], D, BLOCK_D), load_vector(norm_ptrs[1], D, BLOCK_D)
+    weight = load_vector(weight_ptr, D, BLOCK_D) if weight_ptr is not None else None
+    bias = load_vector(bias_ptr, D, BLOCK_D) if bias_ptr is not None else None
     mean = 0.0
     if not RMS:
         total = tl.zeros(x[0].shape, tl.float32)
@@ -145,7 +144,7 @@ def norm_linear_kernel(
             tl.store(counters_ptr + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     norm = norm_weight_ptr, norm_bias_ptr
-    h = normalised_rows(x_ptr, norm, rows, M, stride_x, eps, dtype, D, ALIGN, RMS, BLOCK_D)
+    h = normalised_rows(x_ptr, *norm, rows, M, stride_x, eps, dtype, D, ALIGN, RMS, BLOCK_D)
     for start in tl.range(first_n, min(first_n + columns, N), BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         out = times_weight(h, weight_ptr, bias_ptr, cols, N, stride_w, D, ALIGN, BLOCK_D)
@@ -239,7 +238,9 @@ def _norm_linear_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     elif width <= 512:
         best = _norm_config(64, 16 if gated else 32, chunk, 3 if large and not gated else 2)
     elif width <= 768:
-        best = _norm_config(64 if sm == 90 else 32, 16 if gated else 32, chunk, 2)
+        # with 8 warps Triton 3.6 spills on sm_80 and sm_89
+        warps = 4 if gated and sm in (80, 89) else 8
+        best = _norm_config(64 if sm == 90 else 32, 16 if gated else 32, chunk, 2, warps)
     elif large:
         best = _norm_config(32, 32, chunk, 2)
     else:
