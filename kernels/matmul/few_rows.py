@@ -238,8 +238,7 @@ def _norm_linear_configs(shape: str, bits: str, sm: int) -> list[KernelConfig]:
     elif width <= 512:
         best = _norm_config(64, 16 if gated else 32, chunk, 3 if large and not gated else 2)
     elif width <= 768:
-        # with 8 warps Triton 3.6 spills on sm_80 and sm_89
-        warps = 4 if gated and sm in (80, 89) else 8
+        warps = 4 if gated and sm in (80, 89) else 8  # 8 spill there with Triton 3.6
         best = _norm_config(64 if sm == 90 else 32, 16 if gated else 32, chunk, 2, warps)
     elif large:
         best = _norm_config(32, 32, chunk, 2)
