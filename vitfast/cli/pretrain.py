@@ -38,6 +38,11 @@ def _told(summary: dict) -> str:
     if "accuracies" in summary:
         each = " ".join(f"{accuracy:.4f}" for accuracy in summary["accuracies"])
         return f"accuracy {summary['accuracy']:.4f} ± {summary['stdev']:.4f} ({each}), {summary['seconds']:.0f} s"
+    if summary.get("rank") is not None:
+        from ..train.unlabelled import MEASURED
+
+        named = ", ".join(f"{text} {summary[name]:.4f}" for name, text in MEASURED.items() if summary[name] is not None)
+        return f"{named}, {summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
     best = ""
     if "best_step" in summary:
         last = summary["best_step"] == summary["steps"]

@@ -16,9 +16,9 @@ from timm.data import create_dataset
 
 from ..errors import InputError
 from ..run import hub
-from ..run.config import NAMED_DATA, Config
+from ..run.config import NAMED_DATA, UNLABELLED, Config
 from .classes import class_number, class_numbers, count_classes, first_of, library_classes, places_by_name, text_classes
-from .folders import TRAINING, VALIDATION, open_folder
+from .folders import TRAINING, VALIDATION, open_folder, open_images
 from .images import Reading, printable, read_rgb, unreadable
 from .records import Cell
 from .samples import mix_seed
@@ -244,7 +244,7 @@ def open_sources(
     """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
-    reading = Reading.of(config, patch_size)
+    reading, labelled = Reading.of(config, patch_size), config.objective not in UNLABELLED
     if spec == "digits":
         found = Digits(True), Digits(False)
     elif spec == "synthetic":
@@ -254,8 +254,8 @@ def open_sources(
         raise InputError(f"--data {spec} names no data set; {advice}")
     elif spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
-        train, val = local_shards(root, TRAINING), local_shards(root, VALIDATION)
-        found = train if train or val else local_shards(root, ("",)), val
+        train, val = (local_shards(root, names, labelled) for names in (TRAINING, VALIDATION))
+        found = train if train or val else local_shards(root, ("",), labelled), val
         shards = list(filter(None, found))
         if not shards:
             raise InputError(f"no shards {root}/*.tar; WebDataset folders hold train-*.tar and val-*.tar")
@@ -273,7 +273,7 @@ def open_sources(
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
     else:
         try:
-            found = open_folder(Path(spec), reading, config.task != "eval")
+            found = open_folder(Path(spec), reading, config.task != "eval") if labelled else open_images(spec, reading)
         except OSError as error:
             raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
     for source in filter(None, found):

@@ -8,7 +8,7 @@ from ..errors import InputError
 from .classes import first_of, ordered
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
 from .images import DEFAULT, Reading, Unreadable, opened, printable
-from .lists import read_table
+from .lists import LISTS, is_list, read_paths, read_table
 from .sources import Source
 
 TRAINING = ("train", "training")  # the first of these folders that exists holds the training images
@@ -73,6 +73,24 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
         logger.info("%s: reads %s and passes over %s; --data can name another folder", root, reads, first_of(others))
     found = _labels_files(roots, reading) if listed else [_class_folder(each, reading, training) for each in roots]
     return [found[0] if train else None, found[-1] if vals else None]
+
+
+def open_images(spec: str, reading: Reading = DEFAULT) -> list[ImageFiles | None]:
+    """What `open_folder` finds, or all images of a folder, at any depth, or of a list, as one class without a name.
+
+    So it is for training without labels, which only its evaluations use. The log says why there are none. Raises
+    InputError where there is no image.
+    """
+    if os.path.isdir(spec):
+        try:
+            return open_folder(Path(spec), reading)
+        except InputError as error:
+            logger.info("%s: there are no labels, and no evaluation by them (%s)", spec, error)
+    elif not is_list(spec):
+        raise InputError(f"{spec} is a file; --data takes a folder, or a list of images ({', '.join(LISTS)})")
+    files = ordered(image_files(spec)) if os.path.isdir(spec) else [path for _, path in read_paths(spec)]
+    folder = spec if os.path.isdir(spec) else os.path.dirname(spec)
+    return [ImageFiles(files, [0] * len(files), ["images"], reading, folder), None]
 
 
 def _is_split(folder: Path, beside: bool) -> bool:

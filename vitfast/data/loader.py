@@ -1,5 +1,6 @@
 """From data sets to batches of raw uint8 images, on one rank or on many."""
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -13,19 +14,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..errors import InputError
-from ..run.config import Config
+from ..run.config import UNLABELLED, Config
 from ..run.device import autocast_dtype
 from ..run.distributed import Ranks
 from . import jpeg
 from .classes import places_by_name
+from .crops import Crops
 from .datasets import HELD_OUT, open_sources, select, settle_classes, take
 from .packing import NATIVE_AT_ONCE, Native, Packing, Progress, StepKeys
 from .samples import ONE, PADDING, Batch, Samples, collate, seed_everything, stack, stream_keys
 from .shards import Shards, ShardSamples
-from .sources import Source, Subset, split
+from .sources import Source, Subset, evenly, split
 from .transforms import transforms
 from .workers import PREFETCH, leave_signals, loader_processes
 
+WATCHED = 2000  # training images that evaluations without labels look at
 logger = logging.getLogger("vitfast")
 
 
@@ -45,6 +48,8 @@ class Data:
     ranks: Ranks = ONE
     packing: Packing | None = None  # how images of many sizes are packed
     native: Native | None = None  # for evaluations at the images' own sizes, whose batches are lists of PackedImages
+    crops: Crops | None = None  # LeJEPA's, of which an image has several
+    probe: "Data | None" = None  # the labelled images by which training without labels is evaluated, if there are any
     progress: Progress = field(default_factory=Progress)  # of images of many sizes, after the last training batch
     named: list[str] = field(default_factory=list)  # the messages on unreadable images that were logged
 
@@ -65,7 +70,7 @@ class Data:
             for step in range(stop):  # shards are read from their beginning: samples before `start` are dropped
                 batch = list(itertools.islice(stream, last - first))
                 if step >= start:
-                    yield checked(collate(batch))
+                    yield checked(collate(batch, self.crops.pack if self.crops else stack))
             return
         config, samples = self.config, Samples(self.train, self.train_transform, self.config.seed)
         if self.packing is not None:
@@ -80,7 +85,7 @@ class Data:
             samples.source = jpeg.EncodedFiles(self.train, range(len(self.train)))
             yield from jpeg.batches(loaded(samples, keys, tuple, self.workers, self.device), self.img_size, self.device)
         else:
-            yield from loaded(samples, keys, stack, self.workers, self.device)
+            yield from loaded(samples, keys, self.crops.pack if self.crops else stack, self.workers, self.device)
 
     @property
     def images_per_step(self) -> float:
@@ -202,7 +207,10 @@ def open_data(
         raise InputError(f"{have}: leave num_classes out; it is only for data that does not say it")
     if config.task != "eval" and known and {*places_by_name(classes, known)} != {*range(len(known))}:
         known = ()  # the data has other classes
+    unlabelled = config.objective in UNLABELLED and len(classes) == 1
     classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
+    if unlabelled and val is None and not (isinstance(train, Shards) or config.hold_out):
+        val = Subset(train, evenly(len(train), WATCHED))
     train, val = _with_validation(config, train, val, measure)
     if config.hold_out:
         logger.info("measures the %d images of %s that hold_out=%g holds out", len(val), val.where, config.hold_out)
@@ -224,15 +232,25 @@ def open_data(
         if train.transformed and packing.high**2 > math.prod(img_size):
             raise InputError(f"{config.data!r} has images of {img_size[0]} x {img_size[1]}; sizes must not be larger")
         train_transform = partial(packing.transform, train_transform)
+    crops = Crops(config, img_size, patch_size) if config.objective == "lejepa" and not evaluates else None
+    if crops is not None:
+        train_transform = crops.transform
     if config.decode == "device":
         train_transform = partial(jpeg.draw, config)
     if native is not None and not train.transformed:
         eval_transform = native.transform
     read = max(len(val), len(train)) if config.task == "eval" else len(val)  # images in batches of eval_batch_size
     step = native.batch_bytes if native else packing.step_bytes if packing else None
+    step = step if crops is None else 3 * math.prod(patch_size) * crops.patches * config.batch_size
     workers = loader_processes(config, img_size, read, ranks, step)
     chains = train_transform, eval_transform
-    return Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native)
+    data = Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native, crops)
+    if config.probe:
+        other = dict(data=config.probe, probe="", objective="softmax", hold_out=0.0, shots=None, train_images=None)
+        data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
+    elif config.objective in UNLABELLED and len(classes) > 1 and not data.multi_label:
+        data.probe = data
+    return data
 
 
 def _with_validation(

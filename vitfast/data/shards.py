@@ -41,11 +41,11 @@ class Slice(NamedTuple):
 class ShardFiles(Source):
     """The images of local WebDataset shards by index, read out of the tar files where they lie."""
 
-    def __init__(self, paths: list[Path], where: str = ""):
+    def __init__(self, paths: list[Path], where: str = "", labelled: bool = True):
         self.paths, self.names, self.where = paths, [], where or str(paths[0])
         self.places, passed, labels, ends = array("q"), PassedOver(), [], [0]  # places: shard, offset, bytes of each
         for number, path in enumerate(paths):
-            for name, offset, size, label in _samples(path, passed):
+            for name, offset, size, label in _samples(path, passed, labelled):
                 self.places.extend((number, offset, size))
                 self.names.append(name)
                 labels.append(label)
@@ -97,8 +97,11 @@ def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar
         raise InputError(f"shard {path} cannot be read ({error})") from None
 
 
-def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, str]]:
-    """(name, offset, bytes, class as it is written) of a shard's images that have a .cls."""
+def _samples(path: Path, passed: PassedOver, labelled: bool) -> Iterator[tuple[str, int, int, str]]:
+    """(name, offset, bytes, class as it is written) of a shard's images that have a .cls.
+
+    Unless they must be `labelled`, all images of a shard without any .cls are of the class "images".
+    """
     images, labels = {}, {}
 
     def is_class(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
@@ -114,6 +117,8 @@ def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, st
         key = os.path.splitext(member.name)[0]
         if images.setdefault(key, member) is not member:
             passed[f"second images of one name, such as {printable(images[key].name)}"] += 1
+    if not (labelled or labels):
+        labels = dict.fromkeys(images, "images")
     for key, member in images.items():
         if key in labels:
             yield member.name, member.offset_data, member.size, labels[key]
@@ -123,8 +128,11 @@ def _samples(path: Path, passed: PassedOver) -> Iterator[tuple[str, int, int, st
         passed[f".cls without an image, such as {printable(missing[0])}.cls"] += len(missing)
 
 
-def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
-    """The shards of a split below `root`: those of the first prefix that any file has; "" means all."""
+def local_shards(root: Path, prefixes: tuple[str, ...], labelled: bool = True) -> ShardFiles | None:
+    """The shards of a split below `root`: those of the first prefix that any file has; "" means all.
+
+    labelled: whether images need a class.
+    """
     for prefix in prefixes:
         places = [*root.glob(f"{prefix}*"), *(root.glob(f"{prefix}/*") if prefix else ())]
         places = [p for p in places if p.parent != root or not p.name[len(prefix) :][:1].isalpha() or not prefix]
@@ -132,7 +140,8 @@ def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles | None:
         if packed := [path for path in files if path.suffix != ".tar"]:
             raise InputError(f"shard {packed[0]} is compressed: unpack it, since images are read where they lie")
         if files:
-            return ShardFiles(files, f"{root}/{prefix}*.tar" if files[0].parent == root else f"{root}/{prefix}/*.tar")
+            where = f"{root}/{prefix}*.tar" if files[0].parent == root else f"{root}/{prefix}/*.tar"
+            return ShardFiles(files, where, labelled)
     return None
 
 
@@ -188,7 +197,7 @@ class ShardSamples(IterableDataset):
             except InputError as error:
                 yield error
                 return
-            yield np.asarray(image), label, unreadable
+            yield image, label, unreadable
             unreadable = []
 
 

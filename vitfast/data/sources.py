@@ -96,6 +96,11 @@ class Subset(Source):
         return self.source.content(self.indices[index])
 
 
+def evenly(length: int, most: int) -> list[int]:
+    """At most `most` of the indices of a sequence, evenly spread, its first and its last among them."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int)).tolist()
+
+
 def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[Subset, Subset]:
     """(chosen, rest): count(n) of the n images of each class are chosen, at random but always the same.
 

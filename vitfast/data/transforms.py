@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from timm.data import auto_augment, create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
-from torchvision.transforms import RandomErasing
+from torchvision.transforms import RandomErasing, RandomSolarize
 from torchvision.transforms.functional import center_crop, get_image_size
 
 from ..run.config import Config
@@ -67,6 +67,18 @@ class Erase:
         return image
 
 
+class Blur:
+    """Gaussian blur of a share of the images; its radius is up to 2 pixels, and less in images below 96 pixels."""
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        if random.random() >= self.share:
+            return image
+        return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0) * min(1, max(image.size) / 96)))
+
+
 def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     """timm's posterize; 0 bits, which its policies draw and Pillow 13 refuses, make the image black."""
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
@@ -77,12 +89,15 @@ def transforms(config: Config, img_size: tuple[int, int], mean: Sequence[float] 
 
     mean: the colour that fills up an image where crop_mode="border".
     """
+    jitter = config.color_jitter, config.hue_jitter
     train = create_transform(
         (3, *img_size),
         is_training=True,
         use_prefetcher=True,
         hflip=config.hflip,
-        color_jitter=config.color_jitter or None,
+        color_jitter=(*(config.color_jitter,) * 3, config.hue_jitter) if any(jitter) else None,
+        color_jitter_prob=None if config.jitter_share == 1 else config.jitter_share,
+        grayscale_prob=config.grayscale,
         auto_augment=config.auto_augment or None,
         interpolation="bicubic",
     )
@@ -91,6 +106,9 @@ def transforms(config: Config, img_size: tuple[int, int], mean: Sequence[float] 
             op.aug_fn = posterize if op.aug_fn is auto_augment.posterize else op.aug_fn
     crop = CROPS[config.train_crop_mode]
     train.transforms[0] = crop(img_size, config.crop_scale, config.crop_ratio, interpolation="bicubic")
+    last = [Blur(config.blur)] if config.blur else []
+    last += [RandomSolarize(128, config.solarize)] if config.solarize else []
+    train.transforms[-1:-1] = last  # before the image becomes an array
     if config.random_erasing:
         train.transforms.append(Erase(config.random_erasing))
     mode = config.crop_mode or "center"

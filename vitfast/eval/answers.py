@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.loader import Data
 from ..data.samples import ONE, PADDING
 from ..data.shards import Shards
-from ..data.sources import Subset
+from ..data.sources import Subset, evenly
 from .accuracy import logits_of, of_all_ranks
 
 
@@ -110,8 +110,3 @@ def look(model: nn.Module, data: Data, most: int) -> tuple[Answers, list[Tensor]
     if chosen:
         answers.index = torch.tensor(chosen)[answers.index]
     return answers, images
-
-
-def evenly(length: int, most: int) -> list[int]:
-    """At most `most` of the indices of a sequence, evenly spread, its first and its last among them."""
-    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int)).tolist()

@@ -39,27 +39,37 @@ class Features(NamedTuple):
 
 
 @torch.inference_mode()
-def features(model: nn.Module, data: Data, source: Source) -> Features:
-    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
+def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tensor], Tensor] | None = None) -> Features:
+    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`, of all ranks.
 
-    model: a ViT or a baseline. Images that cannot be read are left out, with a warning. Raises InputError if no image
-    can be read or more than `max_unreadable` cannot, and if images have several classes.
+    model: a ViT or a baseline. embed: computes features (B, D) of its images in place of it. Images that cannot be read
+    are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot, and if
+    images have several classes.
     """
+
+    def pre_logits(images: Tensor) -> Tensor:
+        return model.forward_head(model.forward_features(normalized(model, images)), pre_logits=True)
+
+    embed = embed or pre_logits
     if data.multi_label:
         raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
     xs, ys, unreadable = [], [], 0
     with evaluating(model):
         for images, labels, messages in data.in_order(source):
             with autocast(data.device, data.dtype):
-                x = model.forward_features(normalized(model, images.to(data.device, non_blocking=True)))
-                x = model.forward_head(x, pre_logits=True)
+                x = embed(images.to(data.device, non_blocking=True))
             xs.append(x.float().cpu())
             ys.append(labels)
             unreadable += data.left_out(messages)
-    y = torch.cat(ys) if ys else torch.empty(0)
-    index = counts(y).nonzero()[:, 0]
-    data.check_left_out(unreadable, len(index))
-    return Features(torch.cat(xs)[index], y[index], index, unreadable)
+    own = torch.cat(xs) if xs else torch.empty(0, 0), torch.cat(ys) if ys else torch.empty(0)
+    everyone = data.ranks.gather((*own, unreadable))
+    # The ranks take turns in the images. In shards each has its own, and their places mean nothing.
+    places = [torch.arange(len(y)) * len(everyone) + rank for rank, (_, y, _) in enumerate(everyone)]
+    x, y, index = (torch.cat(parts) for parts in ([x for x, *_ in everyone], [y for _, y, _ in everyone], places))
+    unreadable, read = sum(left_out for *_, left_out in everyone), counts(y)
+    order = index[read].argsort()
+    data.check_left_out(unreadable, len(order))
+    return Features(x[read][order], y[read][order], index[read][order], unreadable)
 
 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:

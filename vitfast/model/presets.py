@@ -12,6 +12,7 @@ ROOT = 64  # channels of a ResNet's root, at width 1
 PRESETS = {
     "Ti/16": dict(patch_size=16, embed_dim=192, depth=12, num_heads=3),
     "S/16": dict(patch_size=16, embed_dim=384, depth=12, num_heads=6),
+    "S/8": dict(patch_size=8, embed_dim=384, depth=12, num_heads=6),
     "S/32": dict(patch_size=32, embed_dim=384, depth=12, num_heads=6),
     # Figure 4's ViT-b: "ViT-B with all hidden dimensions halved" and its 12 heads kept (with 6 it is S/32). It comes
     # after S, because weights of this width that do not tell their head count get that of the first preset.

@@ -5,63 +5,21 @@ its choices here, and nowhere else. Any field can be set with --set FIELD=VALUE.
 """
 
 import dataclasses
+import functools
 import math
 import re
-import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import InputError, both_ends
+from .fields import allowed, choice, count, natural, plain, positive, rule, span, within
 
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
 NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
+UNLABELLED = {"masked": "masked patch prediction", "lejepa": "LeJEPA"}  # the objectives that need no labels
 MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
 MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes
-
-
-def plain(default, meaning: str):
-    """A field of any value of its type."""
-    return field(default=default, metadata=dict(meaning=meaning))
-
-
-def rule(default, holds: Callable[[object], bool], text: str, meaning: str):
-    """A field whose values other than None must fulfil `holds`; `text` completes "FIELD must ..."."""
-    return field(default=default, metadata=dict(meaning=meaning, holds=holds, text=text))
-
-
-def choice(names: tuple[str, ...], meaning: str):
-    """A field with one of these values, the first by default."""
-    text = f"be one of {', '.join(name or repr(name) for name in names)}"
-    return rule(names[0], lambda value: value in names, text, meaning)
-
-
-def positive(default, meaning: str):
-    return rule(default, lambda value: value > 0, "be positive", meaning)
-
-
-def count(default: int | None, most: int, meaning: str):
-    """A field of a whole number from 1 to `most`, so that no slip of the finger takes the machine down."""
-    return rule(default, lambda value: 1 <= value <= most, f"be positive, and at most {most:,}", meaning)
-
-
-def within(default: float | None, interval: str, meaning: str):
-    """A field of a number in an interval such as "[0, 1)", which includes the end at a square bracket."""
-    low, high = map(float, interval[1:-1].split(","))
-    ends = {low} if interval[0] == "[" else set()
-    ends |= {high} if interval[-1] == "]" else set()
-    return rule(default, lambda value: low < value < high or value in ends, f"lie in {interval}", meaning)
-
-
-def natural(default, meaning: str):
-    return rule(default, lambda value: value >= 0, "be at least 0", meaning)
-
-
-def span(default: tuple[float, float], high: float, meaning: str):
-    """A field of two positive numbers up to `high`, the smaller first."""
-    text = f"be two numbers, the smaller first, above 0 and at most {high:g}"
-    return rule(default, lambda value: 0 < value[0] <= value[1] <= high, text, meaning)
 
 
 def _sizes(value: str) -> bool:
@@ -139,13 +97,21 @@ class Recipe:
     ema_warmup: bool = plain(True, "the average's decay at step n is at most 1 - n^(-2/3), as in timm's warm-up")
 
     objective: str = choice(
-        ("softmax", "sigmoid", "masked"), "the loss: cross-entropy by softmax or by sigmoid, or masked patch prediction"
+        ("softmax", "sigmoid", "masked", "lejepa"),
+        "the loss: cross-entropy by softmax or by sigmoid; or, without labels, masked patch prediction or LeJEPA",
     )
     mask_target: str = choice(
         ("mean", "downsized", "pixels"),
         "what is predicted for a masked patch: its mean colour, 4 x 4 colours, or all pixels",
     )
     mask_share: float = within(0.5, "(0, 1]", "the share of an image's patches that is masked")
+    global_crops: int = count(2, 100, "LeJEPA's large crops of an image, of img_size pixels and crop_scale of its area")
+    local_crops: int = within(6, "[0, 100]", "LeJEPA's small crops of an image")
+    local_size: int | None = count(None, 16384, "the side of a small crop in pixels; unset: 3/7 of img_size")
+    local_scale: tuple[float, float] = span((0.05, 0.3), 1, "the share of an image's area that a small crop keeps")
+    sigreg_lambda: float = within(0.05, "[0, 1]", "LeJEPA's lambda: the share of SIGReg in the loss")
+    projector_width: int = count(2048, 10**6, "the width of the two hidden layers of LeJEPA's projector")
+    projector_dim: int = count(16, 10**5, "the dimensions of LeJEPA's projections")
     label_smoothing: float = within(0.0, "[0, 1)", "the share of the target that is spread over all classes")
     mixup: float = within(0.0, "[0, 100]", "alpha of mixup; 0 for none")
     cutmix: float = within(0.0, "[0, 100]", "alpha of cutmix; 0 for none")
@@ -171,6 +137,11 @@ class Recipe:
     crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 100, "the aspect ratio of rrc's crops, width over height")
     hflip: float = within(0.5, "[0, 1]", "the share of the images that are mirrored")
     color_jitter: float = within(0.0, "[0, 10]", "the strength of changes in brightness, contrast and saturation")
+    hue_jitter: float = within(0.0, "[0, 0.5]", "the strength of changes in hue, as a share of the colour circle")
+    jitter_share: float = within(1.0, "[0, 1]", "the share of the images whose colours change")
+    grayscale: float = within(0.0, "[0, 1]", "the share of the images that become grey")
+    blur: float = within(0.0, "[0, 1]", "the share of the images that are blurred, by up to 2 pixels")
+    solarize: float = within(0.0, "[0, 1]", "the share of the images whose light half is inverted")
     auto_augment: str = rule(
         "",
         AUTO_AUGMENT.fullmatch,
@@ -226,7 +197,7 @@ class Recipe:
 
     def __post_init__(self):
         for each in dataclasses.fields(self):
-            object.__setattr__(self, each.name, allowed(each, getattr(self, each.name)))
+            object.__setattr__(self, each.name, allowed(each, _types()[each.name], getattr(self, each.name)))
 
 
 @dataclass(frozen=True)
@@ -238,6 +209,9 @@ class Config(Recipe):
         "",
         "a folder with train/<class>/ and val/<class>/, or with train/labels.csv and val/labels.csv; or digits, "
         "synthetic, torch/NAME, hfds/NAME, wds/FOLDER",
+    )
+    probe: str = plain(
+        "", "labelled images, given as data is, by which training without labels is evaluated; empty: those of data"
     )
     data_dir: str = plain("", "the root folder of timm's data sets")
     num_classes: int | None = count(None, MOST_CLASSES, "the number of classes, if the data does not say it")
@@ -287,12 +261,15 @@ class Config(Recipe):
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "decode non_finite".split()
+    "decode non_finite probe".split()
 )
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))
-_TYPES = typing.get_type_hints(Config)
-_TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+@functools.cache
+def _types() -> dict[str, typing.Any]:
+    return typing.get_type_hints(Config)
 
 
 def values(each: dataclasses.Field) -> str:
@@ -312,54 +289,6 @@ def commented(config: Recipe) -> str:
         meaning = each.metadata["meaning"] + (f" ({values(each)})" if values(each) else "")
         lines.append(line if "\n" in line else f"{line:<24}  # {meaning}")
     return "\n".join(lines)
-
-
-def is_none(value) -> bool:
-    """Whether a value, perhaps as text, says that an optional field is unset."""
-    return value is None or str(value).lower() in ("none", "null", "")
-
-
-def allowed(each: dataclasses.Field, value):
-    """Returns `value`, which may be text, in the field's type. Raises InputError if the field forbids it."""
-    options = typing.get_args(_TYPES[each.name]) if isinstance(_TYPES[each.name], types.UnionType) else ()
-    if type(None) in options and is_none(value):
-        return None
-    kind = next((option for option in options if option is not type(None)), _TYPES[each.name])
-    shown = both_ends(repr(value), 80)
-    try:
-        parsed = _parse(kind, value)
-    except (TypeError, ValueError, KeyError, OverflowError):
-        expected = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
-        text = expected.get(kind, "numbers, such as 0.9,0.999")
-        raise InputError(f"{each.name} must be {text}, got {shown}") from None
-    if "holds" in each.metadata and not each.metadata["holds"](parsed):
-        raise InputError(f"{each.name} must {each.metadata['text']}, got {shown}")
-    return parsed
-
-
-def _parse(kind, value):
-    """Converts one value to `kind`; raises a built-in exception of Python where that is impossible."""
-    if kind is bool:
-        return _TRUTH[str(value).lower()]
-    if kind is str:
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value):
-            raise ValueError("text")
-        return str(value)
-    if typing.get_origin(kind) is tuple:
-        items = value.strip("()[] ").split(",") if isinstance(value, str) else list(value)
-        numbers = tuple(_parse(float, item) for item in items if str(item).strip())
-        lengths = typing.get_args(kind)
-        if Ellipsis not in lengths and len(numbers) != len(lengths):
-            raise ValueError(f"{len(lengths)} numbers")
-        return numbers
-    if isinstance(value, bool):
-        raise ValueError("a number")
-    if kind is int and re.fullmatch(r"\s*[+-]?\d+\s*", str(value)):  # not by way of float, which holds 53 bits
-        return int(value)
-    number = float(value)
-    if not math.isfinite(number) or (kind is int and not number.is_integer()):
-        raise ValueError("a number")
-    return kind(number)
 
 
 def total_steps(config: Recipe, images: int, per_step: float | None = None) -> int:
@@ -392,9 +321,29 @@ def changes(before: dict, now: dict, inside: str = "") -> list[str]:
     return found
 
 
+def crop_sizes(config: Recipe, img_size: tuple[int, int], patch: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
+    """(how many, (height, width) in pixels) of LeJEPA's global and local crops of an image, whole patches each.
+
+    Raises InputError for a local_size that is not a multiple of the patch.
+    """
+    local = (config.local_size,) * 2 if config.local_size else img_size
+    if config.local_size and (local[0] % patch[0] or local[1] % patch[1]):
+        raise InputError(f"local_size {config.local_size} must be a multiple of the patch, {patch[0]} x {patch[1]}")
+    if not config.local_size:  # 3/7: 96 of 224 pixels
+        local = tuple(max(1, round(side * 3 / 7 / part)) * part for side, part in zip(img_size, patch))
+    return [(config.global_crops, img_size), (config.local_crops, local)]
+
+
 def check_run(config: Config) -> None:
     """Raises InputError for settings that contradict each other or give the run no length."""
-    if config.objective == "masked" and (config.mixup or config.cutmix):
-        raise InputError("masked patch prediction takes its targets from the images: set mixup=0 cutmix=0")
+    unlabelled = UNLABELLED.get(config.objective)
+    if unlabelled and (config.mixup or config.cutmix):
+        raise InputError(f"{unlabelled} takes its targets from the images: set mixup=0 cutmix=0")
+    if config.objective == "lejepa":
+        for name, wanted in (("sizes", ""), ("drop_tokens", 0), ("tokens_per_step", None), ("decode", "host")):
+            if getattr(config, name) != wanted:
+                raise InputError(f"LeJEPA packs the crops of images, and {name} cannot: set {name}={wanted or 'none'}")
+    if config.probe and not unlabelled:
+        raise InputError("probe is for training without labels: leave it out, or set objective=lejepa")
     if config.epochs is None and config.steps is None:
         raise InputError("the run has no length: give --epochs or --steps")

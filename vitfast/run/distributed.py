@@ -27,7 +27,7 @@ from .config import Config, as_plain
 from .device import choose_device
 
 GO, STOP, FAILED = 0, 1, 2  # the ranks' flags before every step; the largest counts
-OWN = frozenset("about data output device workers data_dir".split())  # settings that may differ between machines
+OWN = frozenset("about data probe output device workers data_dir".split())  # settings that may differ between machines
 
 
 def world_size() -> int:
@@ -213,12 +213,14 @@ def shard(model: nn.Module, dtype: torch.dtype | None) -> None:
 
     With a 16-bit `dtype`, parameters are gathered and gradients are reduced in it.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype else MixedPrecisionPolicy()
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if hasattr(model, "views"):  # it learns without labels, and evaluations call this in place of forward
+        register_fsdp_forward_method(model, "features")
 
 
 @contextmanager

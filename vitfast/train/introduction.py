@@ -9,7 +9,7 @@ from ..data.images import printable
 from ..data.loader import Data
 from ..errors import both_ends
 from ..model.vit import ViT
-from ..run.config import Config, total_steps
+from ..run.config import UNLABELLED, Config, crop_sizes, total_steps
 
 NAMED_CLASSES = 10  # how many classes are named
 MOST_EPOCHS = 1000  # passes over the data above which a run warns
@@ -32,7 +32,7 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
     passes += " epoch" if passes == "1" else " epochs"
-    unlabelled = "It learns masked patches, and no classes. " if config.objective == "masked" else ""
+    unlabelled = learned(config, data)
     logger.info(
         f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images {size}. "
         f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
@@ -49,9 +49,24 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
         logger.warning("this run passes over its data %s times: set --epochs, such as 50", f"{epochs:,.0f}")
 
 
+def learned(config: Config, data: Data) -> str:
+    """A sentence on what a run without labels learns from, and by which labels it is evaluated; else ""."""
+    if config.objective not in UNLABELLED:
+        return ""
+    what = "masked patches"
+    if data.crops is not None:
+        kinds = crop_sizes(config, data.img_size, data.crops.patch)
+        what = " and ".join(f"{count} crops of {height}x{width}" for count, (height, width) in kinds if count)
+        what = f"LeJEPA from {what} pixels of each image"
+    by = "the effective rank of its features alone, as there are no labels"
+    if data.probe is not None:
+        by = f"a linear probe and nearest neighbours, by the labels of {data.probe.config.data}"
+    return f"It learns by {what}, and no classes; it is evaluated by {by}. "
+
+
 def model_in_words(config: Config, model: nn.Module) -> str:
     """The name and the size of a run's model."""
-    vit = getattr(model, "vit", model)  # the model of masked patch prediction
+    vit = getattr(model, "vit", model)  # that of a model without labels
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if not isinstance(vit, ViT):
         return f"{config.model} ({parameters})"

@@ -16,7 +16,8 @@ from ..errors import InputError, both_ends
 from ..run.files import free_name, write_text
 from .run_folder import EVENTS
 
-COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")
+EVALUATED = ("loss", "accuracy", "knn", "rank")  # what an evaluation measures, where it does
+COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data", "knn", "rank")
 SLOW_CALL = 1.0  # seconds
 logger = logging.getLogger("vitfast")
 

@@ -24,12 +24,14 @@ class PackedTotals:
     padded: int = 0
 
 
-def counts(images: Tensor | list[PackedImages]) -> Tensor:
-    """(3,) on the CPU: this rank's images, patches and patches with padding, the last two 0 for a tensor."""
-    if isinstance(images, Tensor):
-        return torch.tensor([len(images), 0, 0], dtype=torch.float32)
-    own = ((len(some), len(some.patches), len(some) * some.longest) for some in images)
-    return torch.tensor(list(own), dtype=torch.float32).sum(0)
+def counts(images: Tensor | list[PackedImages], count: int) -> Tensor:
+    """(3,) on the CPU: this rank's images, patches and patches with padding, the last two 0 for a tensor.
+
+    count: how many images there are, of which each may have several crops.
+    """
+    packed = [] if isinstance(images, Tensor) else images
+    patches, padded = sum(len(some.patches) for some in packed), sum(len(some) * some.longest for some in packed)
+    return torch.tensor([count, patches, padded], dtype=torch.float32)
 
 
 def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:

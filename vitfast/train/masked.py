@@ -6,20 +6,15 @@ embeddings", to which its Eq. 1 adds the positions), so a corrupted patch keeps 
 corrupted patch predicts what was there.
 """
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.loader import Data
-from ..data.samples import counts, mix_seed
-from ..eval.accuracy import validation_means
 from ..model.vit import ViT
 from ..ops import reference as ref
-from ..run.device import autocast
+from .unlabelled import Unlabelled
 
 MASKED, SWAPPED = 0.8, 0.1  # shares of the corrupted patches that become [mask] or another patch; the rest stay
 CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted
@@ -50,12 +45,6 @@ def corruption(noise: Tensor, share: float) -> Corruption:
     return Corruption(chosen, what < MASKED, torch.where(swapped, other, torch.arange(patches, device=noise.device)))
 
 
-def fixed_noise(samples: Iterable[int], patches: int) -> Tensor:
-    """The noise (B, 3, N), on the CPU, of these samples: the same in every evaluation, at any batch size."""
-    generators = (torch.Generator().manual_seed(mix_seed(0, i)) for i in samples)
-    return torch.stack([torch.rand(3, patches, generator=generator) for generator in generators])
-
-
 def colour_classes(patches: Tensor, cells: int) -> Tensor:
     """Patches (..., C, P, Q), pixels 0 to 255 -> colours of cells x cells areas, (..., cells^2) int64.
 
@@ -73,7 +62,7 @@ def _gather_patches(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(1, indices.reshape(*indices.shape, *[1] * len(extra)).expand(-1, -1, *extra))
 
 
-class MaskedPatches(nn.Module):
+class MaskedPatches(Unlabelled):
     """A ViT that learns to predict its corrupted patches; `vit` is an ordinary ViT without its head.
 
     target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16
@@ -83,9 +72,8 @@ class MaskedPatches(nn.Module):
     """
 
     def __init__(self, vit: ViT, target: str = "mean", share: float = 0.5):
-        super().__init__()
-        vit.reset_classifier(0)
-        self.vit, self.target, self.share = vit, target, share
+        super().__init__(vit)
+        self.target, self.share = target, share
         width, chans, (p, q) = vit.embed_dim, vit.in_chans, vit.patch_embed.patch_size
         outputs = CELLS[target] ** 2 * 8**chans if target in CELLS else chans * p * q
         weight = vit.patch_embed.proj.weight
@@ -95,18 +83,9 @@ class MaskedPatches(nn.Module):
         nn.init.trunc_normal_(self.predict.weight, std=0.02)
         nn.init.zeros_(self.predict.bias)
 
-    @property
-    def blocks(self) -> nn.Sequential:
-        """The encoder's layers, the units of compilation and sharding."""
-        return self.vit.blocks
-
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are usually not decayed."""
-        return {"mask_token"} | {f"vit.{name}" for name in self.vit.no_weight_decay()}
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the ViT, without [mask] and prediction layer."""
-        self.vit.save_pretrained(folder)
+        return {"mask_token"} | super().no_weight_decay()
 
     def encode(self, images: Tensor, corrupted: Corruption) -> Tensor:
         """uint8 (B, C, H, W) -> normalised outputs (B, N, D) of the corrupted patches and the others."""
@@ -151,26 +130,3 @@ class MaskedPatches(nn.Module):
         out = out.unflatten(-1, (classes.shape[-1], -1))
         loss = F.cross_entropy(out.flatten(0, -2), classes.flatten())
         return loss, (out.detach().argmax(-1) == classes).float().mean()
-
-
-def evaluate_masked(model: MaskedPatches, data: Data) -> dict:
-    """Mean loss and share of right colours over the validation set, which the ranks divide up.
-
-    The corruption of each image is always the same.
-    """
-    position, patches = data.ranks.rank, model.vit.patch_embed.num_patches
-
-    def score(images: Tensor, labels: Tensor) -> Tensor:
-        nonlocal position
-        own = counts(labels)
-        count = int(own.sum())
-        noise = fixed_noise(range(position, position + len(images) * data.ranks.world, data.ranks.world), patches)
-        position += len(images) * data.ranks.world
-        if count:  # all ranks run the model equally often, as sharded models require
-            images, noise = images[own], noise[own]
-        drawn = Corruption(*(part.to(data.device) for part in corruption(noise, model.share)))
-        with autocast(data.device, data.dtype):
-            result = model(images.to(data.device, non_blocking=True), drawn)
-        return torch.stack([*result, torch.ones_like(result[0])]).double() * count
-
-    return validation_means(model, data, ["loss", "accuracy"], score)

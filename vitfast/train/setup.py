@@ -15,8 +15,9 @@ from ..model.checkpoint.files import EXAMPLE
 from ..model.preprocessing import CROP
 from ..model.presets import is_baseline, pair, preset
 from ..model.vit import ViT
-from ..run.config import Config
+from ..run.config import UNLABELLED, Config
 from ..run.distributed import Ranks
+from .lejepa import LeJEPA
 from .masked import MaskedPatches
 from .recipes import model_arguments, vit_arguments
 
@@ -69,6 +70,9 @@ def set_up(
         setattr(model, name, getattr(config, name) or default)
     if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
+    elif config.objective == "lejepa":
+        crops, projector = (config.global_crops, config.local_crops), (config.projector_width, config.projector_dim)
+        model = LeJEPA(model, *crops, config.sigreg_lambda, *projector)
     else:
         model.class_names = data.classes
     return model, data
@@ -93,6 +97,7 @@ def _say_what_is_its_own(config: Config) -> None:
 
 def _baseline_arguments(config: Config, name: str) -> dict:
     """timm's arguments that a recipe decides."""
-    if config.objective == "masked":
-        raise InputError(f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {name}")
+    if config.objective in UNLABELLED:
+        own = f"objective={config.objective} trains vitfast's ViTs only"
+        raise InputError(f"{own}; take softmax or sigmoid for {name}")
     return dict(drop_path_rate=config.drop_path) if config.drop_path else {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loader import Data
-from ..data.samples import seed_everything
+from ..data.samples import mix_seed, seed_everything
 from ..errors import InputError
 from ..model.vit import ViT
 from ..ops import reference as ref
@@ -58,18 +58,20 @@ class TrainStep:
         factor = 2.0**16 if self.scaled else 1.0
         self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
         self.grad_norm = torch.zeros((), device=device)  # the last step's, if it must be finite
-        self.masked = config.objective == "masked"
-        self.objective = OBJECTIVES.get(config.objective)  # a masked model has its own loss
+        self.objective = OBJECTIVES.get(config.objective)  # None: the model has its own loss
+        self.views, self.seed = getattr(model, "views", 1), 0  # the crops of an image; the seed of all ranks in a step
         self.mixup = None
         if mixing:
             smoothing = config.label_smoothing
             self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=smoothing, num_classes=len(data.classes))
         self.ema = ModelEmaV3(model, config.ema_decay, use_warmup=config.ema_warmup) if config.ema_decay else None
         self.unsharded = copy.deepcopy(self.averaged).to("meta") if sharded else None
-        vit = model.vit if self.masked else model
+        vit = getattr(model, "vit", model)
         if isinstance(vit, ViT):  # before torch.compile, for which it is a constant
             tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
             images = config.tokens_per_step / tokens if config.tokens_per_step else config.batch_size
+            if data.crops is not None:  # as many whole images as have the tokens of the crops
+                images *= (self.views * vit.num_prefix_tokens + data.crops.patches) / tokens
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
             logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
@@ -108,6 +110,7 @@ class TrainStep:
         step (default: batch_size); all weigh the same. Returns its part of (loss, right answers), on the device.
         """
         seed_everything(self.config.seed, step, 1 + self.ranks.rank)
+        self.seed = mix_seed(self.config.seed, step)
         rate = learning_rate(self.config, step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -144,21 +147,21 @@ class TrainStep:
         """Adds the gradients of this rank's share of a batch. Returns its share of (loss, right answers)."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         if isinstance(images, list):
-            split = zip(images, labels.split([len(some) for some in images]))
+            split = zip(images, labels.split([len(some) // self.views for some in images]))
         else:
             split = zip(images.tensor_split(micro_batches), labels.tensor_split(micro_batches))
         for index, (some, target) in enumerate(split):
             some, target = some.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
             with reducing(self.runner, last=index == micro_batches - 1):
                 loss, right = self._loss(some, target)
-                loss = loss * (len(some) / (count or self.config.batch_size))
+                loss = loss * (len(target) / (count or self.config.batch_size))
                 self.scaler.scale(loss * self.ranks.world).backward()  # the ranks' gradients are averaged
             loss_sum += loss.detach()
             correct += right
         return loss_sum, correct
 
     def _loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, right answers) of a micro-batch; masked patches give the right share times images."""
+        """(mean loss, right answers) of a micro-batch; without labels, the model's second result times images."""
         target, smoothing = labels, self.config.label_smoothing
         if self.mixup:
             mean, std = self.model.mean, self.model.std
@@ -169,10 +172,11 @@ class TrainStep:
                 images, target = self.mixup(images, target)
                 smoothing = 0.0  # the mixed targets are smooth already
         with autocast(self.device, self.dtype):
-            out = self.runner(images)
-        if self.masked:
-            loss, share = out
-            return loss, share.detach() * len(images)
+            drawn = () if self.objective else self.model.drawn(self.seed, self.device)
+            out = self.runner(images, *drawn)
+        if self.objective is None:
+            loss, score = out
+            return loss, score.detach() * len(labels)
         return self.objective(out, target, smoothing), correct(out, labels)
 
     def micro_batches_that_fit(self, images: Tensor, labels: Tensor) -> int | None:

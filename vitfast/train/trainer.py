@@ -15,16 +15,16 @@ from ..data.resize import INSTALLED
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..eval.answers import Collector
-from ..run.config import Config, as_plain, total_steps
+from ..run.config import UNLABELLED, Config, as_plain, total_steps
 from ..run.device import choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told, run_facts
 from ..run.files import write_text
 from ..run.lock import locked
 from .early import EarlyStop
 from .introduction import introduce, precision
-from .log import Meter, Metrics, Progress, read_metrics
+from .lejepa import Collapse
+from .log import EVALUATED, Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
-from .masked import evaluate_masked
 from .report import complete, write_report
 from .resume import find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_data import run_data
@@ -32,6 +32,7 @@ from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_b
 from .setup import set_up
 from .step import Images, TrainStep
 from .stopper import Stopper
+from .unlabelled import MEASURED, evaluate_features
 
 logger = logging.getLogger("vitfast")
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
@@ -81,6 +82,9 @@ class Trainer:
         steps_per_epoch = len(self.data.train) / self.data.images_per_step
         self.eval_every = config.eval_every or max(1, round(max(steps_per_epoch, self.total / 20)))
         self.save_every = config.save_every or self.eval_every
+        self.log_every, self.collapse = config.log_every, None
+        if config.objective == "lejepa":  # a collapse is to be named within two epochs
+            self.log_every, self.collapse = min(config.log_every, max(1, int(steps_per_epoch))), Collapse()
         self.early = EarlyStop(config, self.checkpoint, self.step)
         self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
         self.ranks.agree(GO)  # now every rank has read the files, and the first may replace them
@@ -126,10 +130,10 @@ class Trainer:
                 self._log_window(window)
                 self.save()
                 break
-            counted = counts(batch[0]).to(self.device, non_blocking=True)
+            counted = counts(batch[0], len(batch[1])).to(self.device, non_blocking=True)
             window.append(torch.cat([torch.stack([*self._train(*batch[:2]), self.train_step.grad_norm]), counted]))
             evaluating, saving = self._is_due(self.eval_every), self._is_due(self.save_every)
-            if not (evaluating or saving or self.step % self.config.log_every == 0):
+            if not (evaluating or saving or self.step % self.log_every == 0):
                 self.progress.step(self.step)
                 continue
             self._log_window(window)
@@ -184,8 +188,8 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """The loss and accuracy, on the validation set, of the model that is kept."""
-        if self.train_step.masked:
-            return evaluate_masked(self.train_step.averaged, self.data)
+        if self.config.objective in UNLABELLED:
+            return evaluate_features(self.train_step.averaged, self.data)
         self.answers = Collector(self.config.objective)
         return evaluate(self.train_step.averaged, self.data, self.answers.add)
 
@@ -318,16 +322,18 @@ class Trainer:
         self.packed.patches, self.packed.padded = self.packed.patches + patches, self.packed.padded + padded
         counted = self._finite_losses(losses.tolist(), norms.tolist())
         loss = sum(counted) / len(counted) if counted else math.nan
-        accuracy = correct.sum().item() / images
+        measure = {getattr(self.train_step.model, "measure", "accuracy"): correct.sum().item() / images}
         speed, waiting = self.meter.end_window(images), self.meter.waiting_share
         self._record(
             split="train",
             loss=loss,
-            accuracy=accuracy,
+            **measure,
             lr=self.train_step.rate,
             images_per_second=speed,
             waiting_for_data=round(waiting, 4),
         )
+        if self.collapse is not None:
+            self.collapse.add(self.epoch, measure["rank"])
         self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
 
     def _record(self, **record) -> None:
@@ -338,12 +344,14 @@ class Trainer:
     def _validate(self, record: bool = True) -> dict:
         """Evaluates and logs the result. record: whether metrics.csv and early stopping get it too."""
         result = self.evaluate()
-        loss, accuracy = result["loss"], result["accuracy"]
         if record:
-            self._record(split="val", loss=loss, accuracy=accuracy)
-            self.early.add(self.step, accuracy)
+            self._record(split="val", **{name: result[name] for name in EVALUATED if name in result})
+            if result["accuracy"] is not None:
+                self.early.add(self.step, result["accuracy"])
         self.answers = self.answers if self.done else None  # answers of many classes take memory
-        self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
+        named = MEASURED if self.config.objective in UNLABELLED else dict(accuracy="validation accuracy", loss="loss")
+        told = (f"{text} {result[name]:.4f}" for name, text in named.items() if result[name] is not None)
+        self.progress.say(f"epoch {self.epoch:.1f}: {', '.join(told)}")
         return result
 
     def _finish(self, result: dict) -> dict:
@@ -355,6 +363,8 @@ class Trainer:
             top5=result.get("top5"),
             loss=result["loss"],
             map=result.get("map"),
+            knn=result.get("knn"),
+            rank=result.get("rank"),
             steps=self.step,
             epochs=self.epoch,
             images_per_second=round(self.meter.speed, 1),

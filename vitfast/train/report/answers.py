@@ -15,8 +15,8 @@ from ...data.images import printable
 from ...data.loader import Data
 from ...data.samples import ONE, counts
 from ...data.shards import Shards
-from ...data.sources import Subset
-from ...eval.answers import Answers, evenly, look
+from ...data.sources import Subset, evenly
+from ...eval.answers import Answers, look
 from ...eval.inspect.page import columns, fold, gallery, matrix, picture
 
 SHOWN, OPEN = 200, 24  # how many wrong images are shown, and how many of them not folded

@@ -1,0 +1,91 @@
+"""What the objectives without labels share: a ViT without its head, and how one sees whether it learns."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..data.loader import Data
+from ..data.shards import Shards
+from ..data.sources import Source, Subset, evenly
+from ..eval.fewshot import classify, features
+from ..model.vit import ViT
+
+PROBED = 10_000  # images that fit the probes at most, and as many that measure them
+MEASURED = dict(accuracy="linear probe", knn="20 nearest neighbours", rank="effective rank of features")
+logger = logging.getLogger("vitfast")
+
+
+class Unlabelled(nn.Module):
+    """A ViT that learns from images alone. `forward` returns (loss, a number named `measure`) of a micro-batch."""
+
+    measure = "accuracy"  # the column of metrics.csv for the second result
+    views = 1  # crops of an image in a batch
+
+    def __init__(self, vit: ViT):
+        super().__init__()
+        vit.reset_classifier(0)
+        self.vit = vit
+
+    @property
+    def blocks(self) -> nn.Sequential:
+        """The encoder's layers, the units of compilation and sharding."""
+        return self.vit.blocks
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are usually not decayed."""
+        return {f"vit.{name}" for name in self.vit.no_weight_decay()}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the ViT, without what only the objective needs."""
+        self.vit.save_pretrained(folder)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) -> features (B, D), which a head would read."""
+        return self.vit(images)
+
+    def drawn(self, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Further arguments of `forward`, drawn by a seed that all ranks share."""
+        return ()
+
+
+def effective_rank(x: Tensor) -> float:
+    """The effective rank of features (n, D): exp of the entropy of the singular values, once their mean is 0.
+
+    Roy & Vetterli, 2007. It lies between 1 and the smaller of n - 1 and D; 0 where all features are alike.
+    """
+    values = torch.linalg.svdvals(x.double() - x.double().mean(0))
+    if values.sum() <= 1e-9 * x.double().norm():
+        return 0.0
+    shares = values / values.sum()
+    return torch.special.entr(shares).sum().exp().item()
+
+
+def evenly_spaced(source: Source, count: int) -> Source:
+    """At most `count` images of a source, spread over it; shards, which have no index, stay whole."""
+    if isinstance(source, Shards) or len(source) <= count:
+        return source
+    return Subset(source, evenly(len(source), count))
+
+
+def evaluate_features(model: Unlabelled, data: Data) -> dict:
+    """What the features of the images are good for: `rank`, and `accuracy` and `knn` where there are labels.
+
+    accuracy: of a linear probe that is fitted on the training images of `data.probe` and measured on its validation
+    images, as `knn` is; of both at most PROBED. rank: the effective rank of the measured features. They are None where
+    there are no labels.
+    """
+    probe = data.probe or data
+    found = features(model, probe, evenly_spaced(probe.val, PROBED), model.features)
+    left_out, scores = found.unreadable, dict(accuracy=None, knn=None)
+    fitted = None
+    if data.probe is not None:
+        fitted = features(model, probe, evenly_spaced(probe.train, PROBED), model.features)
+        left_out += fitted.unreadable
+    if data.ranks.first:
+        scores["rank"] = effective_rank(found.x)
+        for name, method in (("accuracy", "linear"), ("knn", "knn")) if fitted else ():
+            classes = classify(method, fitted.x, fitted.y, found.x, len(probe.classes))
+            scores[name] = (classes == found.y).double().mean().item()
+    return dict(loss=None, images=len(found.y), unreadable_images=left_out) | data.ranks.gather(scores)[0]
