@@ -33,7 +33,7 @@ class Features(NamedTuple):
     """The features of those images of a source that could be read."""
 
     x: Tensor  # (n, D) fp32, on the CPU
-    y: Tensor  # (n,) class numbers
+    y: Tensor  # (n,) class numbers, or (n, K) zeros and ones
     index: Tensor  # (n,) which images of the source they are
     unreadable: int  # how many images are left out
 
@@ -43,16 +43,13 @@ def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tens
     """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`, of all ranks.
 
     model: a ViT or a baseline. embed: computes features (B, D) of its images in place of it. Images that cannot be read
-    are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot, and if
-    images have several classes.
+    are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot.
     """
 
     def pre_logits(images: Tensor) -> Tensor:
         return model.forward_head(model.forward_features(normalized(model, images)), pre_logits=True)
 
     embed = embed or pre_logits
-    if data.multi_label:
-        raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
     xs, ys, unreadable = [], [], 0
     with evaluating(model):
         for images, labels, messages in data.in_order(source):
@@ -195,6 +192,8 @@ def few_shot(
     if config.sizes:
         raise InputError("fewshot takes images of one size: leave sizes out")
     model, data = open_weights(config, img_size)
+    if data.multi_label:
+        raise InputError(f"images of {config.data!r} have several classes; features are classified by one")
     (x, y, _, left_out), drawn = training_features(model, data, shots, seeds)
     queries, truth, _, also_left_out = features(model, data, data.val)
     at = data.device if method == "knn" else torch.device("cpu")

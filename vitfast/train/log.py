@@ -38,6 +38,7 @@ def _read_metrics(path: Path) -> tuple[list[dict], int]:
         cells = line.split(",")
         try:
             record = {k: v if k == "split" else float(v) if v else None for k, v in zip(columns, cells, strict=True)}
+            record = dict.fromkeys(COLUMNS) | record  # some are newer than the file
             record["step"] = int(cells[columns.index("step")])
         except ValueError:
             continue

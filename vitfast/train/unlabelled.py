@@ -85,7 +85,7 @@ def evaluate_features(model: Unlabelled, data: Data) -> dict:
         left_out += fitted.unreadable
     if data.ranks.first:
         scores["rank"] = effective_rank(found.x)
-        for name, method in (("accuracy", "linear"), ("knn", "knn")) if fitted else ():
+        for name, method in (("accuracy", "linear"), ("knn", "knn")) if fitted and len(fitted.y.unique()) > 1 else ():
             classes = classify(method, fitted.x, fitted.y, found.x, len(probe.classes))
             scores[name] = (classes == found.y).double().mean().item()
     return dict(loss=None, images=len(found.y), unreadable_images=left_out) | data.ranks.gather(scores)[0]
