@@ -166,13 +166,15 @@ def test_other_models_show_what_they_have(tmp_path, kind):
     fields = dict(masked=dict(objective="masked"), resnet=dict(model="timm:resnet10t"))
     train(digits(tmp_path, steps=2, batch_size=4, **fields.get(kind, dict(pos_embed="none"))))
     text, headings = read(tmp_path)
-    looked, inside = ANSWERS * (kind != "masked"), INSIDE * (kind != "resnet")
-    assert headings == [*PROGRESS, *looked, *inside, *ENDS] and (len(captions(text)) == 200) == bool(looked)
-    said = [name for name in ("predict", "eval", "export", "embed", "finetune") if f"vitfast {name} " in text]
-    wanted = dict(masked=["export", "embed", "finetune"], resnet=["predict", "eval"])
+    looked, inside = ["Neighbours"] if kind == "masked" else ANSWERS, INSIDE * (kind != "resnet")
+    assert headings == [*PROGRESS, *looked, *inside, *ENDS] and (len(captions(text)) == 200) == (kind != "masked")
+    said = [
+        name for name in ("predict", "eval", "export", "embed", "finetune", "fewshot") if f"vitfast {name} " in text
+    ]
+    wanted = dict(masked=["export", "embed", "finetune", "fewshot"], resnet=["predict", "eval"])
     assert said == wanted.get(kind, ["predict", "eval", "export", "embed"])
     assert ("Not drawn: the model adds no position" in text) == (kind == "no positions")
-    assert ("±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]) == (kind != "masked")
+    assert "±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]
 
 
 @pytest.mark.slow

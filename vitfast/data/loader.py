@@ -250,6 +250,8 @@ def open_data(
         data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
     elif config.objective in UNLABELLED and len(classes) > 1 and not data.multi_label:
         data.probe = data
+    if config.early_stop and config.objective in UNLABELLED and data.probe is None:
+        raise InputError("early_stop waits for a better accuracy, and there are no labels: give --set probe=DIR")
     return data
 
 

@@ -13,7 +13,6 @@ from ..eval.fewshot import classify, features
 from ..model.vit import ViT
 
 PROBED = 10_000  # images that fit the probes at most, and as many that measure them
-MEASURED = dict(accuracy="linear probe", knn="20 nearest neighbours", rank="effective rank of features")
 logger = logging.getLogger("vitfast")
 
 

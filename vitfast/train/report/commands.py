@@ -64,8 +64,8 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
         lines.append(f"# {comment}\n{before}{shlex.join([*launch, *words])}")
 
     if config.objective in UNLABELLED:
-        own = folder or config.data if summary.get("accuracy") is not None and not config.probe else config.probe
-        labelled = ["--weights", weights, "--data", own or "LABELLED"]
+        own = "LABELLED" if summary.get("classes") == 1 else folder or config.data
+        labelled = ["--weights", weights, "--data", config.probe or own]
         add("fine-tune it: it has no head yet", "finetune", *labelled, "--output", f"{run}-finetuned")
         add("accuracy of its frozen features, by a linear probe", "fewshot", *labelled, "--method", "linear")
     else:
