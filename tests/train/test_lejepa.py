@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from checks import assert_close, randomize
-from runs import cut_at, records, same_runs, training_tensors, weights
+from runs import cut_at, records, same_runs, training_tensors, weights, without_labels
 from scipy.integrate import trapezoid
 
 from vitfast import ViT, pack
 from vitfast.errors import InputError
 from vitfast.train.lejepa import COLLAPSED, Collapse, LeJEPA, draw_directions, effective_dimensions, sigreg
-from vitfast.train.recipes import resolve
 from vitfast.train.trainer import train
 
 SHAPE = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, class_token=False, global_pool="avg")
@@ -155,20 +154,13 @@ def test_wrong_input_is_named():
 # ---- runs
 
 
-def run_of(output, **fields):
-    """A short run on the digits without labels, on the CPU."""
-    settings = dict(recipe="ssl/small", data="digits", output=str(output), device="cpu", model="Nano/8", img_size=32)
-    settings |= dict(batch_size=48, projector_width=64, local_crops=3, train_images=300, epochs=None, steps=12)
-    return resolve("pretrain", settings | dict(workers=0, compile=False, log_every=2, warmup_ratio=0.1) | fields)
-
-
 def test_a_run_is_resumed_bit_for_bit(tmp_path, monkeypatch):
-    train(run_of(tmp_path / "whole", steps=5, save_every=2))
+    train(without_labels(tmp_path / "whole", steps=5, save_every=2))
     cut_at(monkeypatch, 3)
     with pytest.raises(KeyError):
-        train(run_of(tmp_path / "cut", steps=5, save_every=2))
+        train(without_labels(tmp_path / "cut", steps=5, save_every=2))
     monkeypatch.undo()
-    train(run_of(tmp_path / "cut", steps=5, save_every=2))
+    train(without_labels(tmp_path / "cut", steps=5, save_every=2))
     assert same_runs(tmp_path / "whole", tmp_path / "cut")
     assert not any("projector" in key for key in weights(tmp_path / "cut"))
     assert any("projector" in key for key in training_tensors(tmp_path / "cut"))
@@ -178,7 +170,7 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path, monkeypatch):
 
 def test_accumulated_steps_take_all_images(tmp_path):
     """Two micro-batches have statistics of their own, and together as many crops."""
-    summary = train(run_of(tmp_path / "run", steps=2, accumulate=2))
+    summary = train(without_labels(tmp_path / "run", steps=2, accumulate=2))
     assert summary["steps"] == 2 and math.isfinite(summary["rank"])
 
 
@@ -195,7 +187,7 @@ def test_a_planted_collapse_is_named_within_two_epochs(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(LeJEPA, "forward", planted)
     with caplog.at_level(logging.WARNING, logger="vitfast"):
-        train(run_of(tmp_path / "run", steps=30, eval_every=100, save_every=100))
+        train(without_labels(tmp_path / "run", steps=30, eval_every=100, save_every=100))
     (message,) = [record.message for record in caplog.records if "collapsed" in record.message]
     assert "since epoch 2." in message and "sigreg_lambda" in message
     ranks = [(float(epoch), float(rank)) for epoch, rank in records(tmp_path / "run", "train", "epoch", "rank")]
@@ -208,7 +200,9 @@ def test_a_planted_collapse_is_named_within_two_epochs(tmp_path, monkeypatch, ca
 def test_without_sigreg_a_run_collapses_and_says_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="vitfast"):
         train(
-            run_of(tmp_path / "run", steps=72, sigreg_lambda=0.0, lr=3e-3, lr_end=3e-3, eval_every=100, save_every=100)
+            without_labels(
+                tmp_path / "run", steps=72, sigreg_lambda=0.0, lr=3e-3, lr_end=3e-3, eval_every=100, save_every=100
+            )
         )
     assert [record.message for record in caplog.records if "has collapsed" in record.message]
 
