@@ -219,6 +219,13 @@ def test_settings_that_contradict_crops_are_named(fields, said):
         config(**fields)
 
 
+def test_fine_tuning_is_by_labels():
+    with pytest.raises(
+        InputError, match="fine-tuning learns classes, and LeJEPA none: vitfast pretrain takes --weights"
+    ):
+        resolve("finetune", dict(recipe="ssl/small", weights="x", data="digits"))
+
+
 def test_what_needs_labels_or_whole_patches_says_so(tmp_path):
     pictures.folder(tmp_path, splits=("",), classes=("a",))
     with pytest.raises(InputError, match="early_stop waits for a better accuracy, and there are no labels"):

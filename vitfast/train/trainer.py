@@ -266,6 +266,8 @@ class Trainer:
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The out-of-memory message: which size did not fit, and which does if trying shows one."""
         accumulate, same = self.config.accumulate, "with the same result except for random numbers, such as dropout's"
+        if self.collapse is not None:
+            same = "with statistics of fewer images at once"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
             held = f"{max(len(some.patches) for some in images):,} patches"
