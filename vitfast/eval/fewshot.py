@@ -58,15 +58,11 @@ def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tens
             xs.append(x.float().cpu())
             ys.append(labels)
             unreadable += data.left_out(messages)
-    own = torch.cat(xs) if xs else torch.empty(0, 0), torch.cat(ys) if ys else torch.empty(0)
-    everyone = data.ranks.gather((*own, unreadable))
-    # The ranks take turns in the images. In shards each has its own, and their places mean nothing.
-    places = [torch.arange(len(y)) * len(everyone) + rank for rank, (_, y, _) in enumerate(everyone)]
-    x, y, index = (torch.cat(parts) for parts in ([x for x, *_ in everyone], [y for _, y, _ in everyone], places))
-    unreadable, read = sum(left_out for *_, left_out in everyone), counts(y)
-    order = index[read].argsort()
-    data.check_left_out(unreadable, len(order))
-    return Features(x[read][order], y[read][order], index[read][order], unreadable)
+    *everyone, unreadable = zip(*data.ranks.gather((torch.cat(xs), torch.cat(ys), unreadable)))
+    x, y = (torch.stack(parts, 1).flatten(0, 1) for parts in everyone)  # the ranks take turns in the images
+    index = counts(y).nonzero()[:, 0]
+    data.check_left_out(sum(unreadable), len(index))
+    return Features(x[index], y[index], index, sum(unreadable))
 
 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,6 @@ from .fields import allowed, choice, count, natural, plain, positive, rule, span
 
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
-NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
 UNLABELLED = {"masked": "masked patch prediction", "lejepa": "LeJEPA"}  # the objectives that need no labels
 MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
 MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes

@@ -145,8 +145,8 @@ def model_sections(model: nn.Module, data: Data, answers: Answers | None = None)
         sections = neighbours(model, data)
     elif getattr(model, "num_classes", 0):
         if answers is None:
-            answers = look(model, data, LOOKED)[0]
-        sections = answer_sections(answers, model, data)
+            answers = look(model, data, LOOKED)
+        sections = answer_sections(answers, data)
     return sections | (_inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {})
 
 

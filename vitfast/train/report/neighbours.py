@@ -9,7 +9,6 @@ from torchvision.transforms.functional import resize
 
 from ...data.loader import Data
 from ...data.samples import ONE
-from ...data.shards import Shards
 from ...data.sources import Subset, evenly
 from ...eval.fewshot import features
 from ...eval.inspect.page import picture
@@ -20,9 +19,7 @@ PIXELS = 64  # the height of an image in the picture
 
 
 def neighbours(model: ViT, data: Data) -> dict[str, tuple[str, str]]:
-    """The section, {} for shards, which are not read by index. model: in eval mode."""
-    if isinstance(data.train, Shards):
-        return {}
+    """The section, by its heading. model: in eval mode."""
     from ...eval.inspect.figures import as_png, draw_rows
 
     data = dataclasses.replace(data, workers=0, ranks=ONE)
