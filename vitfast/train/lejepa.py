@@ -10,12 +10,12 @@ as N(0, 1) in every direction, which an encoder that maps all images to one poin
     EP(x)      = N * integral over t of exp(-t^2/2) |mean over n of exp(i t x[n]) - exp(-t^2/2)|^2
 
 EP is the statistic of Epps and Pulley for normality. Its integrand is even, and its integral is taken by the trapezoid
-rule on 17 knots from 0 to 3, doubled. lambda, the knots, their range and the projector (two hidden layers of 2048 with
-BatchNorm and ReLU) are the paper's, 256 directions those of its authors' small example.
+rule from 0 to 3, doubled. The 17 knots, the 256 directions (1,024 in their package) and the projector (two hidden
+layers of 2048 with BatchNorm and ReLU) are those of the authors' small example, MINIMAL.md of rbalestr-lab/lejepa.
 
-What differs: the prediction and the probes read what the ViT's head would read, pooled and normalised, where the
-authors' example puts a linear layer of 512 between; and statistics are those of a micro-batch where gradients are
-accumulated. They are always those of all ranks.
+What differs: the projector and the probes read what the ViT's head would read, pooled and normalised, where that
+example puts a linear layer of 512 between; and statistics are those of a micro-batch where gradients are accumulated.
+They are always those of all ranks.
 """
 
 import logging
@@ -33,8 +33,8 @@ KNOTS, LAST_KNOT, DIRECTIONS = 17, 3.0, 256
 # Effective dimensions of the projections, of which there are K, below which they count as collapsed: all images lie on
 # a point or a line.
 COLLAPSED = 1.2
-logger = logging.getLogger("vitfast")
 FLOOR = 1e-4  # a variance of projections, which shall be 1, that counts as nothing
+logger = logging.getLogger("vitfast")
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -55,9 +55,9 @@ def mean_over_ranks(x: Tensor) -> tuple[Tensor, Tensor | int]:
     """(mean over the first dimension of all ranks' tensors (n, ...), how many rows they have together)."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return x.mean(0), len(x)
-    count = x.new_tensor(len(x))
-    dist.all_reduce(count)
-    return _SumOverRanks.apply(x.sum(0)) / count, count
+    sums = _SumOverRanks.apply(torch.cat([x.sum(0).flatten(), x.new_full((1,), len(x))]))
+    count = sums[-1].detach()
+    return sums[:-1].view(x.shape[1:]) / count, count
 
 
 class BatchNorm(nn.BatchNorm1d):
