@@ -9,8 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import yaml
-from commands import RUN, make_folder, refuses, run_cli, works
-from shards import card
+from commands import RUN, make_folder, run_cli, works
 
 from vitfast import ViT, __main__, cli
 from vitfast.train.recipes import RECIPES
@@ -73,19 +72,6 @@ def test_folder_pretrain_finetune_eval(capsys, tmp_path):
     assert ViT.from_pretrained(tuned / "checkpoints" / "last").patch_embed.img_size == (24, 24)
     code, _, err = run_cli(capsys, "eval", "--weights", last, "--data", "digits")
     assert code == 2 and "3 classes" in err and "10" in err
-
-
-@pytest.mark.slow
-def test_a_streamed_data_set_has_the_length_of_its_card(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    data = make_folder(tmp_path / "data", splits=("train", "validation"), classes=("a", "b"))
-    command = ("pretrain", "--recipe", "digits", "--data", f"hfids/{data}", *RUN[:-2], "--output")
-    refuses(capsys, "length is unknown", *command, tmp_path / "other", *RUN[-2:])
-    assert not (tmp_path / "other").exists()
-    (data / "README.md").write_text(card(12))
-    assert run_cli(capsys, *command, tmp_path / "run", *RUN[-2:])[0] == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert [summary[name] for name in ("classes", "train_images", "val_images")] == [2, 12, 12]
 
 
 @pytest.mark.slow

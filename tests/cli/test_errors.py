@@ -62,7 +62,8 @@ BAD = [
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
     ),
     (None, "pretrain --recipe digits --data torch/nothing", "data set 'torch/nothing'"),
-    (None, pretrain("tfds/mnist"), "tensorflow"),  # the reader is timm's: where its library is not installed
+    (None, pretrain("tfds/mnist"), "--data tfds/mnist: streamed data sets are not read; take hfds/NAME, or shards"),
+    (None, pretrain("hfids/a/b"), "--data hfids/a/b: streamed data sets are not read; take hfds/NAME, or shards"),
     (None, "pretrain --recipe digits --data wds/ROOT", "no shards"),
     (None, FINETUNE, "add --weights"),
     (None, f"{FINETUNE} --weights ROOT/w.safetensors", "w.safetensors"),

@@ -13,14 +13,12 @@ import pictures
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from runs import digits
 
 from vitfast import InputError
 from vitfast.data import jpeg, workers
 from vitfast.data.loader import open_data
 from vitfast.data.samples import ONE, Samples, stream_keys
-from vitfast.data.shards import Shards, ShardSamples
 from vitfast.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -79,34 +77,6 @@ def test_subsets_of_a_data_set():
     assert not set(held.train.indices) & set(held.val.indices) and len(held.train) + len(held.val) == len(whole.train)
     assert min(np.bincount(held.val.labels)) >= 27  # a fifth of each class
     assert len(open_data(digits(train_images=700), (32, 32), (8, 8), CPU).train) == 700
-
-
-def test_readers_of_the_same_shards_each_have_their_own_transform():
-    grey = [(Image.new("L", (1, 1), value), label) for value, label in ((1, 0), (2, 1))]
-    shards = Shards("hfids/x", grey, ["a", "b"])
-    readers = [ShardSamples(shards, lambda image, add=add: np.asarray(image) + add) for add in (10, 20)]
-    both = [[(int(image[0, 0, 0]), *rest) for image, *rest in reader] for reader in readers]
-    assert both == [[(11, 0, []), (12, 1, [])], [(21, 0, []), (22, 1, [])]]
-    assert shards.dataset == grey
-
-
-class Stream(list):
-    """What timm's iterable data sets are called with, and the items themselves."""
-
-    set_loader_cfg = set_epoch = lambda self, *args, **kwargs: None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label, said", [(2.7, "class 2.7"), (None, "class None"), (2, "class 2;"), ("x", "class 'x'")])
-def test_a_label_of_a_stream_that_is_no_class_is_one_error(label, said):
-    grey = Image.new("L", (8, 8))
-    source = Shards("hfids/x", Stream([(grey, 1), (grey, label)]), ["a", "b"])
-    data = open_data(digits(workers=0, batch_size=2), (8, 8), (8, 8), CPU)
-    data = dataclasses.replace(data, train=source, val=source, workers=1)
-    for batches in (data.in_order(data.val), data.train_batches(0, 1)):  # in this process, and in another one
-        with pytest.raises(InputError, match=f"^hfids/x, image 1 of a pass, has the {said}") as caught:
-            list(batches)
-        assert "\n" not in str(caught.value)
 
 
 # ---- processes: within the cores and the memory of the machine

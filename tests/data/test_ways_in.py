@@ -6,7 +6,6 @@ The truth of each content is arithmetic on the pixels that were put in, or torch
 import os
 import struct
 import warnings
-from functools import partial
 
 import numpy as np
 import pictures
@@ -163,11 +162,9 @@ def by_sources(root, **settings) -> dict:
         for split in (0, 1):
             found[f"{way} {split}"] = pixels_of(opened(spec, split))
     for way in ("folder", "parquet"):
-        source, stream = opened(f"hfds/{root}/{way}", 0), opened(f"hfids/{root}/{way}", 1)
+        source = opened(f"hfds/{root}/{way}", 0)
         names = [each["path"] for each in source.reader.dataset["image"]]
         found[f"hfds {way}"] = dict(zip(names, pixels_of(source).values()))
-        given = {each["path"]: partial(stream.image, each, 0) for each, _ in stream.dataset}
-        found[f"hfids {way}"] = {path: lambda read=read: np.asarray(read()) for path, read in given.items()}
     source = opened("torch/image_folder", 0, root / "folder")
     found["torch"] = dict(zip((path for path, _ in source.dataset.samples), pixels_of(source).values()))
     return found
@@ -202,8 +199,6 @@ def ways(tmp_path_factory):
         columns = dict(image=stored, label=["ab".index(each) for each in classes.values()])
         kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
         datasets.Dataset.from_dict(columns, features=kinds).to_parquet(root / "parquet" / f"{split}.parquet")
-    for folder in ("folder", "parquet"):
-        (root / folder / "README.md").write_text(shards.card(len(files)))
     (root / "list.txt").write_text("\n".join(f"listed/train/{name}" for name in files))
     pq.write_table(pa.table(dict(image=pa.array(stored), id=list(files))), root / "images.parquet")
 

@@ -108,7 +108,7 @@ def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_wei
     assert code == 0 and json.loads((tmp_path / "a" / "vtab.json").read_text()) == result
 
 
-def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path):
+def test_vtab_takes_images_of_shards(digits_weights, stripes, tmp_path):
     root = tmp_path / "wds_vtab-pets"
     for split, count in (("train", 12), ("test", 6)):
         members = []

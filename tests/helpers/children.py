@@ -24,6 +24,20 @@ SPOILED = COMMON | dict(clip_norm=None, steps=3, log_every=1)
 MANY_SIZES = COMMON | dict(sizes="16:40", tokens_per_step=350)
 RANDOM = COMMON | dict(dropout=0.1, drop_path=0.1, mixup=0.3, batch_size=24, optimizer="sgd", train_images=64)
 SHARDS = COMMON | dict(batch_size=4, steps=3)
+# Statistics over the crops of all ranks; drop path would draw others on each, and Adam would divide gradients that are
+# nothing but rounding, as those of biases before BatchNorm are, by themselves.
+CROPS = dict(recipe="ssl/small", model="Nano/8", img_size=16, local_size=8, batch_size=35, projector_width=32, steps=6)
+CROPS |= dict(
+    epochs=None,
+    optimizer="sgd",
+    lr=0.02,
+    drop_path=0.0,
+    log_every=2,
+    save_every=3,
+    train_images=100,
+    local_crops=3,
+    color_jitter=0.2,
+)
 
 
 def every_run(root: str, shards: str) -> int:
@@ -36,6 +50,7 @@ def every_run(root: str, shards: str) -> int:
     train(digits(root / "shards", data=shards, workers=0, **SHARDS))
     train(digits(root / "unreadable", data=str(root / "files"), workers=0, **COMMON | dict(batch_size=8, steps=2)))
     for parallel in ("ddp", "fsdp"):
+        train(digits(root / f"crops {parallel}", parallel=parallel, **CROPS))
         train(digits(root / f"whole {parallel}", parallel=parallel, **RANDOM))
         config = digits(root / f"broken {parallel}", parallel=parallel, **RANDOM)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):

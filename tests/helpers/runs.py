@@ -28,6 +28,13 @@ def finetuning(pretrained: Path, output: Path, **fields) -> Config:
     return resolve("finetune", dict(data="digits", weights=kept, output=str(output), device="cpu", **fields))
 
 
+def without_labels(output: Path | str = "unused", **fields) -> Config:
+    """A short pre-training on the digits by LeJEPA, on the CPU."""
+    settings = dict(recipe="ssl/small", data="digits", output=str(output), device="cpu", model="Nano/8", img_size=32)
+    settings |= dict(batch_size=48, projector_width=64, local_crops=3, train_images=300, epochs=None, steps=12)
+    return resolve("pretrain", settings | dict(workers=0, compile=False, log_every=2, warmup_ratio=0.1) | fields)
+
+
 def pretraining_command(output: Path, resume: str | Path = "auto", **fields) -> list[str]:
     """The arguments of `vitfast` that pre-train on the digits, with the settings of `digits`."""
     given = dict(recipe="digits", data="digits", device="cpu", output=output, resume=resume, batch_size=32) | fields

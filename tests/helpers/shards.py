@@ -30,10 +30,3 @@ def shards(root: Path, contents: list[bytes], splits=("train", "val"), suffix: s
             members = [m for key, image, label in pairs for m in ((f"{key}.cls", label), (f"{key}.{suffix}", image))]
             write(root / f"{split}-{shard}.tar", members)
     return root
-
-
-def card(count: int) -> str:
-    """The README.md of a data set of two classes, which says how many images a stream of each split has."""
-    splits = "".join(f"  - {{name: {name}, num_bytes: 1, num_examples: {count}}}\n" for name in ("train", "validation"))
-    label = "  - {name: label, dtype: {class_label: {names: {'0': a, '1': b}}}}\n"
-    return f"---\ndataset_info:\n  features:\n  - {{name: image, dtype: image}}\n{label}  splits:\n{splits}---\n"

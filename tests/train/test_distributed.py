@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pictures
 import PIL
 import pytest
 import torch
 from checks import assert_close
-from children import BF16, COMMON, MANY_SIZES, SHARDS, SPOILED, compiled, every_run
+from children import BF16, COMMON, CROPS, MANY_SIZES, SHARDS, SPOILED, compiled, every_run
 from commands import refuses, run_cli
 from processes import command_line, done, free_port, ranks
 from runs import QUICK, digits, pretraining_command, records, same_runs, training_tensors, wait_for
@@ -69,6 +70,7 @@ def test_two_ranks_equal_one_process(one, tmp_path):
         # Cut off: random numbers of each rank, momentum, average and the place in the second epoch.
         assert same_runs(root / f"whole {parallel}", root / f"broken {parallel}")
     check_many_sizes(alone / "many", root / "many")
+    check_crops(alone / "crops", root)
     check_bf16(alone / "bf16", root / "bf16")
     assert sum("left out: the norm of the gradients of step 2 is nan" in text for text in said) == 1
     check_skipped(alone / "spoiled", root / "spoiled")
@@ -91,6 +93,23 @@ def check_many_sizes(one: Path, two: Path) -> None:
     mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (one, two))
     for name in ("sizes", "images_per_step", "patches_per_image", "epochs"):
         assert mine[name] == theirs[name]
+
+
+def check_crops(one: Path, root: Path) -> None:
+    """LeJEPA on two ranks has the statistics of all images, as in one process, and the same probes of features."""
+    alone = train(digits(one, **CROPS))
+    for parallel in ("ddp", "fsdp"):
+        run = root / f"crops {parallel}"
+        summary = json.loads((run / "summary.json").read_text())
+        a, b = training_tensors(one), training_tensors(run)
+        for name, value in a.items():
+            assert_close(b[name], value, atol=2e-5, rtol=1e-4, name=name)
+        columns = ("loss", "rank")
+        mine, theirs = (np.array(records(each, "train", *columns), float) for each in (one, run))
+        assert mine == pytest.approx(theirs, rel=1e-4)
+        for name in ("accuracy", "knn", "rank"):
+            assert summary[name] == pytest.approx(alone[name], abs=0.01)
+        assert summary["val_images"] == alone["val_images"] == 360
 
 
 def check_bf16(one: Path, two: Path) -> None:

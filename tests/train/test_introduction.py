@@ -44,9 +44,9 @@ def test_it_says_what_is_special_about_a_run(tmp_path, caplog):
     options = dict(img_size=16, steps=1, batch_size=1, train_images=1, workers=0)
     said = say(caplog, digits(tmp_path / "one", **options))
     assert "has 1 image for training" in said and "takes 1 step of 1 image, which is 1 epoch, by" in said
-    assert "learns masked patches" not in said
+    assert "It learns" not in said
     said = say(caplog, digits(tmp_path / "masked", **options, objective="masked", hidden_head=False))
-    assert "It learns masked patches, and no classes. The run takes" in said
+    assert "It learns by masked patches, and no classes; it is evaluated by a linear probe and" in said
     many = options | dict(sizes="16:40", tokens_per_step=350, train_images=None)
     said = say(caplog, digits(tmp_path / "sizes", **many))
     assert "on images of sizes 16:40 and, in evaluations, 16x16 pixels." in said

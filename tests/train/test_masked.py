@@ -10,12 +10,10 @@ from checks import assert_close, randomize
 from runs import digits, finetuning, records, training_tensors, weights
 
 from vitfast import ViT
-from vitfast.data.loader import open_data
-from vitfast.train.masked import Corruption, MaskedPatches, colour_classes, corruption, evaluate_masked, fixed_noise
+from vitfast.train.masked import Corruption, MaskedPatches, colour_classes, corruption
 from vitfast.train.optim import make_optimizer
 from vitfast.train.trainer import train
 
-CPU = torch.device("cpu")
 TARGETS = ("mean", "downsized", "pixels")
 SHAPE = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 VARIANTS = [
@@ -221,18 +219,6 @@ def test_autocast():
     assert low.dtype == torch.float32 and low.item() == pytest.approx(model(images, plan)[0].item(), rel=0.02)
 
 
-def test_evaluation_is_always_the_same():
-    model = make(depth=1)
-    results = []
-    for size in (256, 50):
-        torch.manual_seed(size)
-        data = open_data(digits(eval_batch_size=size), (32, 32), (8, 8), CPU)
-        results.append(evaluate_masked(model.train(), data))
-    assert results[0]["images"] == 360 and model.training and results[0] == pytest.approx(results[1], rel=1e-6)
-    first, second = fixed_noise([1, 2], 16)
-    assert not torch.equal(first, second) and torch.equal(second, fixed_noise([2], 16)[0])
-
-
 def test_wrong_input_is_named():
     model = make()
     with pytest.raises(TypeError, match="raw uint8, whose colours are the targets, got torch.float32"):
@@ -244,9 +230,10 @@ def test_wrong_input_is_named():
 @pytest.mark.slow
 def test_masked_pretraining_then_few_labels(tmp_path):
     run = tmp_path / "masked"
-    summary = train(digits(run, steps=12, objective="masked", hidden_head=False, train_images=700, eval_every=6))
-    first, last = (float(loss) for loss in records(run, "val", "loss"))
-    assert last < first and summary["top5"] is None and summary["val_images"] == 360
+    summary = train(digits(run, steps=12, objective="masked", hidden_head=False, train_images=700, log_every=2))
+    losses = [float(loss) for loss in records(run, "train", "loss")]
+    assert losses[-1] < losses[0] and summary["top5"] is None and summary["val_images"] == 360
+    assert summary["accuracy"] > 0.2 and summary["knn"] > 0.2 and summary["rank"] > 2  # of its features, by labels
     assert not any("mask_token" in key or "predict" in key for key in weights(run))
     assert any("mask_token" in key for key in training_tensors(run))
     assert train(finetuning(run, tmp_path / "fine", steps=2, shots=5))["train_images"] == 50

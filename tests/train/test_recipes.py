@@ -170,7 +170,7 @@ def sources(root: Path) -> dict[str, str]:
     for split in ("train", "validation"):
         found = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
         found.to_parquet(root / "parquet" / f"{split}-0.parquet")
-    named = {"wds": f"wds/{root}/wds", "hfds": f"hfds/{root}/parquet", "hfids": f"hfids/{root}/parquet"}
+    named = {"wds": f"wds/{root}/wds", "hfds": f"hfds/{root}/parquet"}
     return {name: str(root / name) for name in ("split", "whole", "listed")} | named
 
 

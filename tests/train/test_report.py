@@ -21,7 +21,6 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
-from vitfast.data.shards import Shards
 from vitfast.eval.answers import Collector, evenly, look
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
@@ -166,13 +165,15 @@ def test_other_models_show_what_they_have(tmp_path, kind):
     fields = dict(masked=dict(objective="masked"), resnet=dict(model="timm:resnet10t"))
     train(digits(tmp_path, steps=2, batch_size=4, **fields.get(kind, dict(pos_embed="none"))))
     text, headings = read(tmp_path)
-    looked, inside = ANSWERS * (kind != "masked"), INSIDE * (kind != "resnet")
-    assert headings == [*PROGRESS, *looked, *inside, *ENDS] and (len(captions(text)) == 200) == bool(looked)
-    said = [name for name in ("predict", "eval", "export", "embed", "finetune") if f"vitfast {name} " in text]
-    wanted = dict(masked=["export", "embed", "finetune"], resnet=["predict", "eval"])
+    looked, inside = ["Neighbours"] if kind == "masked" else ANSWERS, INSIDE * (kind != "resnet")
+    assert headings == [*PROGRESS, *looked, *inside, *ENDS] and (len(captions(text)) == 200) == (kind != "masked")
+    said = [
+        name for name in ("predict", "eval", "export", "embed", "finetune", "fewshot") if f"vitfast {name} " in text
+    ]
+    wanted = dict(masked=["export", "embed", "finetune", "fewshot"], resnet=["predict", "eval"])
     assert said == wanted.get(kind, ["predict", "eval", "export", "embed"])
     assert ("Not drawn: the model adds no position" in text) == (kind == "no positions")
-    assert ("±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]) == (kind != "masked")
+    assert "±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_at_most_200_wrong_images_are_shown(count):
     answers[order[:count]] = (labels[order[:count]] + 1) % 1000
     scores = torch.linspace(3, 9, 300)[order.argsort()]  # the first of `order` are the least confident
     collector.add(torch.nn.functional.one_hot(answers, 1000) * scores[:, None], labels)
-    sections = answer_sections(collector.gather(data), torch.nn.Identity(), data)
+    sections = answer_sections(collector.gather(data), data)
     note, text = sections["Wrong answers"]
     shown = [int(caption.split()[-1]) for caption in captions(text)]
     assert shown == order[:count].flip(0)[:200].tolist() and "Confusion matrix" not in sections
@@ -262,32 +263,11 @@ def test_a_large_validation_set_is_looked_at_in_part():
         seen.append(len(images))
         return torch.eye(10)[:1].expand(len(images), 10)
 
-    answers, _ = look(model, data, 100)
+    answers = look(model, data, 100)
     assert seen == [64, 36] and answers.index.tolist() == evenly(360, 100) and answers.index[-1] == 359
     assert answers.labels.tolist() == [data.val.labels[i] for i in answers.index]
-    note = answer_sections(answers, model, data)["Wrong answers"][0]
+    note = answer_sections(answers, data)["Wrong answers"][0]
     assert note.startswith("Of 100 of the 360 validation images, ")
-
-
-def test_what_is_read_in_order_shows_wrong_images_of_its_beginning(monkeypatch):
-    monkeypatch.setattr(module, "STREAMED", 4)
-    data = opened(Config(data="digits"))
-    images = [(Image.new("RGB", (16, 16), (value, 0, 0)), value % 10) for value in range(12)]
-
-    class Stream(Shards):
-        def __len__(self):
-            return len(self.dataset)
-
-    def model(images):
-        return torch.eye(10)[images[:, 0, 0, 0].long() % 10 // 2 * 2] * 5  # the even ones are right
-
-    data.val = Stream("hfids/x", images, data.classes)
-    collector = Collector("softmax")
-    for batch, labels, _ in data.in_order(data.val):
-        collector.add(model(batch), labels)
-    note, text = answer_sections(collector.gather(data), model, data)["Wrong answers"]
-    assert note.startswith("Of 12 validation images, 6 are") and "the pictures are of the first 4 images" in note
-    assert [caption.split("%")[1] for caption in captions(text)] == [", is 1", ", is 3"]
 
 
 @pytest.mark.slow

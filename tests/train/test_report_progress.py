@@ -74,7 +74,6 @@ def test_why_the_training_loss_is_above_names_what_the_run_used():
         (dict(label_smoothing=0.0, crop_scale=(1.0, 1.0)), []),
         (dict(), ["label smoothing 0.1", "random crops of 80% to 100% of an image"]),
         (dict(data="synthetic", auto_augment="rand-m9", drop_path=0.1), ["label smoothing 0.1", "drop path 0.1"]),
-        (dict(objective="masked", dropout=0.2), ["dropout 0.2", "random crops of 80% to 100% of an image"]),
         (
             dict(mixup=0.2, cutmix=1.0, random_erasing=0.25, color_jitter=0.4, ema_decay=0.99, label_smoothing=0.0),
             "mixup 0.2;cutmix 1;random crops of 80% to 100% of an image;colour jitter 0.4;random erasing of 25% of the "

@@ -38,15 +38,14 @@ def _told(summary: dict) -> str:
     if "accuracies" in summary:
         each = " ".join(f"{accuracy:.4f}" for accuracy in summary["accuracies"])
         return f"accuracy {summary['accuracy']:.4f} ± {summary['stdev']:.4f} ({each}), {summary['seconds']:.0f} s"
+    speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
     if summary.get("rank") is not None:
-        from ..train.unlabelled import MEASURED
+        from ..train.log import in_words
 
-        named = ", ".join(f"{text} {summary[name]:.4f}" for name, text in MEASURED.items() if summary[name] is not None)
-        return f"{named}, {summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
+        return f"{in_words(summary)}, {speed}"
     best = ""
     if "best_step" in summary:
         last = summary["best_step"] == summary["steps"]
         best = " (the best" if last else f" (best {summary['best_accuracy']:.4f} at step {summary['best_step']}"
         best += ", in best/)"
-    speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
     return f"accuracy {summary['accuracy']:.4f}{best}, {speed}"

@@ -21,13 +21,13 @@ TORCHVISION |= dict(imagenet=1_281_167, places365=1_803_460, inaturalist=2_686_8
 def count_images(config: Config, most: int) -> int:
     """How many training images a config's data has; files are counted up to `most` + 1.
 
-    Returns 0 for files that cannot be listed. Raises InputError where a library cannot open its data set.
+    Returns 0 for files that cannot be listed. Raises InputError where Hugging Face's library cannot open its data set.
     """
     library, _, name = config.data.partition("/")
     if library == "torch" and name.lower() in TORCHVISION:
         count = TORCHVISION[name.lower()]
-    elif library in ("hfds", "hfids", "tfds") and name:
-        count = _of_library(config.data, config.data_dir)
+    elif library == "hfds" and name:
+        count = _of_hugging_face(name, config.data_dir)
     else:
         root, count = Path(config.data_dir or name or library if library in ("torch", "wds") else config.data), 0
         with suppress(InputError, OSError):
@@ -35,13 +35,11 @@ def count_images(config: Config, most: int) -> int:
     return min(count, config.train_images or count)
 
 
-def _of_library(spec: str, data_dir: str) -> int:
-    """How many training images a library's data set has; the hub's are not downloaded if a card says it."""
-    with suppress(InputError):
-        if spec.startswith("hfds/"):
-            return _of_library(f"hfids/{spec[5:]}", data_dir)
-    dataset = open_named(spec, data_dir, "train", is_training=True, batch_size=1)
-    return getattr(getattr(dataset, "reader", None), "num_samples", None) or len(dataset)
+def _of_hugging_face(name: str, data_dir: str) -> int:
+    """How many training images a data set of Hugging Face has; it is not downloaded if its card says it."""
+    with suppress(InputError):  # timm's reader of streams opens the card alone
+        return open_named(f"hfids/{name}", data_dir, "train").reader.num_samples
+    return len(open_named(f"hfds/{name}", data_dir, "train"))
 
 
 def _in_shards(root: Path) -> Iterable:

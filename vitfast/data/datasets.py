@@ -1,4 +1,4 @@
-"""Data sets: a folder of class folders, the digits, synthetic noise, or any data set that timm names."""
+"""Data sets: folders, digits, noise, WebDataset shards, torchvision's and Hugging Face's."""
 
 import functools
 import itertools
@@ -22,13 +22,12 @@ from .folders import TRAINING, VALIDATION, open_folder, open_images
 from .images import Reading, printable, read_rgb, unreadable
 from .records import Cell
 from .samples import mix_seed
-from .shards import NUMBER, Shards, local_shards, stream_files
+from .shards import NUMBER, local_shards
 from .sources import Source, Subset, split
 
 NAMED = tuple(NAMED_DATA)
-STREAMED = NAMED[3:]
 HELD_OUT = 0.1  # the share of each class that validates where there is no such split: at least one image of two
-ADVICE = dict(torch="check the network, or bring its files there", hfds=hub.CHECK, hfids=hub.CHECK)
+ADVICE = dict(torch="check the network, or bring its files there", hfds=hub.CHECK)
 PATIENCE = 10  # seconds without an answer: torchvision's downloads would wait for ever
 logger = logging.getLogger("vitfast")
 
@@ -100,7 +99,7 @@ def library_files(dataset, reader) -> tuple[list[str], Callable[[int], object] |
 
 
 class Named(Source):
-    """A data set of timm's factory that is read by index (torchvision, Hugging Face datasets)."""
+    """A data set of timm's factory (torchvision, Hugging Face datasets)."""
 
     def __init__(self, spec: str, dataset, split: str = "train"):
         self.spec, self.where, self.dataset = spec, f"{spec}, split {split!r}", dataset
@@ -152,34 +151,17 @@ class Named(Source):
         return image, class_number(label, self.numbers, len(self.classes) or None, self.name(index))
 
 
-class InMemory(Source):
-    """The first images of a stream, held in memory, by index."""
-
-    def __init__(self, stream: Shards, count: int):
-        self.stream, self.where, self.classes = stream, stream.where, stream.classes
-        self.contents, self.labels = [], []
-        for number, (content, label) in enumerate(itertools.islice(stream.dataset, count)):
-            self.contents.append(content)
-            self.labels.append(stream.label(label, number))
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.stream.image(self.contents[index], index), self.labels[index]
-
-
-def take(source: Source, count: int) -> Source:
+def take(source: Source, count: int) -> Subset:
     """Returns `count` images of a training source, always the same ones, or all if it has fewer."""
-    if isinstance(source, Shards):
-        return InMemory(source, count)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
     return Subset(source, order[:count].tolist())
 
 
-def open_named(spec: str, data_dir: str, split: str, **options):
+def open_named(spec: str, data_dir: str, split: str):
     """Calls timm's create_dataset, and raises every failure as an InputError of one line."""
     root, (library, _, name) = data_dir or None, spec.partition("/")
     if library == "torch":
         root = root or os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "vitfast")
-        options["download"] = True
     where, unheard = f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''}", ""
     patience = socket.getdefaulttimeout()
     try:
@@ -187,7 +169,7 @@ def open_named(spec: str, data_dir: str, split: str, **options):
         if library in ("hfds", "hfids") and not os.path.exists(name):
             unheard = hub.silence(f"datasets/{name}/resolve/main/README.md")
         with hub.cache_alone() if unheard else nullcontext():
-            return create_dataset(spec, root=root, split=split, **options)
+            return create_dataset(spec, root=root, split=split, download=library == "torch")
     except (Exception, SystemExit) as error:  # each library raises errors of its own
         if unheard and isinstance(error, ConnectionError):
             raise hub.unreachable(f"{where}: not", unheard) from error
@@ -200,7 +182,7 @@ def open_named(spec: str, data_dir: str, split: str, **options):
 
 
 def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None]:
-    """The training and validation splits of a data set by index, None for one that cannot be opened.
+    """The training and validation splits of a data set, None for one that cannot be opened.
 
     training: whether there must be a training split. The log says why any other split cannot be opened.
     """
@@ -221,18 +203,6 @@ def _named_splits(spec: str, data_dir: str, training: bool) -> list[Named | None
     for error in failed:
         logger.warning("%s", error)
     return found
-
-
-def _streams(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
-    """The training and validation splits of a data set that is read in order."""
-    options, hugging_face = dict(is_training=True, batch_size=batch_size, seed=seed), spec.startswith("hfids/")
-    options |= dict(input_img_mode="") if hugging_face else {}  # as_rgb converts the images
-    train = open_named(spec, data_dir, "train", **options)
-    val = open_named(spec, data_dir, "validation", **options | dict(is_training=False))
-    for dataset in (train, val) if hugging_face else ():
-        stream_files(dataset)
-    names = max((library_classes(dataset.reader) for dataset in (train, val)), key=lambda found: len(found[0]))
-    return tuple(Shards(spec, dataset, *names) for dataset in (train, val))
 
 
 def open_sources(
@@ -264,8 +234,8 @@ def open_sources(
             source.read_classes(all(NUMBER.fullmatch(text) for text in texts))
         if others := sorted({*map(str, root.glob("*.tar"))} - {str(path) for each in shards for path in each.paths}):
             logger.info("%s: reads %s and passes over %s", root, shards[-1].where, first_of(others))
-    elif spec.startswith(STREAMED):
-        found = _streams(spec, data_dir, config.batch_size, config.seed)
+    elif spec.startswith(("hfids/", "tfds/")):
+        raise InputError(f"--data {spec}: streamed data sets are not read; take hfds/NAME, or shards as wds/DIR")
     elif spec.startswith(NAMED):
         found = tuple(_named_splits(spec, data_dir, config.task != "eval"))
     elif not Path(spec).exists():
@@ -330,9 +300,6 @@ def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
     """
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
-    if isinstance(train, Shards):
-        needed = "hold_out, shots and train_images need a data set that is read by index"
-        raise InputError(f"{needed}; {config.data!r} is read in order")
     if config.hold_out:
         val, train = split(train, lambda n: min(max(1, round(n * config.hold_out)), n - 1))
     if config.shots and train.multi_label:

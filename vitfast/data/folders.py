@@ -88,7 +88,7 @@ def open_images(spec: str, reading: Reading = DEFAULT) -> list[ImageFiles | None
             logger.info("%s: there are no labels, and no evaluation by them (%s)", spec, error)
     elif not is_list(spec):
         raise InputError(f"{spec} is a file; --data takes a folder, or a list of images ({', '.join(LISTS)})")
-    files = ordered(image_files(spec)) if os.path.isdir(spec) else [path for _, path in read_paths(spec)]
+    files = ordered(image_files(spec, say=False)) if os.path.isdir(spec) else [path for _, path in read_paths(spec)]
     folder = spec if os.path.isdir(spec) else os.path.dirname(spec)
     return [ImageFiles(files, [0] * len(files), ["images"], reading, folder), None]
 

@@ -1,13 +1,11 @@
 """From data sets to batches of raw uint8 images, on one rank or on many."""
 
 import dataclasses
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -22,8 +20,7 @@ from .classes import places_by_name
 from .crops import Crops
 from .datasets import HELD_OUT, open_sources, select, settle_classes, take
 from .packing import NATIVE_AT_ONCE, Native, Packing, Progress, StepKeys
-from .samples import ONE, PADDING, Batch, Samples, collate, seed_everything, stack, stream_keys
-from .shards import Shards, ShardSamples
+from .samples import ONE, PADDING, Batch, Samples, collate, stack, stream_keys
 from .sources import Source, Subset, evenly, split
 from .transforms import transforms
 from .workers import PREFETCH, leave_signals, loader_processes
@@ -65,13 +62,6 @@ class Data:
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of training steps `start` to `stop`; images of many sizes go on from `progress`."""
-        if isinstance(self.train, Shards):
-            stream, (first, last) = self._stream(), self.ranks.share(self.config.batch_size)
-            for step in range(stop):  # shards are read from their beginning: samples before `start` are dropped
-                batch = list(itertools.islice(stream, last - first))
-                if step >= start:
-                    yield checked(collate(batch, self.crops.pack if self.crops else stack))
-            return
         config, samples = self.config, Samples(self.train, self.train_transform, self.config.seed)
         if self.packing is not None:
             keys = StepKeys(len(self.train), self.packing, config, stop - start, self.progress, self.ranks)
@@ -92,20 +82,6 @@ class Data:
         """How many images a training step has; with a budget of tokens, about how many."""
         return self.config.batch_size if self.packing is None else self.packing.images_per_step
 
-    def _stream(self) -> Iterator[tuple]:
-        """The samples of Shards, epoch after epoch; timm's reader gives every rank its own."""
-        dataset, samples = self.train.dataset, ShardSamples(self.train, self.train_transform)
-        options = dict(batch_size=1, num_workers=self.workers, worker_init_fn=leave_signals)
-        dataset.set_loader_cfg(num_workers=self.workers)
-        for epoch in itertools.count():
-            dataset.set_epoch(epoch)
-            seed_everything(self.config.seed, epoch)
-            sample = None
-            for sample in DataLoader(samples, collate_fn=itemgetter(0), **options):
-                yield sample
-            if sample is None:
-                raise InputError(f"data set {self.train.spec!r} gave no training image")
-
     def in_order(self, source: Source) -> Iterator[Batch]:
         """The batches of every image of a source, once and in order, with the evaluation's transform.
 
@@ -117,11 +93,6 @@ class Data:
             size, together = NATIVE_AT_ONCE, self.native.pack
         no_label = np.full(len(source.classes), PADDING, np.float32) if source.multi_label else PADDING
         blank = np.zeros((3, *self.img_size), np.uint8), no_label
-        if isinstance(source, Shards):
-            samples = ShardSamples(source, self.eval_transform, blank)
-            loader = DataLoader(samples, batch_size=size, collate_fn=partial(collate, together=together))
-            yield from map(checked, loader)
-            return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
@@ -161,14 +132,10 @@ def loaded(
         worker_init_fn=leave_signals,
         prefetch_factor=PREFETCH if workers else None,
     )
-    yield from map(checked, loader)
-
-
-def checked(batch: Batch | InputError) -> Batch:
-    """Returns the batch, or raises the error that `collate` returned in its place."""
-    if isinstance(batch, InputError):
-        raise batch
-    return batch
+    for batch in loader:
+        if isinstance(batch, InputError):
+            raise batch
+        yield batch
 
 
 def open_data(
@@ -209,7 +176,7 @@ def open_data(
         known = ()  # the data has other classes
     unlabelled = config.objective in UNLABELLED and len(classes) == 1
     classes = settle_classes(sources, known, config.num_classes or count, config.weights if known or count else "")
-    if unlabelled and val is None and not (isinstance(train, Shards) or config.hold_out):
+    if unlabelled and val is None and not config.hold_out:
         val = Subset(train, evenly(len(train), WATCHED))
     train, val = _with_validation(config, train, val, measure)
     if config.hold_out:
@@ -218,7 +185,7 @@ def open_data(
         several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
         raise InputError(f"{several}: add --set objective=sigmoid")
     for name, source in (("training", train), ("validation", val)):
-        if not isinstance(source, Shards) and not len(source):
+        if not len(source):
             raise InputError(f"there is no {name} image in {config.data!r} with these settings")
     if config.decode == "device":
         jpeg.check_decodable(config, train)
@@ -226,9 +193,6 @@ def open_data(
         train = take(train, examples)
     train_transform, eval_transform = (None, None) if train.transformed else transforms(config, img_size, mean)
     if packing is not None:
-        if isinstance(train, Shards):
-            need = "images of many sizes need a data set that is read by index"
-            raise InputError(f"{need}; {config.data!r} is read in order")
         if train.transformed and packing.high**2 > math.prod(img_size):
             raise InputError(f"{config.data!r} has images of {img_size[0]} x {img_size[1]}; sizes must not be larger")
         train_transform = partial(packing.transform, train_transform)
@@ -250,6 +214,8 @@ def open_data(
         data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
     elif config.objective in UNLABELLED and len(classes) > 1 and not data.multi_label:
         data.probe = data
+    if config.early_stop and config.objective in UNLABELLED and data.probe is None:
+        raise InputError("early_stop waits for a better accuracy, and there are no labels: give --set probe=DIR")
     return data
 
 

@@ -1,6 +1,5 @@
-"""Data sets in shards: WebDataset tar files, streamed Hugging Face data sets, TensorFlow data sets."""
+"""Data sets in WebDataset shards: local tar files, whose images are read by index where they lie."""
 
-import io
 import os
 import re
 import tarfile
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
-from timm.data import IterableImageDataset
-from torch.utils.data import IterableDataset
 
 from ..errors import InputError
-from .classes import class_number, class_numbers, text_classes
+from .classes import class_numbers, text_classes
 from .image_files import PassedOver, is_clutter, is_image, suffix
-from .images import Unreadable, printable, read_rgb, unreadable
+from .images import printable
 from .sources import Source
 
 NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # how classes are written that are numbers
@@ -143,71 +139,3 @@ def local_shards(root: Path, prefixes: tuple[str, ...], labelled: bool = True) -
             where = f"{root}/{prefix}*.tar" if files[0].parent == root else f"{root}/{prefix}/*.tar"
             return ShardFiles(files, where, labelled)
     return None
-
-
-class Shards(Source):
-    """An iterable data set of timm's factory, without a transform: read in order, not by index."""
-
-    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], numbers: dict | None = None):
-        self.spec, self.where, self.dataset, self.classes, self.numbers = spec, spec, dataset, classes, numbers
-
-    def __len__(self) -> int:
-        """The samples of the whole set; timm's own length is that of one rank, rounded up for its workers."""
-        return self.dataset.reader.num_samples
-
-    def label(self, label: object, number: int) -> int:
-        """The class number of item `number` of a pass. Raises InputError."""
-        where = f"{self.spec}, image {number} of a pass,"
-        return class_number(label, self.numbers, len(self.classes) or None, where)
-
-    def image(self, content, number: int) -> Image.Image:
-        """The RGB image of `content`, which is item `number` of a pass over the set. Raises Unreadable."""
-        name = f"{self.spec}, image {number} of a pass,"
-        if isinstance(content, dict):  # a file as Hugging Face streams it, its bytes or its address
-            from datasets.utils.file_utils import xopen
-
-            data, path = content["bytes"], content["path"]
-            name = printable(path or name)
-            with unreadable(f"{name} cannot be read"), io.BytesIO(data) if data else xopen(path, "rb") as file:
-                content = file.read()
-        return read_rgb(content, name, self.reading)
-
-
-class ShardSamples(IterableDataset):
-    """(uint8 (C, H, W), label, unreadable) of each image of one pass, transformed where it is read.
-
-    An image that cannot be read becomes the pair `blank`; without one (in training) it is left out, and its message
-    comes with the next image. A label that is no class becomes an InputError in place of the sample.
-    """
-
-    def __init__(self, source: Shards, transform: Callable, blank: tuple | None = None):
-        self.source, self.transform, self.blank = source, transform, blank
-
-    def __iter__(self):
-        unreadable = []
-        for number, (content, label) in enumerate(self.source.dataset):
-            try:
-                label = self.source.label(label, number)
-                image = self.transform(self.source.image(content, number))
-            except Unreadable as error:
-                unreadable.append(str(error))
-                if self.blank is None:
-                    continue
-                image, label = self.blank
-            except InputError as error:
-                yield error
-                return
-            yield image, label, unreadable
-            unreadable = []
-
-
-def stream_files(dataset: IterableImageDataset) -> None:
-    """Makes timm's Hugging Face stream give undecoded files: a broken image would end the stream."""
-    builder = dataset.reader.builder
-    builder.as_streaming_dataset = partial(_stream_files, builder.as_streaming_dataset, dataset.reader.input_key)
-
-
-def _stream_files(stream: Callable, key: str, **options):
-    import datasets
-
-    return stream(**options).cast_column(key, datasets.Image(decode=False))

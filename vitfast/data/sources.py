@@ -10,7 +10,7 @@ from .images import DEFAULT, read_rgb
 
 
 class Source:
-    """Images with labels: by index, `source[i] -> (image, label)`, or Shards, which are read in order.
+    """Images with labels by index: `source[i] -> (image, label)`.
 
     Images are PIL's, or uint8 (C, H, W) where they are `transformed`, that is, cropped and resized already. Labels are
     class numbers, or vectors of zeros and ones where an image has any number of classes (`multi_label`).

@@ -100,13 +100,9 @@ def evaluate(model: nn.Module, data: Data, on_logits: Callable[[Tensor, Tensor],
 
 
 def of_all_ranks(mine: Tensor, ranks: Ranks) -> Tensor:
-    """The rows (n, K) of all ranks, on the CPU, in the order of the set: the ranks take turns in it.
-
-    A rank with fewer rows than others adds rows of PADDING.
-    """
-    missing = ranks.agree(len(mine)) - len(mine)  # only in Shards: elsewhere all ranks have equally many rows
-    everyone = mine.new_zeros(ranks.world, len(mine) + missing, mine.shape[1])
-    everyone[ranks.rank] = nn.functional.pad(mine, (0, 0, 0, missing), value=PADDING)
+    """The rows of all ranks, (n, K) of each, on the CPU and in the order in which the ranks take turns."""
+    everyone = mine.new_zeros(ranks.world, *mine.shape)
+    everyone[ranks.rank] = mine
     return ranks.sum(everyone).transpose(0, 1).flatten(0, 1).cpu()
 
 

@@ -1,7 +1,6 @@
 """The answers of a model to the images of a validation set, and the classes that it confuses."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from ..data.loader import Data
 from ..data.samples import ONE, PADDING
-from ..data.shards import Shards
 from ..data.sources import Subset, evenly
 from .accuracy import logits_of, of_all_ranks
 
@@ -19,8 +17,8 @@ from .accuracy import logits_of, of_all_ranks
 class Answers:
     """The most probable class of each of the n validation images that could be read; all on the CPU.
 
-    index (n,): the places of the images in the set, if that is not Shards. labels: class numbers (n,), or (n, K) bool
-    if images have any number of classes; named is (n, K) bool then, where a probability is above one half.
+    index (n,): the places of the images in the set. labels: class numbers (n,), or (n, K) bool if images have any
+    number of classes; named is (n, K) bool then, where a probability is above one half.
     """
 
     index: Tensor
@@ -81,32 +79,23 @@ class Collector:
 
     def gather(self, data: Data) -> Answers:
         """The answers of all ranks; every rank must call this."""
-        several = data.multi_label
-        width = 2 + (2 * len(data.classes) if several else 1)
-        mine = torch.cat([torch.empty(0, width, device=data.device), *self.batches])
-        rows = of_all_ranks(mine, data.ranks)
+        rows = of_all_ranks(torch.cat(self.batches), data.ranks)
         index = (rows[:, 2] != PADDING).nonzero()[:, 0]
-        found, probability, labels = rows[index].split([1, 1, width - 2], 1)
-        labels, named = labels.bool().chunk(2, 1) if several else (labels[:, 0].long(), None)
+        found, probability, labels = rows[index].tensor_split([1, 2], 1)
+        labels, named = labels.bool().chunk(2, 1) if data.multi_label else (labels[:, 0].long(), None)
         return Answers(index, found[:, 0].long(), probability[:, 0], labels, named)
 
 
 @torch.no_grad()
-def look(model: nn.Module, data: Data, most: int) -> tuple[Answers, list[Tensor]]:
-    """The answers to at most about `most` validation images, and in case of Shards the images too.
+def look(model: nn.Module, data: Data, most: int) -> Answers:
+    """The answers to at most `most` validation images, evenly spread over the set.
 
-    model: in eval mode, with a head. The images are evenly spread over the set, or the first of Shards.
+    model: in eval mode, with a head.
     """
-    source, collector, images = data.val, Collector(data.config.objective), []
-    if chosen := None if isinstance(source, Shards) else evenly(len(source), most):
-        source = Subset(source, chosen)
-    size = min(data.config.eval_batch_size, most)
-    data = dataclasses.replace(data, config=dataclasses.replace(data.config, eval_batch_size=size), ranks=ONE)
-    for batch, labels, _ in itertools.islice(data.in_order(source), -(-most // size)):
-        collector.add(logits_of(model, batch, data.device, data.dtype), labels.to(data.device))
-        images += [] if chosen else list(batch)
+    chosen, collector = evenly(len(data.val), most), Collector(data.config.objective)
+    data = dataclasses.replace(data, ranks=ONE)
+    for images, labels, _ in data.in_order(Subset(data.val, chosen)):
+        collector.add(logits_of(model, images, data.device, data.dtype), labels.to(data.device))
     answers = collector.gather(data)
-    images = [images[i] for i in answers.index] if images else []
-    if chosen:
-        answers.index = torch.tensor(chosen)[answers.index]
-    return answers, images
+    answers.index = torch.tensor(chosen)[answers.index]
+    return answers

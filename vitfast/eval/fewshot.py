@@ -33,7 +33,7 @@ class Features(NamedTuple):
     """The features of those images of a source that could be read."""
 
     x: Tensor  # (n, D) fp32, on the CPU
-    y: Tensor  # (n,) class numbers
+    y: Tensor  # (n,) class numbers, or (n, K) zeros and ones
     index: Tensor  # (n,) which images of the source they are
     unreadable: int  # how many images are left out
 
@@ -43,16 +43,13 @@ def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tens
     """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`, of all ranks.
 
     model: a ViT or a baseline. embed: computes features (B, D) of its images in place of it. Images that cannot be read
-    are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot, and if
-    images have several classes.
+    are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot.
     """
 
     def pre_logits(images: Tensor) -> Tensor:
         return model.forward_head(model.forward_features(normalized(model, images)), pre_logits=True)
 
     embed = embed or pre_logits
-    if data.multi_label:
-        raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
     xs, ys, unreadable = [], [], 0
     with evaluating(model):
         for images, labels, messages in data.in_order(source):
@@ -61,15 +58,11 @@ def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tens
             xs.append(x.float().cpu())
             ys.append(labels)
             unreadable += data.left_out(messages)
-    own = torch.cat(xs) if xs else torch.empty(0, 0), torch.cat(ys) if ys else torch.empty(0)
-    everyone = data.ranks.gather((*own, unreadable))
-    # The ranks take turns in the images. In shards each has its own, and their places mean nothing.
-    places = [torch.arange(len(y)) * len(everyone) + rank for rank, (_, y, _) in enumerate(everyone)]
-    x, y, index = (torch.cat(parts) for parts in ([x for x, *_ in everyone], [y for _, y, _ in everyone], places))
-    unreadable, read = sum(left_out for *_, left_out in everyone), counts(y)
-    order = index[read].argsort()
-    data.check_left_out(unreadable, len(order))
-    return Features(x[read][order], y[read][order], index[read][order], unreadable)
+    *everyone, unreadable = zip(*data.ranks.gather((torch.cat(xs), torch.cat(ys), unreadable)))
+    x, y = (torch.stack(parts, 1).flatten(0, 1) for parts in everyone)  # the ranks take turns in the images
+    index = counts(y).nonzero()[:, 0]
+    data.check_left_out(sum(unreadable), len(index))
+    return Features(x[index], y[index], index, sum(unreadable))
 
 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -195,6 +188,8 @@ def few_shot(
     if config.sizes:
         raise InputError("fewshot takes images of one size: leave sizes out")
     model, data = open_weights(config, img_size)
+    if data.multi_label:
+        raise InputError(f"images of {config.data!r} have several classes; features are classified by one")
     (x, y, _, left_out), drawn = training_features(model, data, shots, seeds)
     queries, truth, _, also_left_out = features(model, data, data.val)
     at = data.device if method == "knn" else torch.device("cpu")

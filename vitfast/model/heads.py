@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ..kernels.tiles import batch_invariant
 from ..ops import norm_linear
@@ -104,7 +104,7 @@ def ends_in_one_operation(vit: nn.Module) -> bool:
 @constant_when_compiled
 def _end_reason(vit: nn.Module) -> str | None:
     """Why the modules after the blocks must be called one by one; None where they need not."""
-    if is_fx_tracing():
+    if is_fx_symbolic_tracing():
         return "FX looks for the modules"
     for name in ("forward_features", "forward_head", "pool", "_encode", "_last_norm", "_head"):
         if name in vars(vit) or getattr(type(vit), name).__module__ != f"{__package__}.vit":

@@ -16,7 +16,6 @@ from .fields import allowed, choice, count, natural, plain, positive, rule, span
 
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
-NAMED_DATA |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
 UNLABELLED = {"masked": "masked patch prediction", "lejepa": "LeJEPA"}  # the objectives that need no labels
 MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
 MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes
@@ -63,7 +62,7 @@ class Recipe:
         1,
         10**9,
         "micro-batches of a step on each device: the same step in less memory, except that dropout, drop path, mixup, "
-        "cutmix and the masks of patch prediction are drawn for each micro-batch",
+        "cutmix and the masks of patch prediction are drawn for each micro-batch, and LeJEPA's statistics are of it",
     )
     scale_lr: int | None = positive(None, "lr is multiplied by batch_size / scale_lr")
 
@@ -343,6 +342,8 @@ def check_run(config: Config) -> None:
         for name, wanted in (("sizes", ""), ("drop_tokens", 0), ("tokens_per_step", None), ("decode", "host")):
             if getattr(config, name) != wanted:
                 raise InputError(f"LeJEPA packs the crops of images, and {name} cannot: set {name}={wanted or 'none'}")
+    if unlabelled and config.task == "finetune":
+        raise InputError(f"fine-tuning learns classes, and {unlabelled} none: vitfast pretrain takes --weights too")
     if config.probe and not unlabelled:
         raise InputError("probe is for training without labels: leave it out, or set objective=lejepa")
     if config.epochs is None and config.steps is None:

@@ -33,8 +33,10 @@ class EarlyStop:
         if self.step != step and not (run / BEST).is_dir():  # best/ was removed: the next evaluation is the best
             self.step, self.accuracy = None, -1.0
 
-    def add(self, step: int, accuracy: float) -> None:
-        """Counts the evaluation after `step`."""
+    def add(self, step: int, accuracy: float | None) -> None:
+        """Counts the evaluation after `step`, unless it has no accuracy, as without labels."""
+        if accuracy is None:
+            return
         self.since += 1
         if accuracy > self.accuracy:
             self.step, self.accuracy, self.since = step, accuracy, 0

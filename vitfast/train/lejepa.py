@@ -32,7 +32,7 @@ from .unlabelled import Unlabelled
 KNOTS, LAST_KNOT, DIRECTIONS = 17, 3.0, 256
 # Effective dimensions of the projections, of which there are K, below which they count as collapsed: all images lie on
 # a point or a line.
-COLLAPSED = 1.5
+COLLAPSED = 1.2
 logger = logging.getLogger("vitfast")
 FLOOR = 1e-4  # a variance of projections, which shall be 1, that counts as nothing
 

@@ -16,10 +16,16 @@ from ..errors import InputError, both_ends
 from ..run.files import free_name, write_text
 from .run_folder import EVENTS
 
-EVALUATED = ("loss", "accuracy", "knn", "rank")  # what an evaluation measures, where it does
 COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data", "knn", "rank")
 SLOW_CALL = 1.0  # seconds
 logger = logging.getLogger("vitfast")
+
+
+def in_words(result: dict) -> str:
+    """The numbers of an evaluation; that of a model without a head has a rank, and a linear probe's accuracy."""
+    names = dict(accuracy="linear probe" if "rank" in result else "validation accuracy", loss="loss")
+    names |= dict(knn="20 nearest neighbours", rank="effective rank of features")
+    return ", ".join(f"{text} {result[name]:.4f}" for name, text in names.items() if result.get(name) is not None)
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -38,6 +44,7 @@ def _read_metrics(path: Path) -> tuple[list[dict], int]:
         cells = line.split(",")
         try:
             record = {k: v if k == "split" else float(v) if v else None for k, v in zip(columns, cells, strict=True)}
+            record = dict.fromkeys(COLUMNS) | record  # some are newer than the file
             record["step"] = int(cells[columns.index("step")])
         except ValueError:
             continue

@@ -239,8 +239,8 @@ def finished_summary(config: Config, resume: str, compare: Callable[[], object])
         return None
     if os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data):
         compare()
-    said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
-    logger.info(said, config.output, summary["steps"], summary["accuracy"])
+    reached = "" if summary["accuracy"] is None else f", accuracy {summary['accuracy']:.4f}"  # None without labels
+    logger.info("%s is finished: %d steps%s; --resume never starts it again", config.output, summary["steps"], reached)
     return summary
 
 

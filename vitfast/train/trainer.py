@@ -23,7 +23,7 @@ from ..run.lock import locked
 from .early import EarlyStop
 from .introduction import introduce, precision
 from .lejepa import Collapse
-from .log import EVALUATED, Meter, Metrics, Progress, read_metrics
+from .log import Meter, Metrics, Progress, in_words, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .report import complete, write_report
 from .resume import find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
@@ -32,7 +32,7 @@ from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_b
 from .setup import set_up
 from .step import Images, TrainStep
 from .stopper import Stopper
-from .unlabelled import MEASURED, evaluate_features
+from .unlabelled import evaluate_features
 
 logger = logging.getLogger("vitfast")
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
@@ -266,6 +266,8 @@ class Trainer:
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The out-of-memory message: which size did not fit, and which does if trying shows one."""
         accumulate, same = self.config.accumulate, "with the same result except for random numbers, such as dropout's"
+        if self.collapse is not None:
+            same = "with statistics of fewer images at once"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
             held = f"{max(len(some.patches) for some in images):,} patches"
@@ -324,14 +326,8 @@ class Trainer:
         loss = sum(counted) / len(counted) if counted else math.nan
         measure = {getattr(self.train_step.model, "measure", "accuracy"): correct.sum().item() / images}
         speed, waiting = self.meter.end_window(images), self.meter.waiting_share
-        self._record(
-            split="train",
-            loss=loss,
-            **measure,
-            lr=self.train_step.rate,
-            images_per_second=speed,
-            waiting_for_data=round(waiting, 4),
-        )
+        rates = dict(lr=self.train_step.rate, images_per_second=speed, waiting_for_data=round(waiting, 4))
+        self._record(split="train", loss=loss, **measure, **rates)
         if self.collapse is not None:
             self.collapse.add(self.epoch, measure["rank"])
         self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
@@ -345,13 +341,10 @@ class Trainer:
         """Evaluates and logs the result. record: whether metrics.csv and early stopping get it too."""
         result = self.evaluate()
         if record:
-            self._record(split="val", **{name: result[name] for name in EVALUATED if name in result})
-            if result["accuracy"] is not None:
-                self.early.add(self.step, result["accuracy"])
+            self._record(split="val", **{name: result.get(name) for name in ("loss", "accuracy", "knn", "rank")})
+            self.early.add(self.step, result["accuracy"])
         self.answers = self.answers if self.done else None  # answers of many classes take memory
-        named = MEASURED if self.config.objective in UNLABELLED else dict(accuracy="validation accuracy", loss="loss")
-        told = (f"{text} {result[name]:.4f}" for name, text in named.items() if result[name] is not None)
-        self.progress.say(f"epoch {self.epoch:.1f}: {', '.join(told)}")
+        self.progress.say(f"epoch {self.epoch:.1f}: {in_words(result)}")
         return result
 
     def _finish(self, result: dict) -> dict:
@@ -362,9 +355,7 @@ class Trainer:
             accuracy=result["accuracy"],
             top5=result.get("top5"),
             loss=result["loss"],
-            map=result.get("map"),
-            knn=result.get("knn"),
-            rank=result.get("rank"),
+            **{name: result.get(name) for name in ("map", "knn", "rank")},
             steps=self.step,
             epochs=self.epoch,
             images_per_second=round(self.meter.speed, 1),

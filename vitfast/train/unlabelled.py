@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loader import Data
-from ..data.shards import Shards
 from ..data.sources import Source, Subset, evenly
-from ..eval.fewshot import classify, features
+from ..eval.fewshot import Features, classify, features
 from ..model.vit import ViT
 
 PROBED = 10_000  # images that fit the probes at most, and as many that measure them
-MEASURED = dict(accuracy="linear probe", knn="20 nearest neighbours", rank="effective rank of features")
 logger = logging.getLogger("vitfast")
 
 
@@ -62,13 +60,6 @@ def effective_rank(x: Tensor) -> float:
     return torch.special.entr(shares).sum().exp().item()
 
 
-def evenly_spaced(source: Source, count: int) -> Source:
-    """At most `count` images of a source, spread over it; shards, which have no index, stay whole."""
-    if isinstance(source, Shards) or len(source) <= count:
-        return source
-    return Subset(source, evenly(len(source), count))
-
-
 def evaluate_features(model: Unlabelled, data: Data) -> dict:
     """What the features of the images are good for: `rank`, and `accuracy` and `knn` where there are labels.
 
@@ -76,16 +67,19 @@ def evaluate_features(model: Unlabelled, data: Data) -> dict:
     images, as `knn` is; of both at most PROBED. rank: the effective rank of the measured features. They are None where
     there are no labels.
     """
-    probe = data.probe or data
-    found = features(model, probe, evenly_spaced(probe.val, PROBED), model.features)
+    probe, fitted = data.probe or data, None
+
+    def of_some(source: Source) -> Features:
+        return features(model, probe, Subset(source, evenly(len(source), PROBED)), model.features)
+
+    found = of_some(probe.val)
     left_out, scores = found.unreadable, dict(accuracy=None, knn=None)
-    fitted = None
     if data.probe is not None:
-        fitted = features(model, probe, evenly_spaced(probe.train, PROBED), model.features)
+        fitted = of_some(probe.train)
         left_out += fitted.unreadable
     if data.ranks.first:
         scores["rank"] = effective_rank(found.x)
-        for name, method in (("accuracy", "linear"), ("knn", "knn")) if fitted else ():
+        for name, method in (("accuracy", "linear"), ("knn", "knn")) if fitted and len(fitted.y.unique()) > 1 else ():
             classes = classify(method, fitted.x, fitted.y, found.x, len(probe.classes))
             scores[name] = (classes == found.y).double().mean().item()
     return dict(loss=None, images=len(found.y), unreadable_images=left_out) | data.ranks.gather(scores)[0]

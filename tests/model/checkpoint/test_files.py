@@ -283,13 +283,12 @@ def test_a_silent_hub_is_said_of_weights_and_what_is_cached_is_used(silent, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["hfds", "hfids"])
-def test_a_silent_hub_is_said_of_data_once(silent, tmp_path, monkeypatch, caplog, library):
+def test_a_silent_hub_is_said_of_data_once(silent, tmp_path, monkeypatch, caplog):
     pytest.importorskip("datasets")
     address, why = silent
-    said = f"data set '{library}/o/name', split 'train' in .*: not in the hub's cache, and {address} .*{why}"
+    said = f"data set 'hfds/o/name', split 'train' in .*: not in the hub's cache, and {address} .*{why}"
     with hub_at(address, monkeypatch, tmp_path), pytest.raises(InputError, match=said):
-        open_sources(f"{library}/o/name", str(tmp_path), (8, 8), (8, 8), EVAL)
+        open_sources("hfds/o/name", str(tmp_path), (8, 8), (8, 8), EVAL)
     assert not [each for each in caplog.records if each.name == "vitfast"]
 
 

@@ -105,26 +105,40 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
     return figure
 
 
+def draw_rows(images: np.ndarray) -> Figure:
+    """Draws images (rows, columns, h, w, C) of 0 to 255; what follows the first of a row stands a little apart."""
+    rows, columns, h, w, chans = images.shape
+    apart = np.insert(images.astype(float) / 255, 1, np.nan, axis=1)[:, :, :, :, :3]
+    picture = np.delete(mosaic(apart), slice(w + 1, 2 * w - w // 8), axis=1)
+    figure = Figure(figsize=(picture.shape[1] / DPI, picture.shape[0] / DPI))
+    figure.add_axes((0, 0, 1, 1), frameon=False, xticks=[], yticks=[]).imshow(np.nan_to_num(picture, nan=1.0))
+    return figure
+
+
 def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = None) -> Figure:
-    """Draws loss, accuracy and learning rate of runs against epochs, from the records of metrics.csv.
+    """Draws loss, accuracy, k-NN, rank and learning rate of runs against epochs, where metrics.csv has them.
 
     Numbers that are missing or not finite leave a gap. best: the epochs of the runs' best evaluations, which a line
     marks.
     """
-    figure = Figure(figsize=(max(6, 5 * len(runs)), 7), layout="constrained")
-    axes = figure.subplots(3, len(runs), squeeze=False, sharex="col")
+    known = {key for each in runs.values() for m in each for key, value in m.items() if value is not None}
+    keys = [key for key in ("loss", "accuracy", "knn", "rank", "lr") if key in known] or ["loss"]
+    figure = Figure(figsize=(max(6, 5 * len(runs)), 1 + 2 * len(keys)), layout="constrained")
+    axes = figure.subplots(len(keys), len(runs), squeeze=False, sharex="col")
     for column, (name, metrics) in enumerate(runs.items()):
-        for axis, key in zip(axes[:, column], ("loss", "accuracy", "lr")):
+        for axis, key in zip(axes[:, column], keys):
             for split, label, color in (("train", "training", "#3366aa"), ("val", "validation", "#dd7722")):
-                points = np.array([(m["epoch"], m[key]) for m in metrics if m["split"] == split], float).reshape(-1, 2)
+                points = np.array([(m["epoch"], m.get(key)) for m in metrics if m["split"] == split], float).reshape(
+                    -1, 2
+                )
                 axis.plot(*np.where(np.isfinite(points), points, np.nan).T, color=color, label=label, linewidth=1.4)
-            axis.set_ylabel("learning rate" if key == "lr" else key)
+            axis.set_ylabel(dict(lr="learning rate", knn="k-NN accuracy", rank="effective rank").get(key, key))
             axis.grid(alpha=0.3)
             if name in (best or {}):
                 axis.axvline(best[name], color="#444444", linestyle=":", linewidth=1.2)
         axes[0][column].set_title(name)
         axes[0][column].legend(frameon=False)
-        axes[2][column].set_xlabel("epoch")
+        axes[-1][column].set_xlabel("epoch")
     return figure
 
 

@@ -14,7 +14,6 @@ from ...data.datasets import open_sources
 from ...data.folders import ImageFiles
 from ...data.image_files import image_files
 from ...data.images import Unreadable
-from ...data.shards import Shards
 from ...errors import InputError
 from ...model.vit import ViT
 from ...run.config import Config
@@ -78,9 +77,6 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
     else:
         train, val = open_sources(spec, "", size, (1, 1), Config(task="eval"))
         source = val or train
-    if isinstance(source, Shards):
-        other = "give a folder of images, 'digits', torch/... or hfds/..."
-        raise InputError(f"--data {spec} is read in order only; {other}")
     fitted, unreadable = [], []
     for i in evenly(len(source), count):
         try:

@@ -17,7 +17,7 @@ from ...eval.inspect.measures import attention_rollout, position_similarity
 from ...eval.inspect.page import columns, fold, page, picture
 from ...model.baselines import load_any
 from ...model.vit import ViT
-from ...run.config import Config
+from ...run.config import UNLABELLED, Config
 from ...run.distributed import is_first_rank
 from ...run.files import write_atomically
 from ...run.lock import LOCK, locked
@@ -27,6 +27,7 @@ from ..run_data import CHANGED, SPLITS
 from ..run_folder import BEST, LAST
 from .answers import answer_sections, first_images
 from .commands import cpu_name, next_commands, origin
+from .neighbours import neighbours
 from .progress import progress_sections
 from .words import results, settings
 
@@ -140,10 +141,12 @@ def model_sections(model: nn.Module, data: Data, answers: Answers | None = None)
     model: in eval mode. answers: those to the whole validation set; None: it looks at up to LOOKED images.
     """
     sections = {}
-    if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
+    if data.config.objective in UNLABELLED:
+        sections = neighbours(model, data)
+    elif getattr(model, "num_classes", 0):
         if answers is None:
-            answers = look(model, data, LOOKED)[0]
-        sections = answer_sections(answers, model, data)
+            answers = look(model, data, LOOKED)
+        sections = answer_sections(answers, data)
     return sections | (_inside(model, first_images(data, ATTENDED)) if isinstance(model, ViT) else {})
 
 

@@ -4,34 +4,28 @@ import dataclasses
 import io
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from ...data.images import printable
 from ...data.loader import Data
 from ...data.samples import ONE, counts
-from ...data.shards import Shards
 from ...data.sources import Subset, evenly
-from ...eval.answers import Answers, look
+from ...eval.answers import Answers
 from ...eval.inspect.page import columns, fold, gallery, matrix, picture
 
 SHOWN, OPEN = 200, 24  # how many wrong images are shown, and how many of them not folded
-STREAMED = 512  # the images of Shards that are searched for wrong ones, since they cannot be read again by index
 THUMBNAIL = 96  # pixels of the longer side: the pictures stay under 3 MB, whatever is in them
 WHOLE = 30  # the most classes that tables and the matrix show whole
 LISTED = 1000  # the most classes that a folded table lists
 PAIRS = 10
 
 
-def answer_sections(answers: Answers, model: nn.Module, data: Data) -> dict[str, tuple[str, str]]:
-    """The sections, by their headings.
-
-    model: in eval mode; it looks at images again only where these are Shards.
-    """
+def answer_sections(answers: Answers, data: Data) -> dict[str, tuple[str, str]]:
+    """The sections, by their headings."""
     sections = {"Classes": _classes(answers, data)}
     if answers.named is None:
         if len(data.classes) <= WHOLE:
@@ -39,7 +33,7 @@ def answer_sections(answers: Answers, model: nn.Module, data: Data) -> dict[str,
             sections["Confusion matrix"] = note, matrix(answers.confusion(len(data.classes)), data.classes)
         if pairs := answers.confused(PAIRS):
             sections["Most confused pairs"] = _pairs(pairs, answers, data)
-    return sections | {"Wrong answers": _wrong(answers, model, data)}
+    return sections | {"Wrong answers": _wrong(answers, data)}
 
 
 def _classes(answers: Answers, data: Data) -> tuple[str, str]:
@@ -95,31 +89,22 @@ def _pairs(pairs: list[tuple[int, int, int]], answers: Answers, data: Data) -> t
     return "", columns(("true class", "answer", "images", "share of the true class"), rows, left=2)
 
 
-def _wrong(answers: Answers, model: nn.Module, data: Data) -> tuple[str, str]:
+def _wrong(answers: Answers, data: Data) -> tuple[str, str]:
     """The wrongly classified images, up to SHOWN of them, the most confident first."""
-    wrong, looked, note = answers.wrong, looked_at(answers, data), ""
-    if isinstance(data.val, Shards):
-        answers, images = look(model, data, STREAMED)
-        note = f" The data is read in order: the pictures are of the first {len(answers):,} images."
-        shown = answers.wrong[:SHOWN]
-        pixels, place = (images[i] for i in shown), lambda i: ""
-    else:
-        shown = wrong[:SHOWN]
-        pixels = images_at(data, answers.index[shown].tolist())
-        place = partial(_place, answers, data)
-    pictures = []
-    for i, image in zip(shown.tolist(), pixels):
+    wrong, looked, pictures = answers.wrong, looked_at(answers, data), []
+    shown = wrong[:SHOWN]
+    for i, image in zip(shown.tolist(), images_at(data, answers.index[shown].tolist())):
         truth = answers.labels[i].nonzero()[:, 0].tolist() if data.multi_label else [int(answers.labels[i])]
         names = ", ".join(data.classes[k] for k in truth) or "of no class"
-        caption = f"{data.classes[answers.found[i]]} {answers.probability[i]:.0%}, is {names}{place(i)}"
+        caption = f"{data.classes[answers.found[i]]} {answers.probability[i]:.0%}, is {names}{_place(answers, data, i)}"
         pictures.append((thumbnail(image, f"validation image, {names}"), caption, True))
     if not len(wrong):
         return f"The answers to {looked} validation images are all right.", ""
     many = f"Of {looked} validation images, {len(wrong):,} {'is' if len(wrong) == 1 else 'are'} classified wrongly"
-    these = "" if len(shown) == len(wrong) or note else f"; these are {len(shown)} of them"
+    these = "" if len(shown) == len(wrong) else f"; these are {len(shown)} of them"
     order = "Each shows the answer with its probability and the true class; the most confident answers come first."
     rest = fold(f"{len(pictures) - OPEN} more", gallery(pictures[OPEN:])) if pictures[OPEN:] else ""
-    return f"{many}{these}. {order}{note}", gallery(pictures[:OPEN]) + rest
+    return f"{many}{these}. {order}", gallery(pictures[:OPEN]) + rest
 
 
 def _place(answers: Answers, data: Data, number: int) -> str:
@@ -142,10 +127,8 @@ def images_at(data: Data, indices: list[int]) -> Iterator[Tensor]:
 
 
 def first_images(data: Data, count: int) -> Tensor:
-    """`count` validation images (n, C, H, W) that can be read: evenly spread, or the first of Shards."""
-    source = data.val
-    if not isinstance(source, Shards):
-        source = Subset(source, evenly(len(source), count))
+    """`count` validation images (n, C, H, W) that can be read, evenly spread."""
+    source = Subset(data.val, evenly(len(data.val), count))
     config = dataclasses.replace(data.config, eval_batch_size=count)
     images, labels, _ = next(iter(dataclasses.replace(data, config=config, workers=0, ranks=ONE).in_order(source)))
     return images[counts(labels)]

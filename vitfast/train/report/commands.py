@@ -13,7 +13,7 @@ import timm
 import torch
 
 from ...model.baselines import is_baseline
-from ...run.config import Config
+from ...run.config import UNLABELLED, Config
 from ...version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -63,9 +63,11 @@ def next_commands(config: Config, summary: dict, weights: Path) -> tuple[str, st
     def add(comment: str, *words: str, before: str = "", launch: list[str] = start) -> None:
         lines.append(f"# {comment}\n{before}{shlex.join([*launch, *words])}")
 
-    if config.objective == "masked":
-        more = ["finetune", "--weights", weights, "--data", folder or config.data, "--output", f"{run}-finetuned"]
-        add("fine-tune it: it has no head yet", *more)
+    if config.objective in UNLABELLED:
+        own = "LABELLED" if summary.get("classes") == 1 else folder or config.data
+        labelled = ["--weights", weights, "--data", config.probe or own]
+        add("fine-tune it: it has no head yet", "finetune", *labelled, "--output", f"{run}-finetuned")
+        add("accuracy of its frozen features, by a linear probe", "fewshot", *labelled, "--method", "linear")
     else:
         add("the classes of images", "predict", folder or "IMAGES", "--weights", weights)
         names = ("data_dir", "hold_out", "num_classes", *(("model",) if is_baseline(config.model) else ()))

@@ -1,5 +1,6 @@
 """How a run went: its curves, its best evaluation, and what its losses tell."""
 
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -8,6 +9,7 @@ from ...data.loader import Data
 from ...eval.inspect.page import columns, picture, sentences
 from ...model.baselines import is_baseline
 from ...run.config import Config
+from ..lejepa import COLLAPSED
 from ..log import read_metrics
 
 ROWS = 40  # in the table of evaluations
@@ -22,6 +24,9 @@ def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
     best = {name: found["epoch"] for name, each in records.items() if (found := best_evaluation(each))}
     figure = draw_curves(records, best)
     note = "The dotted line is the best evaluation." if best else ""
+    if any(with_number(each, "val", "rank") for each in records.values()):
+        note += " Accuracy is that of a linear probe; the rank is that of the projections in training, and that of the "
+        note += "features in evaluations."
     return {"Curves": (note, picture(as_png(figure), "loss, accuracy and learning rate against epochs", chart=True))}
 
 
@@ -32,7 +37,7 @@ def progress_sections(config: Config, data: Data) -> dict[str, tuple[str, str]]:
     evaluations = [record for record in records if record["split"] == "val"]
     if not evaluations:
         return sections
-    told = sentences(overfitting(records), about_losses(records, harder(config, data)))
+    told = sentences(collapse(records, config), overfitting(records), about_losses(records, harder(config, data)))
     return sections | {"Evaluations": ("", told + _table(records, evaluations))}
 
 
@@ -40,13 +45,15 @@ def _table(records: list[dict], evaluations: list[dict]) -> str:
     best = best_evaluation(records)
     every, last = -(-len(evaluations) // ROWS), len(evaluations) - 1
     shown = [each for i, each in enumerate(evaluations) if i % every == 0 or i == last or each is best]
+    names = dict(loss="validation loss", accuracy="validation accuracy", knn="k-NN accuracy", rank="effective rank")
+    measured = [name for name in names if any(each[name] is not None for each in evaluations)]
     training = {record["step"]: record for record in records if record["split"] == "train"}
     rows = []
     for each in shown:
-        numbers = training.get(each["step"], {}).get("loss"), each["loss"], each["accuracy"]
+        numbers = training.get(each["step"], {}).get("loss"), *(each[name] for name in measured)
         cells = ("" if value is None else f"{value:.4f}" for value in numbers)
         rows.append((f"{each['epoch']:.2f}", f"{each['step']:,}", *cells, "best" if each is best else ""))
-    header = ("epoch", "step", "training loss", "validation loss", "validation accuracy", "")
+    header = ("epoch", "step", "training loss", *(names[name] for name in measured), "")
     return columns(header, rows, left=0, marked=shown.index(best) if best else None)
 
 
@@ -58,7 +65,17 @@ def best_evaluation(records: list[dict]) -> dict | None:
 def with_number(records: list[dict], split: str, name: str) -> list[dict]:
     """The records of a split in which `name` is a finite number."""
     own = (each for each in records if each["split"] == split)
-    return [each for each in own if each[name] is not None and math.isfinite(each[name])]
+    return [each for each in own if each.get(name) is not None and math.isfinite(each[name])]
+
+
+def collapse(records: list[dict], config: Config) -> str:
+    """A sentence on a run by LeJEPA whose projections are at the end on a point or a line; else ""."""
+    ranks = with_number(records, "train", "rank") if config.objective == "lejepa" else []
+    fallen = list(itertools.takewhile(lambda each: each["rank"] < COLLAPSED, reversed(ranks)))
+    if not fallen:
+        return ""
+    told = f"The model has collapsed: from epoch {_epoch(fallen[-1])} on all images have nearly the same projections"
+    return f"{told} ({fallen[0]['rank']:.2f} effective dimensions of {config.projector_dim})."
 
 
 def overfitting(records: list[dict]) -> str:
@@ -117,13 +134,13 @@ def about_losses(records: list[dict], reasons: list[str]) -> str:
 
 def harder(config: Config, data: Data) -> list[str]:
     """The settings that make a training loss higher than that of an evaluation of the same images."""
-    masked, vit = config.objective == "masked", not is_baseline(config.model)
+    vit = not is_baseline(config.model)
     low, high = config.crop_scale
     other_loss = config.objective == "sigmoid" and not data.multi_label
     augmented = not data.train.transformed
     found = {
         "its loss is the sigmoid's, summed over the classes, and the validation loss is the softmax's": other_loss,
-        f"label smoothing {config.label_smoothing:g}": config.label_smoothing and not masked,
+        f"label smoothing {config.label_smoothing:g}": config.label_smoothing,
         f"mixup {config.mixup:g}": config.mixup,
         f"cutmix {config.cutmix:g}": config.cutmix,
         f"dropout {config.dropout:g}": config.dropout and vit,

@@ -26,6 +26,13 @@ FIELDS = dict(
     ema_warmup="warm-up of that decay",
     mask_target="what masked patches predict",
     mask_share="share of masked patches",
+    global_crops="large crops of an image",
+    local_crops="small crops of an image",
+    local_size="pixels of a small crop",
+    local_scale="area of a small crop",
+    sigreg_lambda="LeJEPA's lambda",
+    projector_width="width of the projector",
+    projector_dim="dimensions of projections",
     sizes="range of image sizes",
     drop_tokens="share of dropped patches",
     train_crop_mode="training crop",
@@ -33,6 +40,11 @@ FIELDS = dict(
     crop_ratio="aspect ratio of a training crop",
     hflip="share of flipped images",
     color_jitter="colour jitter",
+    hue_jitter="hue jitter",
+    jitter_share="share of images with colour jitter",
+    grayscale="share of grey images",
+    blur="share of blurred images",
+    solarize="share of solarised images",
     auto_augment="augmentation policy",
     random_erasing="share of partly erased images",
     crop_mode="evaluation crop",
@@ -48,6 +60,7 @@ FIELDS = dict(
     head_init_bias="initial bias of the head",
     weight_init="initialisation",
     residual_in_fp32="residual stream in fp32",
+    probe="labelled images of evaluations",
     data_dir="folder of named data sets",
     num_classes="classes, where the data does not say",
     shots="training images of each class",
@@ -74,6 +87,8 @@ RESULTS = dict(
     loss="validation loss",
     top5="top-5 accuracy",
     map="mean average precision",
+    knn="accuracy of 20 nearest neighbours",
+    rank="effective rank of features",
     images_per_second="training speed",
     waiting_for_data="time spent waiting for data",
     seconds="time",
@@ -85,7 +100,9 @@ RESULTS = dict(
     best_step="best step",
     threads="CPU threads",
 )
-FORMS = dict(images_per_second="{:,.0f} images/s", waiting_for_data="{:.0%}", top5="{:.4f}", accuracy="{:.4f}")
+FORMS = dict(
+    images_per_second="{:,.0f} images/s", waiting_for_data="{:.0%}", top5="{:.4f}", accuracy="{:.4f}", knn="{:.4f}"
+)
 # Entries that the table of results leaves out: they are said elsewhere, or not for readers.
 ELSEWHERE = frozenset("finished task sizes device ranks threads precision".split())
 
@@ -99,7 +116,11 @@ def value_in_words(name: str, value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return " to ".join(f"{v:g}" for v in value) if name.startswith("crop_") else ", ".join(f"{v:g}" for v in value)
+        return (
+            " to ".join(f"{v:g}" for v in value)
+            if name in ("crop_scale", "crop_ratio", "local_scale")
+            else ", ".join(f"{v:g}" for v in value)
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -141,7 +162,10 @@ def results(summary: dict) -> dict[str, str]:
 
     known = {k: v for k, v in summary.items() if v is not None and k not in ELSEWHERE}
     found = {RESULTS.get(k, k.replace("_", " ")): text(k, v) for k, v in known.items()}
-    if summary.get("top5") is not None:  # the accuracy of masked patches is no share of images
+    if summary.get("knn") is not None:
+        found["linear probe"] = with_error(summary["accuracy"], summary["val_images"])
+        del found["accuracy"]
+    if summary.get("top5") is not None:
         found["accuracy"] = with_error(summary["accuracy"], summary["val_images"])
     return found
 
