@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> tuple[list[float], float]:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    shape = dict(img_size=LARGE, patch_size=PATCH, embed_dim=64, depth=4, num_heads=4, num_classes=0)
+    shape = dict(img_size=LARGE, patch_size=PATCH, embed_dim=64, depth=2, num_heads=4, num_classes=0)
     vit = ViT(**shape, global_pool="avg", class_token=False, dynamic_img_size=args.apart)
     model = LeJEPA(vit, LARGES, SMALLS, sigreg_lambda=0.1, width=256, dim=16).to(device)
     images, labels = (t.to(device) for t in digits())
