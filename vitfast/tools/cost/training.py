@@ -58,9 +58,6 @@ def estimate(
     backward; "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width)) of each
     size of crops that the model takes in place of an image. projector: the widths of LeJEPA's projector, the model's
     first. Raises InputError for numbers out of range, an unknown keep, and crops for a hybrid.
-
-    Each size of crops counts with kernels of its own, which read the weights once more than packed crops do: under 1 %
-    of the bytes. The loss of the projections, and what the projector keeps for backward, are left out.
     """
     for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -69,11 +66,9 @@ def estimate(
         raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
     if keep not in KEEPS:
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
-    if crops and arguments_of(model).backbone is not None:
-        raise InputError("cost: a hybrid takes images of one size, and so no crops")
     if isinstance(model, ViTConfig) and model.backbone is not None:  # timm knows what a ResNet holds
         model = _on_meta(model)
-    views = [(count, replace(arguments_of(model), img_size=side)) for count, side in crops] or [(1, model)]
+    views = _views(model, crops)
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
     working, on_each = sum(working_bytes(view, count, size) for count, view in views), math.ceil(batch_size / gpus)
     kept_per_image, largest = {}, {}
@@ -90,8 +85,7 @@ def estimate(
         keep = "all" if largest["all"] >= min(on_each, max(1, largest["least"])) else "least"
     micro_batches = math.ceil(on_each / max(1, min(largest[keep], on_each)))
     micro = math.ceil(on_each / micro_batches)
-    forward = sum(count * flops_per_image(view, projector) for count, view in views)
-    flops = _flops(model, forward, images, projector)
+    flops = _flops(model, sum(n * flops_per_image(view, projector) for n, view in views), images, projector)
     of_each = [operations(view, count * micro, size, keep, projector) for count, view in views]
     rows = [sum(others, first).row(device) for first, *others in zip(*of_each)]
     update = optimizer_step(flops["params"], optimizer, averaged).row(device)
@@ -151,6 +145,13 @@ def _on_meta(config: ViTConfig) -> ViT:
 
     with torch.device("meta"):
         return ViT(**config.as_dict())
+
+
+def _views(model: ViT | ViTConfig, crops: Sequence[tuple[int, tuple[int, int]]]) -> list[tuple[int, ViT | ViTConfig]]:
+    """(how many it takes of an image, the model for their size) of the crops, or of the image itself."""
+    if crops and arguments_of(model).backbone is not None:
+        raise InputError("cost: a hybrid takes images of one size, and so no crops")
+    return [(count, replace(arguments_of(model), img_size=side)) for count, side in crops] or [(1, model)]
 
 
 def _kept(views: list[tuple[int, ViT | ViTConfig]], images: int, size: int, keep: str) -> dict[str, int]:
