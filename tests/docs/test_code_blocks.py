@@ -29,7 +29,7 @@ BASH = [block for page in PAGES for block in blocks(page) if block.language == "
 NEEDING = [block for page in PYTHON for block in blocks(page) if block.mark == "needs"]
 COMMANDS = [(block, command) for block in BASH for command in block.commands()]
 # These run for seconds each: `make long` runs them, `make test` compiles them and runs their imports.
-SLOW_TUTORIALS = ("embeddings", "from-scratch", "serving", "torchvision", "training-loops")
+SLOW_TUTORIALS = ("embeddings", "from-scratch", "serving", "torchvision", "training-loops", "without-labels")
 SLOW = {"README.md", *(f"docs/tutorials/{page}.md" for page in SLOW_TUTORIALS)}
 PROGRAMS = ("pytest", "python", "sbatch")  # that a page may name, beside vitfast, make, pip and our own scripts
 

@@ -7,7 +7,7 @@ import json
 import math
 
 from ..errors import InputError, unknown
-from .options import add_shared
+from .options import add_set, add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
     efficiency = "share of the highest possible speed that is reached (default: 0.55; with --ceilings 0.75)"
     add("--efficiency", metavar="X", type=float, help=efficiency)
+    add_set(parser, "other settings, such as local_crops=4 or objective=lejepa")
     add_shared(parser, "--json", help="print all numbers as JSON")
 
 
@@ -64,23 +65,26 @@ def _asked(args: argparse.Namespace) -> tuple:
     Flags win over the recipe.
     """
     from ..model.config import ViTConfig
-    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline
+    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline, pair
+    from ..run.config import crop_sizes
     from ..tools.cost.training import DATASETS
     from ..train.recipes import resolve, vit_arguments
 
     given = {k: v for k, v in vars(args).items() if k in ("model", "img_size", "batch_size", "epochs", "recipe")}
-    images, classes = getattr(args, "images", None), 1000
+    images, classes, settings = getattr(args, "images", None), 1000, dict(getattr(args, "set", []))
     if "recipe" in given:
-        config = resolve("pretrain", given)
+        config = resolve("pretrain", given, settings)
         per_epoch, classes = DATASETS.get(config.name.rpartition("/")[2].partition("-")[0], (None, classes))
         epochs, images = config.epochs, images or per_epoch
         if config.steps:
             epochs, images = 1, config.steps * config.batch_size
+        if images is None:
+            raise InputError(f"recipe {config.name} is for any data: add --images N, the images in an epoch")
     elif "model" in given:
         if "/" not in args.model and not is_baseline(args.model):
             raise unknown("model", args.model, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
         epochs = given.pop("epochs", None)
-        config = resolve("eval", dict(batch_size=256), given)
+        config = resolve("eval", dict(batch_size=256), given, settings)
     else:
         raise InputError("no model given: add --model NAME or --recipe NAME")
     training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
@@ -92,5 +96,9 @@ def _asked(args: argparse.Namespace) -> tuple:
         with torch.device("meta"):
             model = new_model(config, classes)
     else:
-        model = ViTConfig(**vit_arguments(config, classes))
+        model = ViTConfig(**vit_arguments(config, 0 if config.objective == "lejepa" else classes))
+        if config.objective == "lejepa":
+            kinds = crop_sizes(config, pair(model.img_size), pair(model.patch_size))
+            widths = (model.embed_dim, config.projector_width, config.projector_width, config.projector_dim)
+            training |= dict(crops=[kind for kind in kinds if kind[0]], projector=widths)
     return config.model, model, epochs, images, training

@@ -82,6 +82,18 @@ def test_text_tells_what_the_json_holds(capsys):
         assert wanted in text, (wanted, text)
 
 
+def test_crops_are_those_of_the_recipe_and_of_set(capsys):
+    args = ("--recipe", "ssl/small", "--images", 9469)
+    text = run_cli(capsys, "cost", *args)[1]
+    assert "S/8, of each image 2 crops of 128 px and 6 of 56 px, 806 tokens: " in text and "projector" in text
+    found = as_json(capsys, *args, "--set", "global_crops=4", "local_crops=0")
+    assert (found["crops"], found["tokens"], found["batch_size"]) == ([[4, [128, 128]]], 1024, 256)
+    found = as_json(capsys, "--model", "B/16", "--set", "objective=lejepa", "local_size=112", "projector_dim=64")
+    assert found["crops"] == [[2, [224, 224]], [6, [112, 112]]] and found["train_images"] is None
+    assert found["operations"][-2]["name"] == "projector, 2048 to 64"
+    assert as_json(capsys, "--model", "B/16")["crops"] == []
+
+
 def test_auto_keeps_all_where_it_fits(capsys):
     """B/16, batch 256: 5.6 GB more on an H200. A batch that fits with the least alone is not split for more."""
     found = as_json(capsys, "--model", "B/16")
@@ -129,6 +141,9 @@ def test_ceilings_of_a_file(capsys, tmp_path):
         (("--model", "B/16", "--efficiency", "nan"), "efficiency must be positive"),
         (("--model", "B/16", "--efficiency", 2), "efficiency must be at most 1"),
         (("--recipe", "no/such"), "unknown recipe"),
+        (("--recipe", "ssl/small"), "recipe ssl/small is for any data: add --images N, the images in an epoch"),
+        (("--recipe", "ssl/small", "--images", 9, "--set", "local_size=60"), "must be a multiple of the patch, 8 x 8"),
+        (("--recipe", "ssl/small", "--images", 9, "--model", "R50+B/16"), "a hybrid takes images of one size"),
         (("--model", "B/16", "--ceilings", "nowhere.json"), "cannot be read"),
         (("--model", "B/16", "--ceilings", "LIST"), "cannot be read"),
         (("--model", "B/16", "--ceilings", "HALF"), "must hold positive numbers"),

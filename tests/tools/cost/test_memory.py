@@ -7,6 +7,7 @@ import pytest
 import torch
 from cost_models import TINY, on_meta
 
+import vitfast
 from vitfast import InputError, ViT, ops
 from vitfast.model import activation_memory as keep
 from vitfast.model.config import KEEPS
@@ -62,6 +63,17 @@ def test_memory_is_what_a_run_keeps(options, dtype):
     model.set_keep("all")
     more = sum(kept_bytes(model, 3, dtype.itemsize, keep="all").values())
     assert kept(model) == more > sum(kept_bytes(model, 3, dtype.itemsize).values())
+
+
+def test_memory_of_packed_crops():
+    """The mean over each crop of a pack keeps its input too, and the pack its places, under 64 bytes a token."""
+    model = ViT(**TINY, class_token=False, global_pool="avg", keep="least").train()
+    sizes = [(2, (16, 24)), (3, (8, 16))]
+    crops = [torch.zeros(3, *side, dtype=torch.uint8) for count, side in sizes for _ in range(3 * count)]
+    found = estimate(model, rates(), dtype="fp32", crops=sizes)
+    more = kept(model, vitfast.pack(crops, 8)) - 3 * sum(found["memory"]["kept_per_image"].values())
+    tokens = 3 * found["tokens"]
+    assert tokens == 3 * (2 * 6 + 3 * 2) and tokens * 32 * 4 < more < tokens * (32 * 4 + 64)
 
 
 def test_memory_with_dropout():

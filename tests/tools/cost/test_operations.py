@@ -14,9 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitfast import ViT
 from vitfast.model.baselines import baseline
+from vitfast.model.config import ViTConfig
 from vitfast.tools.cost.gpus import rates
 from vitfast.tools.cost.steps import flops_per_image, forward_flops, operations
 from vitfast.tools.cost.training import EFFICIENCY, estimate, estimate_baseline
+from vitfast.train.lejepa import LeJEPA
+from vitfast.train.recipes import resolve, vit_arguments
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,6 +58,36 @@ def test_flops_of_small_models_are_those_torch_counts(name, options):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.rand(1, 3, 32, 48))
     assert flops_per_image(model) == counter.get_total_flops() > 0
+
+
+def test_flops_of_crops_are_those_torch_counts_in_a_pass_for_each_size(capsys):
+    """LeJEPA's encoder and projector by ssl/small, without the drop path, which leaves out branches; and parameters."""
+    arguments = vit_arguments(resolve("pretrain", dict(recipe="ssl/small")), 0)
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
+        model = LeJEPA(ViT(**arguments | dict(weight_init="skip", dynamic_img_size=True))).eval()
+        with FlopCounterMode(display=False) as counter:
+            for count, side in ((2, 128), (6, 56)):
+                model.projector(model.vit(torch.empty(count, 3, side, side)))
+    found = json.loads(run_cli(capsys, "cost", "--recipe", "ssl/small", "--images", 9469, "--json")[1])
+    assert found["flops_per_image"] == counter.get_total_flops() > 0
+    assert found["params"] == sum(p.numel() for p in model.parameters())
+    assert found["train_images"] == 800 * 9469 and found["tokens"] == 2 * 16**2 + 6 * 7**2
+    assert found["train_flops"] == 3 * counter.get_total_flops() * 800 * 9469
+
+
+def test_crops_cost_what_images_of_their_sizes_do():
+    model = ViTConfig(**on_meta("S/16").config)
+    alone, cropped = (estimate(model, rates(), batch_size=64, crops=crops) for crops in ((), [(1, (224, 224))]))
+    assert cropped == alone | dict(crops=[[1, [224, 224]]])
+    sizes = [(2, (224, 224)), (6, (96, 96))]
+    found = estimate(model, rates(), batch_size=64, keep="all", crops=sizes)
+    each = [estimate(on_meta("S/16", img_size=side), rates(), batch_size=64 * n, keep="all") for n, side in sizes]
+    for whole, *parts in zip(*(one["operations"][:-1] for one in (found, *each))):
+        for key in ("forward_flops", "backward_bytes", "forward_floor", "backward_floor"):
+            assert whole[key] == pytest.approx(sum(part[key] for part in parts)), whole["name"]
+    update = found["operations"][-1]["backward_floor"]  # once
+    step = sum(one["floor"]["step_seconds"] - one["operations"][-1]["backward_floor"] for one in each) + update
+    assert found["floor"]["step_seconds"] == pytest.approx(step)
 
 
 @pytest.mark.parametrize(

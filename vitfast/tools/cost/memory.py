@@ -7,6 +7,7 @@ vitfast.ops keeps for backward. Everything is in bytes; size: bytes of a number 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...model.config import ViTConfig
@@ -61,22 +62,32 @@ def _map_head(sizes: Sizes, batch: int, size: int) -> int:
     return numbers * size + batch * sizes.block.heads * 4
 
 
-def weights(model: nn.Module | ViTConfig) -> tuple[int, int]:
-    """How many numbers the parameters of linear layers and convolutions hold, and all others."""
-    if isinstance(model, ViTConfig):
-        return Sizes(model).parameters()
-    from torch import nn
+def weights(model: nn.Module | ViTConfig, projector: Sequence[int] = ()) -> tuple[int, int]:
+    """How many numbers the parameters of linear layers and convolutions hold, and all others.
 
-    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
-    products = sum(p.numel() for layer in layers for p in layer.parameters())
-    return products, sum(p.numel() for p in model.parameters()) - products
+    projector: the widths of LeJEPA's projector, the encoder's first; its hidden layers have norms.
+    """
+    if isinstance(model, ViTConfig):
+        products, others = Sizes(model).parameters()
+    else:
+        from torch import nn
+
+        layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+        products = sum(p.numel() for layer in layers for p in layer.parameters())
+        others = sum(p.numel() for p in model.parameters()) - products
+    products += sum((inputs + 1) * outputs for inputs, outputs in zip(projector, projector[1:]))
+    return products, others + 2 * sum(projector[1:-1])
 
 
 def state_bytes(
-    model: nn.Module | ViTConfig, size: int = 2, optimizer: str = "adamw", averaged: bool = False
+    model: nn.Module | ViTConfig,
+    size: int = 2,
+    optimizer: str = "adamw",
+    averaged: bool = False,
+    projector: Sequence[int] = (),
 ) -> dict[str, int]:
-    """Bytes that stay from step to step, by kind."""
-    copied, others = weights(model)
+    """Bytes that stay from step to step, by kind; projector: as for `weights`."""
+    copied, others = weights(model, projector)
     total = copied + others
     return {
         "parameters": 4 * total,

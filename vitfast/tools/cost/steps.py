@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,10 @@ class Operation:
             found[f"{direction}_floor"] = floor
         return found
 
+    def __add__(self, other: Operation) -> Operation:
+        """The same operation on these images and on others, by kernels for each."""
+        return Operation(self.name, self.times, self.forward + other.forward, self.backward + other.backward)
+
 
 def arguments_of(model: ViT | ViTConfig) -> ViTConfig:
     return model if isinstance(model, ViTConfig) else ViTConfig(**model.config)
@@ -68,11 +73,14 @@ def dropout(model: ViT | ViTConfig) -> float:
     return arguments_of(model).proj_drop_rate
 
 
-def operations(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least") -> list[Operation]:
+def operations(
+    model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "least", projector: Sequence[int] = ()
+) -> list[Operation]:
     """The operations of a training step on `batch` images, in order.
 
-    Images are uint8. size: bytes of a number; keep: "least" or "all", which dropout overrules. For a hybrid,
-    `model` must be the ViT itself.
+    Images are uint8. size: bytes of a number; keep: "least" or "all", which dropout overrules. projector: the
+    widths of LeJEPA's projector, the model's first; its norms are left out. For a hybrid, `model` must be the ViT
+    itself.
     """
     c, n = arguments_of(model), tokens_of(model)
     sizes, depth, d, m = Sizes(c), c.depth, c.embed_dim, batch * n
@@ -120,6 +128,8 @@ def operations(model: ViT | ViTConfig, batch: int, size: int = 2, keep: str = "l
         add("hidden layer of the head", work.linear(read, sizes.head_width, d, size))
     if c.num_classes:
         add("head", work.linear(read, c.num_classes, sizes.head_width, size))
+    for inputs, outputs in zip(projector, projector[1:]):
+        add(f"projector, {inputs} to {outputs}", work.linear(read, outputs, inputs, size))
     return found
 
 
@@ -165,9 +175,9 @@ def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = F
     return Operation("clipping + update", 1, (), work.update(parameters, optimizer, averaged))
 
 
-def flops_per_image(model: ViT | ViTConfig) -> float:
+def flops_per_image(model: ViT | ViTConfig, projector: Sequence[int] = ()) -> float:
     """FLOPs of the forward pass for one image."""
-    return sum(op.times * flops for op in operations(model, 1) for flops, _ in op.forward)
+    return sum(op.times * flops for op in operations(model, 1, projector=projector) for flops, _ in op.forward)
 
 
 def forward_flops(model: nn.Module, image: tuple[int, int, int]) -> float:

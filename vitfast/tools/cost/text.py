@@ -10,6 +10,9 @@ def as_text(name: str, found: dict) -> str:
     name: the model's name.
     """
     size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
+    if found.get("crops"):
+        kinds = [f"{count} of {' x '.join(map(str, dict.fromkeys(side)))} px" for count, side in found["crops"]]
+        size = f"of each image {' and '.join(kinds)}".replace(" of ", " crops of ", 1)
     size += f", {found['tokens']} tokens" if "tokens" in found else ""
     forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
     work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"

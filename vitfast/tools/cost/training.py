@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
@@ -45,6 +46,8 @@ def estimate(
     averaged: bool = False,
     efficiency: float | None = None,
     keep: str = "least",
+    crops: Sequence[tuple[int, tuple[int, int]]] = (),
+    projector: Sequence[int] = (),
 ) -> dict:
     """The cost of training this model on the device, as JSON holds it: times in seconds, sizes in bytes.
 
@@ -52,8 +55,9 @@ def estimate(
     GPUs; if they do not fit into memory, gradients are accumulated. images: how many are seen in the whole training.
     efficiency: the assumed share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The
     time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks keep for
-    backward; "auto" is "all" where that fits without smaller micro-batches. Raises InputError for numbers out of range
-    and an unknown keep.
+    backward; "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width)) of each
+    size of crops that the model takes in place of an image. projector: the widths of LeJEPA's projector, the model's
+    first. Raises InputError for numbers out of range, an unknown keep, and crops for a hybrid.
     """
     for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -64,14 +68,15 @@ def estimate(
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if isinstance(model, ViTConfig) and model.backbone is not None:  # timm knows what a ResNet holds
         model = _on_meta(model)
+    views = _views(model, crops)
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
-    working, on_each = working_bytes(model, 1, size), math.ceil(batch_size / gpus)
+    working, on_each = sum(working_bytes(view, count, size) for count, view in views), math.ceil(batch_size / gpus)
     kept_per_image, largest = {}, {}
     for choice in ("least", "all"):
-        one, two = (kept_bytes(model, count, size, keep=choice) for count in (1, 2))
+        one, two = (_kept(views, count, size, choice) for count in (1, 2))
         each = kept_per_image[choice] = {kind: two[kind] - one[kind] for kind in one}
         filters = {"standardised filters": sum(one.values()) - sum(each.values())}  # a ResNet's, whatever the batch
-        state = state_bytes(model, size, optimizer, averaged) | filters
+        state = state_bytes(model, size, optimizer, averaged, projector) | filters
         room = USABLE * device.memory_bytes - sum(state.values())
         largest[choice] = max(0, int(room / (sum(each.values()) + working)))
     if dropout(model):
@@ -80,14 +85,16 @@ def estimate(
         keep = "all" if largest["all"] >= min(on_each, max(1, largest["least"])) else "least"
     micro_batches = math.ceil(on_each / max(1, min(largest[keep], on_each)))
     micro = math.ceil(on_each / micro_batches)
-    flops = _flops(model, flops_per_image(model), images)
-    rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
+    flops = _flops(model, sum(n * flops_per_image(view, projector) for n, view in views), images, projector)
+    of_each = [operations(view, count * micro, size, keep, projector) for count, view in views]
+    rows = [sum(others, first).row(device) for first, *others in zip(*of_each)]
     update = optimizer_step(flops["params"], optimizer, averaged).row(device)
     both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
     floor = micro_batches * both + update["backward_floor"]
     return dict(
         img_size=list(pair(arguments_of(model).img_size)),
-        tokens=tokens_of(model),
+        tokens=sum(count * tokens_of(view) for count, view in views),
+        crops=[[count, list(side)] for count, side in crops],
         **flops,
         dtype=dtype,
         device=asdict(device),
@@ -140,10 +147,23 @@ def _on_meta(config: ViTConfig) -> ViT:
         return ViT(**config.as_dict())
 
 
-def _flops(model: nn.Module | ViTConfig, flops: float, images: float | None) -> dict:
+def _views(model: ViT | ViTConfig, crops: Sequence[tuple[int, tuple[int, int]]]) -> list[tuple[int, ViT | ViTConfig]]:
+    """(how many it takes of an image, the model for their size) of the crops, or of the image itself."""
+    if crops and arguments_of(model).backbone is not None:
+        raise InputError("cost: a hybrid takes images of one size, and so no crops")
+    return [(count, replace(arguments_of(model), img_size=side)) for count, side in crops] or [(1, model)]
+
+
+def _kept(views: list[tuple[int, ViT | ViTConfig]], images: int, size: int, keep: str) -> dict[str, int]:
+    """`kept_bytes` of all views of so many images."""
+    each = [kept_bytes(view, count * images, size, keep) for count, view in views]
+    return {kind: sum(kept[kind] for kept in each) for kind in each[0]}
+
+
+def _flops(model: nn.Module | ViTConfig, flops: float, images: float | None, projector: Sequence[int] = ()) -> dict:
     """The number of parameters, and the FLOPs for an image and for the whole training."""
     return dict(
-        params=sum(weights(model)),
+        params=sum(weights(model, projector)),
         flops_per_image=flops,
         train_flops_per_image=3 * flops,
         train_flops=None if images is None else 3 * flops * images,
