@@ -43,8 +43,8 @@ class Recipe:
     about: str = plain("", "the recipe's command, and what was published for it")
     model: str = plain(
         "B/16",
-        "a preset, such as Ti/16 S/8 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16; DINOv3-S/16 S+ B L H+ 7B; SigLIP2-B/16 "
-        "L So400m/14; CLIP-B/32; EVA02-Ti/14 S B L; a ResNet such as R50x1; or timm:NAME",
+        "a preset, such as Ti/16 S/8 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16; DINOv3-S/16 S+ B L H+ 7B; "
+        "SigLIP2-B/16 L So400m/14; CLIP-B/32; EVA02-Ti/14 S B L; a ResNet such as R50x1; or timm:NAME",
     )
     img_size: int = rule(
         224,
