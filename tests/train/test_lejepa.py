@@ -223,3 +223,22 @@ def test_collapses_are_named_once_and_in_time(per_epoch, caplog):
     watch.add(11, 1.0)
     watch.add(12, 1.0)
     assert len(caplog.records) == 2 and "since epoch 10.0" in caplog.records[1].message
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_the_eager_one(tmp_path, monkeypatch):
+    """The encoder is one graph of crops and, in evaluations, one of whole images; lowering is left out."""
+    compiled = []
+
+    def compile_it(module, **options):
+        compiled.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_it)
+    losses = []
+    for name, compiling in (("eager", False), ("compiled", True)):
+        summary = train(without_labels(tmp_path / name, steps=4, compile=compiling, drop_path=0.0))
+        losses.append([float(loss) for loss in records(tmp_path / name, "train", "loss")] + [summary["knn"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    (encoder,) = compiled
+    assert isinstance(encoder, ViT)
