@@ -143,7 +143,7 @@ def names(source) -> list[str]:
     return sorted(source.path(i) for i in range(len(source)))
 
 
-def test_any_folder_is_read_whole(tmp_path, caplog):
+def test_any_folder_is_read_whole(tmp_path):
     """Flat, nested, mixed with class folders: all images train, and some of them are watched."""
     flat, deep = tmp_path / "flat", tmp_path / "deep"
     for path in (flat / "a.jpg", flat / "b.jpg", deep / "x" / "1.png", deep / "x" / "y" / "2.png", deep / "3.png"):
@@ -155,7 +155,32 @@ def test_any_folder_is_read_whole(tmp_path, caplog):
         assert names(data.val) == expected and len(data.val) <= WATCHED
         batch, labels, unreadable = next(iter(data.train_batches(0, 1)))
         assert len(batch[0]) == 8 * 8 and labels.tolist() == [0] * 8 and not unreadable
-    assert "there are no labels, and no evaluation by them" in caplog.text or not caplog.text
+
+
+def test_validation_images_are_not_trained_on(tmp_path, caplog):
+    """Images of train/ without classes, beside class folders or images in val/, which may be the probe."""
+    for layout in ("labelled", "flat"):
+        root = pictures.folder(tmp_path / layout, splits=("val",) if layout == "labelled" else ())
+        for path in (root / "train", root / "val"):
+            path.mkdir(parents=True, exist_ok=True)
+        for number in range(3):
+            pictures.smooth(number, 24, 24).save(root / "train" / f"{number}.png")
+        if layout == "flat":
+            pictures.smooth(9, 24, 24).save(root / "val" / "9.png")
+        with caplog.at_level("INFO", logger="vitfast"):
+            data = opened(root)
+        assert names(data.train) == ["0.png", "1.png", "2.png"] and data.probe is None
+        assert "train: its 3 images train as one set" in caplog.text and f"--set probe={root / 'val'}" in caplog.text
+    labelled = opened(tmp_path / "labelled", probe=str(tmp_path / "labelled" / "val"))
+    assert labelled.probe.classes == ["a", "b"] and len(labelled.train) == 3
+    with pytest.raises(InputError, match="holds val and no train/"):
+        opened(pictures.folder(tmp_path / "alone", splits=("val",)))
+    circle = tmp_path / "circle"
+    circle.mkdir()
+    pictures.smooth(1, 24, 24).save(circle / "1.png")
+    (circle / "up").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="links back to a folder around it"):
+        opened(circle)
 
 
 def test_class_folders_are_labels_of_evaluations(tmp_path):
@@ -172,7 +197,7 @@ def test_other_images_may_be_the_labelled_ones(tmp_path):
     data = opened(tmp_path / "flat", probe=str(pictures.folder(tmp_path / "labelled")))
     assert len(data.train) == 3 and data.classes == ["images"]
     assert data.probe.classes == ["a", "b"] and (len(data.probe.train), len(data.probe.val)) == (8, 8)
-    with pytest.raises(InputError, match="lies in no class folder"):
+    with pytest.raises(InputError, match=r"probe=\S*/a: \S* lies in no class folder"):
         opened(tmp_path / "flat", probe=str(tmp_path / "labelled" / "train" / "a"))
 
 
@@ -201,6 +226,10 @@ def test_shards_need_no_labels(tmp_path):
     assert len(next(iter(data.train_batches(0, 1)))[0][0]) == 8 * 8
     labelled = opened(f"wds/{shards.shards(tmp_path / 'with', contents)}")
     assert labelled.probe is labelled and len(labelled.classes) == 3
+    # One image without a class, and validation images with classes: all train, and the others are left out.
+    shards.write(tmp_path / "with" / "train-2.tar", [("more/0.png", contents[0])])
+    data = opened(f"wds/{tmp_path / 'with'}")
+    assert len(data.train) == 7 and data.classes == ["images"] and data.probe is None
 
 
 @pytest.mark.parametrize(
@@ -212,6 +241,10 @@ def test_shards_need_no_labels(tmp_path):
         (dict(decode="device"), "decode cannot: set decode=host"),
         (dict(objective="softmax", probe="photos"), "probe is for training without labels"),
         (dict(local_crops=-1), r"local_crops must lie in \[0, 100\]"),
+        (dict(projector_dim=1), r"projector_dim must lie in \[2, 1e5\]"),
+        (dict(global_crops=1, local_crops=0), "global_crops and local_crops must be 2 at least"),
+        (dict(batch_size=8, accumulate=4), "batch_size 8 over accumulate 4 must be at least 4"),
+        (dict(layer_decay=0.7), "layer_decay is for fine-tuning, and not for LeJEPA"),
     ],
 )
 def test_settings_that_contradict_crops_are_named(fields, said):
@@ -228,7 +261,9 @@ def test_fine_tuning_is_by_labels():
 
 def test_what_needs_labels_or_whole_patches_says_so(tmp_path):
     pictures.folder(tmp_path, splits=("",), classes=("a",))
-    with pytest.raises(InputError, match="early_stop waits for a better accuracy, and there are no labels"):
+    with pytest.raises(
+        InputError, match="early_stop waits for a better accuracy, and there is no class for each image"
+    ):
         opened(tmp_path / "a", early_stop=3)
     with pytest.raises(InputError, match="local_size 20 must be a multiple of the patch, 8 x 8"):
         opened(tmp_path / "a", local_size=20)

@@ -219,6 +219,9 @@ def test_collapses_are_named_once_and_in_time(per_epoch, caplog):
             watch.add(step / per_epoch, 1.0)
             named = named or (step / per_epoch if caplog.records else None)
     assert named <= 5 and len(caplog.records) == 1
+    resumed = Collapse(50.0)
+    resumed.add(50.5, 1.0)
+    assert len(caplog.records) == 1  # half an epoch since it was resumed
     watch.add(10, 8.0)
     watch.add(11, 1.0)
     watch.add(12, 1.0)

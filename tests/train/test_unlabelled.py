@@ -70,21 +70,40 @@ def test_a_folder_without_labels_is_enough(tmp_path, capsys, caplog):
     with caplog.at_level("INFO", logger="vitfast"):
         assert main(command) == 0
     assert "It learns by LeJEPA from 2 crops of 32x32 and 2 crops of 16x16 pixels of each image" in caplog.text
-    assert "the effective rank of its features alone, as there are no labels" in caplog.text
+    assert "the effective rank of its features alone, as there is no class for each image" in caplog.text
+    assert "has 40 images for training; evaluations look at 40 images." in caplog.text
     assert capsys.readouterr().out.startswith("effective rank of features ")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["accuracy"] is summary["knn"] is summary["loss"] is None and summary["train_images"] == 40
     ranks = [float(rank) for rank in records(run, "val", "rank")]
+    assert records(run, "val", "step")[0] == "0"  # random weights have features too
     assert summary["rank"] == ranks[-1] > 1 and all(
         math.isfinite(float(loss)) for loss in records(run, "train", "loss")
     )
     page = (run / "report.html").read_text()
     assert "<h2>Neighbours</h2>" in page and "images and their nearest neighbours" in page and "LABELLED" in page
-    assert "of the class of their image" not in page and "effective rank of features" in page
+    assert (
+        "of the class of their image" not in page
+        and "that of a linear probe" not in page
+        and "effective rank of features" in page
+    )
     with caplog.at_level("INFO", logger="vitfast"):
         assert main(command) == 0
     assert "run is finished: 4 steps; --resume never" in caplog.text
     assert capsys.readouterr().out.startswith("effective rank of features ")  # it had finished
+    longer = [word if word != "4" else "6" for word in command]
+    assert main(longer) == 2 and "finished run of 4 steps, and this one takes 6: going on" in capsys.readouterr().err
+    assert main([*longer, "--resume", "auto"]) == 0 and records(run, "val", "step")[-1] == "6"
+    scaling = ["scaling", "--models", "Nano/8", "--lengths", "1", *command[1:5], "--output", str(tmp_path / "s")]
+    assert main([*scaling, *options[2:], *command[command.index("--set") :]]) == 2
+    assert "compares accuracies, and this run has no labels: give --set probe=DIR" in capsys.readouterr().err
+
+
+@pytest.mark.reports
+def test_reports_of_labelled_images_judge_the_neighbours(tmp_path):
+    train(without_labels(tmp_path, steps=2))
+    page = (tmp_path / "report.html").read_text()
+    assert "of them are of the class of their image." in page and "Accuracy in evaluations is that of a linear" in page
 
 
 @pytest.mark.reports

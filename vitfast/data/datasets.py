@@ -246,6 +246,9 @@ def open_sources(
             found = open_folder(Path(spec), reading, config.task != "eval") if labelled else open_images(spec, reading)
         except OSError as error:
             raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+    if not labelled and None not in found and [*found[0].classes] == ["images"] != [*found[1].classes]:
+        logger.info("%s is left out, as %s has no classes; --set probe names it", found[1].where, found[0].where)
+        found = found[0], None
     for source in filter(None, found):
         source.reading = reading
     return found

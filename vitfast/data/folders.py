@@ -76,20 +76,31 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
 
 
 def open_images(spec: str, reading: Reading = DEFAULT) -> list[ImageFiles | None]:
-    """What `open_folder` finds, or all images of a folder, at any depth, or of a list, as one class without a name.
+    """What `open_folder` finds, else the images of train/, a folder or a list, at any depth, as one class, "images".
 
-    So it is for training without labels, which only its evaluations use. The log says why there are none. Raises
-    InputError where there is no image.
+    This is for training without labels, which only evaluations use. Raises InputError where there is no image, where
+    the images for training are missing, and for a link back to a folder around it.
     """
-    if os.path.isdir(spec):
+    if not os.path.isdir(spec):
+        if not is_list(spec):
+            raise InputError(f"{spec} is a file; --data takes a folder, or a list of images ({', '.join(LISTS)})")
+        files, folder = [path for _, path in read_paths(spec)], os.path.dirname(spec)
+    else:
+        files = ordered(image_files(spec, refuse_circles=True))
         try:
             return open_folder(Path(spec), reading)
         except InputError as error:
-            logger.info("%s: there are no labels, and no evaluation by them (%s)", spec, error)
-    elif not is_list(spec):
-        raise InputError(f"{spec} is a file; --data takes a folder, or a list of images ({', '.join(LISTS)})")
-    files = ordered(image_files(spec, say=False)) if os.path.isdir(spec) else [path for _, path in read_paths(spec)]
-    folder = spec if os.path.isdir(spec) else os.path.dirname(spec)
+            inside = {entry.name for entry in os.scandir(spec) if entry.is_dir()}
+            train = next((name for name in TRAINING if name in inside), None)
+            if train is None and any(_is_split(Path(spec, name), False) for name in inside & {*VALIDATION}):
+                raise
+            folder = spec if train is None else os.path.join(spec, train)
+            files = files if train is None else ordered(image_files(folder, say=False))
+            logger.info("%s: its %s images train as one set, since they have no classes", folder, f"{len(files):,}")
+            logger.debug("%s", error)
+            if train and inside & {*VALIDATION}:
+                unread = os.path.join(spec, next(name for name in VALIDATION if name in inside))
+                logger.info("%s is left out; if it has class folders, --set probe=%s evaluates by them", unread, unread)
     return [ImageFiles(files, [0] * len(files), ["images"], reading, folder), None]
 
 

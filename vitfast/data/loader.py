@@ -210,12 +210,17 @@ def open_data(
     chains = train_transform, eval_transform
     data = Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native, crops)
     if config.probe:
-        other = dict(data=config.probe, probe="", objective="softmax", hold_out=0.0, shots=None, train_images=None)
-        data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
+        other = dict(data=config.probe, probe="", objective="softmax", data_dir="", early_stop=None, num_classes=None)
+        other |= dict(hold_out=0.0, shots=None, train_images=None)
+        try:
+            data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
+        except InputError as error:
+            raise InputError(f"probe={config.probe}: {error}") from None
     elif config.objective in UNLABELLED and len(classes) > 1 and not data.multi_label:
         data.probe = data
     if config.early_stop and config.objective in UNLABELLED and data.probe is None:
-        raise InputError("early_stop waits for a better accuracy, and there are no labels: give --set probe=DIR")
+        one = "there is no class for each image"
+        raise InputError(f"early_stop waits for a better accuracy, and {one}: give --set probe=DIR")
     return data
 
 

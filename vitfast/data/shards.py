@@ -1,5 +1,6 @@
 """Data sets in WebDataset shards: local tar files, whose images are read by index where they lie."""
 
+import logging
 import os
 import re
 import tarfile
@@ -17,6 +18,7 @@ from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import printable
 from .sources import Source
 
+logger = logging.getLogger("vitfast")
 NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # how classes are written that are numbers
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -49,6 +51,11 @@ class ShardFiles(Source):
         passed.say(self.where)
         if not labels:
             raise InputError(f"{self.where}: no image in it has a class (NAME.jpg and NAME.cls)")
+        if "" in labels:  # training without labels: one image without a class is enough
+            logger.info(
+                "%s: its %s images train as one set, since not all have classes", self.where, f"{len(labels):,}"
+            )
+            labels = ["images"] * len(labels)
         self.shards = tuple(np.diff(ends).tolist())
         self.texts = labels  # the classes as they are written, until `read_classes`
 
@@ -96,7 +103,7 @@ def tar_images(path: str | Path, passed: PassedOver, used: Callable = lambda tar
 def _samples(path: Path, passed: PassedOver, labelled: bool) -> Iterator[tuple[str, int, int, str]]:
     """(name, offset, bytes, class as it is written) of a shard's images that have a .cls.
 
-    Unless they must be `labelled`, all images of a shard without any .cls are of the class "images".
+    Unless they must be `labelled`, the others come too, with the class "".
     """
     images, labels = {}, {}
 
@@ -113,8 +120,8 @@ def _samples(path: Path, passed: PassedOver, labelled: bool) -> Iterator[tuple[s
         key = os.path.splitext(member.name)[0]
         if images.setdefault(key, member) is not member:
             passed[f"second images of one name, such as {printable(images[key].name)}"] += 1
-    if not (labelled or labels):
-        labels = dict.fromkeys(images, "images")
+    if not labelled:
+        labels = dict.fromkeys(images, "") | labels
     for key, member in images.items():
         if key in labels:
             yield member.name, member.offset_data, member.size, labels[key]

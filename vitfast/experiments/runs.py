@@ -35,9 +35,14 @@ def finish(config: Config, resume: str = "auto") -> dict:
 
 
 def ended(summary: dict) -> dict:
-    """Returns the summary of a finished run. Raises Stopped if it is unfinished or was asked to stop."""
+    """Returns the summary of a finished run. Raises Stopped if it is unfinished or was asked to stop.
+
+    Raises InputError for a run without accuracy.
+    """
     if not summary["finished"] or summary.get("asked_to_stop"):
         raise Stopped
+    if summary["accuracy"] is None:
+        raise InputError("an experiment compares accuracies, and this run has no labels: give --set probe=DIR")
     return summary
 
 

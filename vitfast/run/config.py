@@ -17,6 +17,7 @@ from .fields import allowed, choice, count, natural, plain, positive, rule, span
 # What the names of timm's data sets start with, and an example of each.
 NAMED_DATA = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
 UNLABELLED = {"masked": "masked patch prediction", "lejepa": "LeJEPA"}  # the objectives that need no labels
+LEAST = 4  # images of a micro-batch that LeJEPA compares
 MAX_PIXELS = 250_000_000  # in an image: telephones take photographs of up to 200 million
 MOST_CLASSES = 10**6  # in a data set: a larger label is damaged, and would fill the memory with classes
 
@@ -110,7 +111,7 @@ class Recipe:
     local_scale: tuple[float, float] = span((0.05, 0.3), 1, "the share of an image's area that a small crop keeps")
     sigreg_lambda: float = within(0.05, "[0, 1]", "LeJEPA's lambda: the share of SIGReg in the loss")
     projector_width: int = count(2048, 10**6, "the width of the two hidden layers of LeJEPA's projector")
-    projector_dim: int = count(16, 10**5, "the dimensions of LeJEPA's projections")
+    projector_dim: int = within(16, "[2, 1e5]", "the dimensions of LeJEPA's projections")
     label_smoothing: float = within(0.0, "[0, 1)", "the share of the target that is spread over all classes")
     mixup: float = within(0.0, "[0, 100]", "alpha of mixup; 0 for none")
     cutmix: float = within(0.0, "[0, 100]", "alpha of cutmix; 0 for none")
@@ -342,8 +343,15 @@ def check_run(config: Config) -> None:
         for name, wanted in (("sizes", ""), ("drop_tokens", 0), ("tokens_per_step", None), ("decode", "host")):
             if getattr(config, name) != wanted:
                 raise InputError(f"LeJEPA packs the crops of images, and {name} cannot: set {name}={wanted or 'none'}")
+        if config.global_crops + config.local_crops < 2:
+            raise InputError("LeJEPA compares the crops of an image: global_crops and local_crops must be 2 at least")
+        if config.batch_size < LEAST * config.accumulate:
+            few = f"batch_size {config.batch_size} over accumulate {config.accumulate} must be at least {LEAST}"
+            raise InputError(f"LeJEPA compares the images of a micro-batch: {few}")
     if unlabelled and config.task == "finetune":
         raise InputError(f"fine-tuning learns classes, and {unlabelled} none: vitfast pretrain takes --weights too")
+    if unlabelled and config.layer_decay:
+        raise InputError(f"layer_decay is for fine-tuning, and not for {unlabelled}")
     if config.probe and not unlabelled:
         raise InputError("probe is for training without labels: leave it out, or set objective=lejepa")
     if config.epochs is None and config.steps is None:

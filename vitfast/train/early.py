@@ -34,8 +34,8 @@ class EarlyStop:
             self.step, self.accuracy = None, -1.0
 
     def add(self, step: int, accuracy: float | None) -> None:
-        """Counts the evaluation after `step`, unless it has no accuracy, as without labels."""
-        if accuracy is None:
+        """Counts the evaluation after `step`, unless it has no accuracy, as without labels, or nothing was learned."""
+        if accuracy is None or not step:
             return
         self.since += 1
         if accuracy > self.accuracy:

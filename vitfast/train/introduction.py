@@ -32,11 +32,13 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
     recipe = f"recipe {config.name}" if config.name else "no recipe"
     about, passes = "about " if config.tokens_per_step else "", f"{epochs:,.4g}"
     passes += " epoch" if passes == "1" else " epochs"
-    unlabelled = learned(config, data)
+    unlabelled, validation = learned(config, data), f" and {len(data.val):,} for validation, in {_classes(data)}"
+    if unlabelled and len(data.classes) == 1:
+        validation = f"; evaluations look at {len(data.val):,} images"
     logger.info(
         f"This run {TASKS[config.task]} {model_in_words(config, model)}{weights} on images {size}. "
-        f"{config.data} has {_count(images, 'image')} for training and {len(data.val):,} for validation, "
-        f"in {_classes(data)}. {unlabelled}The run takes {_count(steps, 'step')} of {about}"
+        f"{config.data} has {_count(images, 'image')} for training{validation}. {unlabelled}"
+        f"The run takes {_count(steps, 'step')} of {about}"
         f"{_count(round(data.images_per_step), 'image')}, which is {about}{passes}, by {recipe}. It "
         f"computes on {where}{ranks} in {precision(data.dtype)}, and writes to {config.output}."
     )
@@ -58,7 +60,7 @@ def learned(config: Config, data: Data) -> str:
         kinds = crop_sizes(config, data.img_size, data.crops.patch)
         what = " and ".join(f"{count} crops of {height}x{width}" for count, (height, width) in kinds if count)
         what = f"LeJEPA from {what} pixels of each image"
-    by = "the effective rank of its features alone, as there are no labels"
+    by = "the effective rank of its features alone, as there is no class for each image"
     if data.probe is not None:
         by = f"a linear probe and nearest neighbours, by the labels of {data.probe.config.data}"
     return f"It learns by {what}, and no classes; it is evaluated by {by}. "

@@ -110,12 +110,12 @@ def effective_dimensions(z: Tensor) -> Tensor:
 class Collapse:
     """Watches the effective dimensions of the projections, and warns once they stayed below COLLAPSED for an epoch."""
 
-    def __init__(self):
-        self.last, self.since, self.named = 0.0, None, False  # epochs: of the last call, of the start of a collapse
+    def __init__(self, epoch: float = 0.0):
+        self.last, self.since, self.named = epoch, None, False  # epochs: of the last call, of the start of a collapse
 
-    def add(self, epoch: float, dimensions: float) -> None:
-        """Takes the mean since the last call, up to this epoch."""
-        if dimensions >= COLLAPSED:
+    def add(self, epoch: float, dimensions: float | None) -> None:
+        """Takes the mean since the last call, up to this epoch; None for objectives without projections."""
+        if dimensions is None or dimensions >= COLLAPSED:
             self.since, self.named = None, False
         elif self.since is None:
             self.since = self.last

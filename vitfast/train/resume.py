@@ -218,9 +218,9 @@ def check_unfinished(config: Config) -> None:
     summary = read_summary(run) if config.output else None
     if summary and (whole := _longer(config, summary)):
         raise InputError(
-            f"{run} holds a finished run of {summary['steps']} steps (accuracy {summary['accuracy']:.4f}), and this "
-            f"one takes {whole}: going on replaces its checkpoint, summary.json and report.html; add --resume auto to "
-            "go on from it, or take another --output"
+            f"{run} holds a finished run of {summary['steps']} steps{_accuracy(summary, ' ({})')}, and this one takes "
+            f"{whole}: going on replaces its checkpoint, summary.json and report.html; add --resume auto to go on from "
+            "it, or take another --output"
         )
 
 
@@ -239,9 +239,14 @@ def finished_summary(config: Config, resume: str, compare: Callable[[], object])
         return None
     if os.path.realpath(settings.get("data") or "") != os.path.realpath(config.data):
         compare()
-    reached = "" if summary["accuracy"] is None else f", accuracy {summary['accuracy']:.4f}"  # None without labels
-    logger.info("%s is finished: %d steps%s; --resume never starts it again", config.output, summary["steps"], reached)
+    said = "%s is finished: %d steps%s; --resume never starts it again"
+    logger.info(said, config.output, summary["steps"], _accuracy(summary, ", {}"))
     return summary
+
+
+def _accuracy(summary: dict, form: str) -> str:
+    """The accuracy of a finished run in this form; "" without labels."""
+    return "" if summary["accuracy"] is None else form.format(f"accuracy {summary['accuracy']:.4f}")
 
 
 def _longer(config: Config, summary: dict) -> int | None:

@@ -82,9 +82,9 @@ class Trainer:
         steps_per_epoch = len(self.data.train) / self.data.images_per_step
         self.eval_every = config.eval_every or max(1, round(max(steps_per_epoch, self.total / 20)))
         self.save_every = config.save_every or self.eval_every
-        self.log_every, self.collapse = config.log_every, None
+        self.log_every, self.collapse = config.log_every, Collapse(self.epoch)
         if config.objective == "lejepa":  # a collapse is to be named within two epochs
-            self.log_every, self.collapse = min(config.log_every, max(1, int(steps_per_epoch))), Collapse()
+            self.log_every = min(config.log_every, max(1, int(steps_per_epoch)))
         self.early = EarlyStop(config, self.checkpoint, self.step)
         self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
         self.ranks.agree(GO)  # now every rank has read the files, and the first may replace them
@@ -120,6 +120,8 @@ class Trainer:
     def _go_on(self, stopper: Stopper) -> dict | None:
         """Takes the steps that are left. Returns the last evaluation."""
         result = self._evaluate_again() if self.checkpoint else None
+        if not self.checkpoint and self.config.objective in UNLABELLED:
+            self._validate()  # random weights have features too
         self.train_step.model.train()
         self.meter.start_window()
         window = []  # (loss, right answers, gradient norm, *counts) of each step since the last record, on the device
@@ -266,7 +268,7 @@ class Trainer:
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The out-of-memory message: which size did not fit, and which does if trying shows one."""
         accumulate, same = self.config.accumulate, "with the same result except for random numbers, such as dropout's"
-        if self.collapse is not None:
+        if self.config.objective == "lejepa":
             same = "with statistics of fewer images at once"
         packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
         if packed:
@@ -328,8 +330,7 @@ class Trainer:
         speed, waiting = self.meter.end_window(images), self.meter.waiting_share
         rates = dict(lr=self.train_step.rate, images_per_second=speed, waiting_for_data=round(waiting, 4))
         self._record(split="train", loss=loss, **measure, **rates)
-        if self.collapse is not None:
-            self.collapse.add(self.epoch, measure["rank"])
+        self.collapse.add(self.epoch, measure.get("rank"))
         self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
 
     def _record(self, **record) -> None:

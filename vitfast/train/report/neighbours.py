@@ -22,7 +22,7 @@ def neighbours(model: ViT, data: Data) -> dict[str, tuple[str, str]]:
     """The section, by its heading. model: in eval mode."""
     from ...eval.inspect.figures import as_png, draw_rows
 
-    data = dataclasses.replace(data, workers=0, ranks=ONE)
+    labelled, data = data.probe is data, dataclasses.replace(data, workers=0, ranks=ONE)
     found = features(model, data, source := Subset(data.train, evenly(len(data.train), SEARCHED)))
     x = F.normalize(found.x - found.x.mean(0), dim=1)
     asked = torch.tensor(evenly(len(x), ASKED))
@@ -36,7 +36,7 @@ def neighbours(model: ViT, data: Data) -> dict[str, tuple[str, str]]:
     pixels = np.moveaxis(resize(images, side, antialias=True).unflatten(0, rows.shape).numpy(), 2, -1)
     note = f"The first image of each row is one of {len(asked)}, spread over {len(x):,} training images; of these the "
     note += "nearest by the cosine of their features follow."
-    if data.probe is data:
+    if labelled:
         same = (found.y[nearest] == found.y[asked][:, None]).double().mean().item()
         note += f" {same:.0%} of them are of the class of their image."
     return {"Neighbours": (note, picture(as_png(draw_rows(pixels)), "images and their nearest neighbours"))}

@@ -24,9 +24,13 @@ def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
     best = {name: found["epoch"] for name, each in records.items() if (found := best_evaluation(each))}
     figure = draw_curves(records, best)
     note = "The dotted line is the best evaluation." if best else ""
-    if any(with_number(each, "val", "rank") for each in records.values()):
-        note += " Accuracy is that of a linear probe; the rank is that of the projections in training, and that of the "
-        note += "features in evaluations."
+    known = {
+        (each["split"], name) for run in records.values() for each in run for name in each if each[name] is not None
+    }
+    if ("val", "rank") in known:
+        note += " Accuracy in evaluations is that of a linear probe." * (("val", "accuracy") in known)
+        note += " In training it is the share of patches whose colours are right." * (("train", "accuracy") in known)
+        note += " The rank is that of the features, and in training that of the projections."
     return {"Curves": (note, picture(as_png(figure), "loss, accuracy and learning rate against epochs", chart=True))}
 
 
@@ -72,7 +76,7 @@ def collapse(records: list[dict], config: Config) -> str:
     """A sentence on a run by LeJEPA whose projections are at the end on a point or a line; else ""."""
     ranks = with_number(records, "train", "rank") if config.objective == "lejepa" else []
     fallen = list(itertools.takewhile(lambda each: each["rank"] < COLLAPSED, reversed(ranks)))
-    if not fallen:
+    if not fallen or fallen[0]["epoch"] - fallen[-1]["epoch"] < 1:
         return ""
     told = f"The model has collapsed: from epoch {_epoch(fallen[-1])} on all images have nearly the same projections"
     return f"{told} ({fallen[0]['rank']:.2f} effective dimensions of {config.projector_dim})."

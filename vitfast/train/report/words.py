@@ -163,8 +163,8 @@ def results(summary: dict) -> dict[str, str]:
     known = {k: v for k, v in summary.items() if v is not None and k not in ELSEWHERE}
     found = {RESULTS.get(k, k.replace("_", " ")): text(k, v) for k, v in known.items()}
     if summary.get("knn") is not None:
-        found["linear probe"] = with_error(summary["accuracy"], summary["val_images"])
-        del found["accuracy"]
+        error = with_error(summary["accuracy"], summary["val_images"])
+        found = {"linear probe" if k == "accuracy" else k: error if k == "accuracy" else v for k, v in found.items()}
     if summary.get("top5") is not None:
         found["accuracy"] = with_error(summary["accuracy"], summary["val_images"])
     return found
