@@ -1,4 +1,4 @@
-"""The crops of LeJEPA through an encoder: packed, in separate forwards, and padded to the largest, on a CPU.
+"""LeJEPA's crops through an encoder: packed, in separate forwards, and padded to the largest.
 
     python bench/crops.py [--output bench/results/unlabelled/crops.json]
 

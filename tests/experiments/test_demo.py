@@ -44,7 +44,7 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, ep
         assert any((run / "tensorboard").iterdir()) and (run / "metrics.csv").exists()
         assert (run / "report.html").exists()
         ViT.from_pretrained(run / "checkpoints" / "last")
-    columns = "task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data"
+    columns = "task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data,knn,rank"
     assert (tmp_path / "metrics.csv").read_text().startswith(f"{columns}\npretrain,")
     start = time.process_time()
     assert demo(tmp_path, seed, "cpu") == summary

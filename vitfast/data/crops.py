@@ -1,4 +1,4 @@
-"""The crops of which LeJEPA takes several of each image, and how those of a step become one packed batch."""
+"""LeJEPA's crops of images, and how those of a step become one packed batch."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from .transforms import transforms
 
 
 class Crops:
-    """Draws the crops of an image: the global ones, which cover more of it, and then the smaller local ones."""
+    """Draws the crops of an image: the global ones, and then the local ones, which are smaller."""
 
     def __init__(self, config: Config, img_size: tuple[int, int], patch: tuple[int, int]):
         self.patch, self.parts, self.chains = patch, config.accumulate, []
@@ -28,13 +28,13 @@ class Crops:
         return sum(height * width for height, width in self.sizes) // (self.patch[0] * self.patch[1])
 
     def transform(self, image: Image.Image | np.ndarray) -> list[Tensor]:
-        """The crops of an image, uint8 (C, H, W) each; of an array, which is `transformed` already, its corner."""
+        """The crops of an image, uint8 (C, H, W) each; of an array, which is not cut again, its corner."""
         if isinstance(image, np.ndarray):
             return [torch.from_numpy(np.ascontiguousarray(image[:, :height, :width])) for height, width in self.sizes]
         return [torch.as_tensor(chain(image)) for chain in self.chains]
 
     def pack(self, images: tuple[list[Tensor], ...]) -> list[PackedImages]:
-        """Packs the crops of each micro-batch: the first one of all its images, then the second one, and so on.
+        """Packs the crops of each micro-batch: the first of all its images, then the second, and so on.
 
         images: the results of `transform`.
         """

@@ -76,9 +76,10 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
 
 
 def open_images(spec: str, reading: Reading = DEFAULT) -> list[ImageFiles | None]:
-    """What `open_folder` finds, else the images of train/, a folder or a list, at any depth, as one class, "images".
+    """Opens images for training without labels: in a folder at any depth, or in a list.
 
-    This is for training without labels, which only evaluations use. Raises InputError where there is no image, where
+    Labels that `open_folder` finds are kept, else all images, or those of train/, are of one class, "images".
+    Raises InputError where there is no image, where
     the images for training are missing, and for a link back to a folder around it.
     """
     if not os.path.isdir(spec):

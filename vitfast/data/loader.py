@@ -209,19 +209,30 @@ def open_data(
     workers = loader_processes(config, img_size, read, ranks, step)
     chains = train_transform, eval_transform
     data = Data(config, train, val, *chains, classes, img_size, workers, device, ranks, packing, native, crops)
+    if config.objective in UNLABELLED:
+        data.probe = _probe_of(data, patch_size, mean)
+    return data
+
+
+def _probe_of(data: Data, patch_size: tuple[int, int], mean: Sequence[float]) -> Data | None:
+    """The labelled images by which training without labels is evaluated, if there are any.
+
+    Raises InputError for those of `probe`, and where early stopping has none.
+    """
+    config = data.config
     if config.probe:
         other = dict(data=config.probe, probe="", objective="softmax", data_dir="", early_stop=None, num_classes=None)
-        other |= dict(hold_out=0.0, shots=None, train_images=None)
+        config = dataclasses.replace(config, **other, hold_out=0.0, shots=None, train_images=None)
         try:
-            data.probe = open_data(dataclasses.replace(config, **other), img_size, patch_size, device, ranks, mean=mean)
+            return open_data(config, data.img_size, patch_size, data.device, data.ranks, mean=mean)
         except InputError as error:
-            raise InputError(f"probe={config.probe}: {error}") from None
-    elif config.objective in UNLABELLED and len(classes) > 1 and not data.multi_label:
-        data.probe = data
-    if config.early_stop and config.objective in UNLABELLED and data.probe is None:
+            raise InputError(f"probe={data.config.probe}: {error}") from None
+    if len(data.classes) > 1 and not data.multi_label:
+        return data
+    if config.early_stop:
         one = "there is no class for each image"
         raise InputError(f"early_stop waits for a better accuracy, and {one}: give --set probe=DIR")
-    return data
+    return None
 
 
 def _with_validation(

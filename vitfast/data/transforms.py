@@ -68,7 +68,7 @@ class Erase:
 
 
 class Blur:
-    """Gaussian blur of a share of the images; its radius is up to 2 pixels, and less in images below 96 pixels."""
+    """Gaussian blur of a share of the images, by up to 2 pixels, and by less below 96 pixels."""
 
     def __init__(self, share: float):
         self.share = share

@@ -40,7 +40,7 @@ class Features(NamedTuple):
 
 @torch.inference_mode()
 def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tensor], Tensor] | None = None) -> Features:
-    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`, of all ranks.
+    """The inputs of a model's last linear layer (`pre_logits`) for images of `data`, of all ranks.
 
     model: a ViT or a baseline. embed: computes features (B, D) of its images in place of it. Images that cannot be read
     are left out, with a warning. Raises InputError if no image can be read or more than `max_unreadable` cannot.

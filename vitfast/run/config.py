@@ -322,7 +322,7 @@ def changes(before: dict, now: dict, inside: str = "") -> list[str]:
 
 
 def crop_sizes(config: Recipe, img_size: tuple[int, int], patch: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
-    """(how many, (height, width) in pixels) of LeJEPA's global and local crops of an image, whole patches each.
+    """(how many, (height, width) in pixels) of LeJEPA's global and local crops, in whole patches.
 
     Raises InputError for a local_size that is not a multiple of the patch.
     """

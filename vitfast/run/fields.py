@@ -62,7 +62,10 @@ def is_none(value) -> bool:
 
 
 def allowed(each: dataclasses.Field, type_of, value):
-    """Returns `value`, which may be text, in the field's type `type_of`. Raises InputError if the field forbids it."""
+    """Returns `value`, which may be text, in the field's type `type_of`.
+
+    Raises InputError if the field forbids it.
+    """
     options = typing.get_args(type_of) if isinstance(type_of, types.UnionType) else ()
     if type(None) in options and is_none(value):
         return None

@@ -34,7 +34,7 @@ class EarlyStop:
             self.step, self.accuracy = None, -1.0
 
     def add(self, step: int, accuracy: float | None) -> None:
-        """Counts the evaluation after `step`, unless it has no accuracy, as without labels, or nothing was learned."""
+        """Counts the evaluation after `step`, but not that of step 0, or one without accuracy."""
         if accuracy is None or not step:
             return
         self.since += 1

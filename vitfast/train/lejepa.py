@@ -1,4 +1,6 @@
-"""LeJEPA (Balestriero & LeCun, 2025, arXiv 2511.08544): learning without labels, teacher or stop-gradient.
+"""LeJEPA: learning from images without labels, teacher or stop-gradient.
+
+The method is that of Balestriero & LeCun, 2025 (arXiv 2511.08544).
 
 Of each of N images there are V views: random crops, the first G of them large (global). The encoder and a projector map
 view v of image n to z[v, n] in R^K. Views of one image shall agree, and over the images each view shall be distributed
@@ -77,7 +79,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def draw_directions(dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """Random unit vectors as columns (dim, DIRECTIONS), by the seed alone, so that they are the same on all ranks."""
+    """Random unit vectors, the columns of (dim, DIRECTIONS), by the seed alone: the same on all ranks."""
     drawn = torch.randn(dim, DIRECTIONS, generator=torch.Generator().manual_seed(seed))
     return F.normalize(drawn, dim=0).to(device, non_blocking=True)
 
@@ -108,7 +110,7 @@ def effective_dimensions(z: Tensor) -> Tensor:
 
 
 class Collapse:
-    """Watches the effective dimensions of the projections, and warns once they stayed below COLLAPSED for an epoch."""
+    """Warns once the effective dimensions of the projections stayed below COLLAPSED for an epoch."""
 
     def __init__(self, epoch: float = 0.0):
         self.last, self.since, self.named = epoch, None, False  # epochs: of the last call, of the start of a collapse

@@ -22,7 +22,7 @@ logger = logging.getLogger("vitfast")
 
 
 def in_words(result: dict) -> str:
-    """The numbers of an evaluation; that of a model without a head has a rank, and a linear probe's accuracy."""
+    """The numbers of an evaluation; one of features has a rank, and a linear probe's accuracy."""
     names = dict(accuracy="linear probe" if "rank" in result else "validation accuracy", loss="loss")
     names |= dict(knn="20 nearest neighbours", rank="effective rank of features")
     return ", ".join(f"{text} {result[name]:.4f}" for name, text in names.items() if result.get(name) is not None)

@@ -161,7 +161,7 @@ class TrainStep:
         return loss_sum, correct
 
     def _loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, right answers) of a micro-batch; without labels, the model's second result times images."""
+        """(mean loss, right answers) of a micro-batch; without labels, the second result times images."""
         target, smoothing = labels, self.config.label_smoothing
         if self.mixup:
             mean, std = self.model.mean, self.model.std

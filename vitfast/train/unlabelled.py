@@ -1,4 +1,4 @@
-"""What the objectives without labels share: a ViT without its head, and how one sees whether it learns."""
+"""The common part of objectives without labels: a ViT without its head, and evaluations of features."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,10 @@ logger = logging.getLogger("vitfast")
 
 
 class Unlabelled(nn.Module):
-    """A ViT that learns from images alone. `forward` returns (loss, a number named `measure`) of a micro-batch."""
+    """A ViT that learns from images alone.
+
+    `forward` returns (loss, the number that `measure` names) of a micro-batch.
+    """
 
     measure = "accuracy"  # the column of metrics.csv for the second result
     views = 1  # crops of an image in a batch
@@ -49,7 +52,7 @@ class Unlabelled(nn.Module):
 
 
 def effective_rank(x: Tensor) -> float:
-    """The effective rank of features (n, D): exp of the entropy of the singular values, once their mean is 0.
+    """The effective rank of features (n, D): exp of the entropy of the centred features' singular values.
 
     Roy & Vetterli, 2007. It lies between 1 and the smaller of n - 1 and D; 0 where all features are alike.
     """
@@ -61,7 +64,7 @@ def effective_rank(x: Tensor) -> float:
 
 
 def evaluate_features(model: Unlabelled, data: Data) -> dict:
-    """What the features of the images are good for: `rank`, and `accuracy` and `knn` where there are labels.
+    """Evaluates features: their `rank`, and where there are labels `accuracy` and `knn`.
 
     accuracy: of a linear probe that is fitted on the training images of `data.probe` and measured on its validation
     images, as `knn` is; of both at most PROBED. rank: the effective rank of the measured features. They are None where

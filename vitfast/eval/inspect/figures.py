@@ -106,7 +106,7 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
 
 
 def draw_rows(images: np.ndarray) -> Figure:
-    """Draws images (rows, columns, h, w, C) of 0 to 255; what follows the first of a row stands a little apart."""
+    """Draws images (rows, columns, h, w, C) of 0 to 255; the first of a row stands a little apart."""
     rows, columns, h, w, chans = images.shape
     apart = np.insert(images.astype(float) / 255, 1, np.nan, axis=1)[:, :, :, :, :3]
     picture = np.delete(mosaic(apart), slice(w + 1, 2 * w - w // 8), axis=1)
@@ -116,7 +116,7 @@ def draw_rows(images: np.ndarray) -> Figure:
 
 
 def draw_curves(runs: dict[str, list[dict]], best: dict[str, float] | None = None) -> Figure:
-    """Draws loss, accuracy, k-NN, rank and learning rate of runs against epochs, where metrics.csv has them.
+    """Draws loss, accuracy, k-NN, rank and learning rate of runs against epochs, as metrics.csv has them.
 
     Numbers that are missing or not finite leave a gap. best: the epochs of the runs' best evaluations, which a line
     marks.

@@ -50,7 +50,7 @@ def _table(records: list[dict], evaluations: list[dict]) -> str:
     every, last = -(-len(evaluations) // ROWS), len(evaluations) - 1
     shown = [each for i, each in enumerate(evaluations) if i % every == 0 or i == last or each is best]
     names = dict(loss="validation loss", accuracy="validation accuracy", knn="k-NN accuracy", rank="effective rank")
-    measured = [name for name in names if any(each[name] is not None for each in evaluations)]
+    measured = [name for name in names if any(each.get(name) is not None for each in evaluations)]
     training = {record["step"]: record for record in records if record["split"] == "train"}
     rows = []
     for each in shown:
