@@ -208,7 +208,7 @@ class Config(Recipe):
     data: str = plain(
         "",
         "a folder with train/<class>/ and val/<class>/, or with train/labels.csv and val/labels.csv; or digits, "
-        "synthetic, torch/NAME, hfds/NAME, wds/FOLDER",
+        "synthetic, torch/NAME, hfds/NAME, wds/FOLDER; without labels also any folder or list of images",
     )
     probe: str = plain(
         "", "labelled images, given as data is, by which training without labels is evaluated; empty: those of data"
