@@ -61,7 +61,7 @@ def test_colours_change_as_often_as_settings_say():
     image, patch = Image.new("RGB", (40, 40), (200, 40, 40)), (8, 8)
 
     def colours(**fields) -> np.ndarray:
-        made, found = Crops(config(global_crops=1, local_crops=0, **PLAIN | fields), (32, 32), patch), []
+        made, found = Crops(config(global_crops=1, local_crops=1, **PLAIN | fields), (32, 32), patch), []
         for seed in range(400):
             seed_everything(seed)
             found.append(made.transform(image)[0].numpy().mean((1, 2)))
