@@ -48,13 +48,14 @@ RESULTS = ROOT / "bench" / "results" / "unlabelled"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vitfast" / "pictures"
 METHODS = ("lejepa", "masked", "supervised", "random", "few")
 SEEDS, DRAWS, SHOTS = 3, 5, 5
-SIZE = dict(img_size=32, embed_dim=96, depth=4, num_heads=3, class_token=False, global_pool="avg")
-PATCH = dict(digits=4, stamps=8, emoji=8)  # a scan has 8 x 8 pixels, and strokes of one or two
+SIZE = dict(embed_dim=96, depth=4, num_heads=3, class_token=False, global_pool="avg")
+# A scan has 8 x 8 pixels, and strokes of one or two.
+IMAGE = dict(digits=dict(img_size=24, patch_size=4)) | dict.fromkeys(NAMES[1:], dict(img_size=32, patch_size=8))
 
 # All methods have AdamW and one cosine cycle, and see each training picture equally often. LeJEPA takes six crops of it
 # each time, so masked patch prediction, which takes one, has about a quarter of its seconds. SIGReg grows with the
 # batch: lambda is larger than the 0.02 to 0.05 of batches of 256.
-COMMON = dict(recipe="ssl/small", img_size=32, global_pool="avg", drop_path=0.0, lr_end=0.0, warmup_ratio=0.1)
+COMMON = dict(recipe="ssl/small", global_pool="avg", drop_path=0.0, lr_end=0.0, warmup_ratio=0.1)
 COMMON |= dict(weight_decay=0.05, hue_jitter=0.0, jitter_share=1.0, grayscale=0.0, blur=0.0, solarize=0.0)
 COMMON |= dict(batch_size=64)
 LEJEPA = dict(objective="lejepa", lr=2e-3, sigreg_lambda=0.1, projector_width=512, projector_dim=16)
@@ -66,7 +67,7 @@ MIRRORED = dict(hflip=0.5, crop_scale=(0.5, 1.0))
 SCANS = dict(hflip=0.0, crop_scale=(0.8, 1.0), crop_ratio=(0.9, 1.1), color_jitter=0.0)  # as the recipe digits
 SETTINGS = dict(
     digits=dict(
-        lejepa=LEJEPA | dict(hflip=0.0, color_jitter=0.4, epochs=20),
+        lejepa=LEJEPA | dict(lr=1e-3, local_size=12, hflip=0.0, auto_augment="rand-m4-n2-mstd0.5", epochs=20),
         masked=MASKED | SCANS | dict(epochs=20),
         supervised=LABELLED | SCANS | dict(epochs=20),
         few=LABELLED | SCANS | dict(steps=400, batch_size=50, label_smoothing=0.0),
@@ -108,7 +109,7 @@ def run_job(folder: Path, name: str, method: str, seed: int, settings: dict) -> 
     began, used = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         torch.manual_seed(seed)
-        ViT(**SIZE, patch_size=PATCH[name], num_classes=0).save_pretrained(f"{scratch}/start")
+        ViT(**SIZE, **IMAGE[name], num_classes=0).save_pretrained(f"{scratch}/start")
         weights, trained = Path(scratch, "start"), {}
         if method != "random":
             data = folder / name
@@ -128,7 +129,7 @@ def train_it(data: str, weights: Path, run: Path, seed: int, settings: dict) -> 
     from vitfast.train.recipes import resolve
     from vitfast.train.trainer import train
 
-    given = dict(data=data, weights=str(weights), output=str(run), seed=seed, device="cpu", workers=0)
+    given = dict(data=data, weights=str(weights), output=str(run), seed=seed, device="cpu", workers=0, img_size=0)
     summary = train(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
     losses = [float(each["loss"]) for each in read_metrics(run) if each["split"] == "train"]
     found = dict(steps=summary["steps"], first_loss=losses[0], loss=losses[-1])
@@ -219,9 +220,7 @@ def experiment(
         own = [each for each in runs if each["data"] == name]
         means, cost = summary(own), round(sum(each["cpu_seconds"] for each in own), 1)
         result = dict(data=name, judged_by="a part of the training pictures" if choosing else "the test pictures")
-        result |= facts | dict(
-            cpu_seconds=cost, pictures=pictures[name], model=SIZE | dict(patch_size=PATCH[name]), common=COMMON
-        )
+        result |= facts | dict(cpu_seconds=cost, pictures=pictures[name], model=SIZE | IMAGE[name], common=COMMON)
         results.append(result | dict(settings=settings[name], means=means, differences=differences(means), runs=own))
     return results
 

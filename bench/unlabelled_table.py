@@ -5,6 +5,8 @@ import math
 import statistics
 from pathlib import Path
 
+from unlabelled_data import NAMES as DATA
+
 NAMES = dict(linear="linear probe", knn="20 nearest neighbours", few="5 labels a class", accuracy="own head")
 ORDER = ("lejepa", "masked", "random", "supervised", "few")
 RIVALS = ("random", "masked")
@@ -78,4 +80,5 @@ def table(results: list[dict]) -> str:
 
 def load(folder: Path) -> list[dict]:
     """The results that a folder has, by data set."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    paths = [folder / f"{name}.json" for name in DATA]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
