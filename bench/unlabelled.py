@@ -65,11 +65,12 @@ LABELLED = dict(objective="softmax", lr=1e-3, label_smoothing=0.1)
 # Pictures are mirrored, and their colours change where colours are not what is predicted.
 MIRRORED = dict(hflip=0.5, crop_scale=(0.5, 1.0))
 SCANS = dict(hflip=0.0, crop_scale=(0.8, 1.0), crop_ratio=(0.9, 1.1), color_jitter=0.0)  # as the recipe digits
+TURNED = "rand-m5-n2-mstd0.5-tweights"  # timm's RandAugment that mostly turns, shears and shifts
 SETTINGS = dict(
     digits=dict(
-        lejepa=LEJEPA | dict(lr=1e-3, local_size=12, hflip=0.0, auto_augment="rand-m4-n2-mstd0.5", epochs=20),
-        masked=MASKED | SCANS | dict(epochs=20),
-        supervised=LABELLED | SCANS | dict(epochs=20),
+        lejepa=LEJEPA | dict(lr=1e-3, local_size=12, hflip=0.0, auto_augment=TURNED, epochs=40),
+        masked=MASKED | SCANS | dict(epochs=40),
+        supervised=LABELLED | SCANS | dict(epochs=40),
         few=LABELLED | SCANS | dict(steps=400, batch_size=50, label_smoothing=0.0),
     ),
     stamps=dict(
