@@ -75,7 +75,9 @@ def table(results: list[dict]) -> str:
             told = [each["over"], NAMES[each["measure"]], error, f"{each['standard_errors']:.1f}"]
             lines.append("| " + " | ".join([*told, "yes" if each["ahead"] else "**no**"]) + " |")
         lines.append("")
-    return "\n".join(lines)
+    minutes = sum(result["cpu_seconds"] for result in results) / 60
+    lines.append(f"All runs took {minutes:.0f} minutes of one core, so {minutes / 2:.0f} minutes of two.")
+    return "\n".join(lines) + "\n"
 
 
 def load(folder: Path) -> list[dict]:
