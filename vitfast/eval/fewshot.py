@@ -38,7 +38,7 @@ class Features(NamedTuple):
     unreadable: int  # how many images are left out
 
 
-@torch.inference_mode()
+@torch.no_grad()  # FSDP2 would keep tensors of inference mode, which training cannot use
 def features(model: nn.Module, data: Data, source: Source, embed: Callable[[Tensor], Tensor] | None = None) -> Features:
     """The inputs of a model's last linear layer (`pre_logits`) for images of `data`, of all ranks.
 
