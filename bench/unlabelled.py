@@ -93,8 +93,9 @@ weights of `random`. Standard errors are those of the difference of two means ov
 have settings, versions and seconds. Those are seconds of a core, because other programs ran beside these.
 
 Settings were chosen by a part of the training pictures (`choices.json`). Each file names the commit that held them
-before any test picture was looked at. A pass over the pictures costs masked patch prediction about a quarter of what it
-costs LeJEPA, which takes six crops of each; both have the same number of passes.
+before any test picture of that data set was looked at: first of stamps, then of emoji, then of digits. A pass over the
+pictures costs masked patch prediction about a quarter of what it costs LeJEPA, which takes six crops of each; both have
+the same number of passes.
 
 """
 
@@ -129,13 +130,16 @@ def run_job(folder: Path, name: str, method: str, seed: int, settings: dict) -> 
 
 
 def train_it(data: str, weights: Path, run: Path, seed: int, settings: dict) -> dict:
-    """Trains a ViT from weights: the last epoch's loss, and the accuracy of its own head where it has one."""
+    """Trains a ViT from weights: the last epoch's loss, and the accuracy of its own head where it has one.
+
+    Raises Stopped where the run was asked to stop, so that no half run is judged.
+    """
+    from vitfast.experiments.runs import finish
     from vitfast.train.log import read_metrics
     from vitfast.train.recipes import resolve
-    from vitfast.train.trainer import train
 
     given = dict(data=data, weights=str(weights), output=str(run), seed=seed, device="cpu", workers=0, img_size=0)
-    summary = train(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
+    summary = finish(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
     losses = [float(each["loss"]) for each in read_metrics(run) if each["split"] == "train"]
     found = dict(steps=summary["steps"], first_loss=losses[0], loss=losses[-1])
     return found | (dict(accuracy=summary["accuracy"]) if settings["objective"] == "softmax" else {})
