@@ -134,12 +134,15 @@ def train_it(data: str, weights: Path, run: Path, seed: int, settings: dict) -> 
 
     Raises Stopped where the run was asked to stop, so that no half run is judged.
     """
-    from vitfast.experiments.runs import finish
+    from vitfast.experiments.runs import Stopped
     from vitfast.train.log import read_metrics
     from vitfast.train.recipes import resolve
+    from vitfast.train.trainer import train
 
     given = dict(data=data, weights=str(weights), output=str(run), seed=seed, device="cpu", workers=0, img_size=0)
-    summary = finish(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
+    summary = train(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
+    if not summary["finished"] or summary.get("asked_to_stop"):
+        raise Stopped
     losses = [float(each["loss"]) for each in read_metrics(run) if each["split"] == "train"]
     found = dict(steps=summary["steps"], first_loss=losses[0], loss=losses[-1])
     return found | (dict(accuracy=summary["accuracy"]) if settings["objective"] == "softmax" else {})
