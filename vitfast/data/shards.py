@@ -16,7 +16,7 @@ from ..errors import InputError
 from .classes import class_numbers, text_classes
 from .image_files import PassedOver, is_clutter, is_image, suffix
 from .images import printable
-from .sources import Source
+from .sources import UNNAMED, Source
 
 logger = logging.getLogger("vitfast")
 NUMBER = re.compile("-?(0|[1-9][0-9]*)")  # how classes are written that are numbers
@@ -55,7 +55,7 @@ class ShardFiles(Source):
             logger.info(
                 "%s: its %s images train as one set, since not all have classes", self.where, f"{len(labels):,}"
             )
-            labels = ["images"] * len(labels)
+            labels = [UNNAMED] * len(labels)
         self.shards = tuple(np.diff(ends).tolist())
         self.texts = labels  # the classes as they are written, until `read_classes`
 

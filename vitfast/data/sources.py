@@ -8,6 +8,8 @@ import torch
 
 from .images import DEFAULT, read_rgb
 
+UNNAMED = "images"  # the one class of images without classes, in training without labels
+
 
 class Source:
     """Images with labels by index: `source[i] -> (image, label)`.

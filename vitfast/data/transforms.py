@@ -4,13 +4,14 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
-from torchvision.transforms import RandomErasing, RandomSolarize
+from torchvision.transforms import RandomApply, RandomErasing, RandomSolarize
 from torchvision.transforms.functional import center_crop, get_image_size
 
 from ..run.config import Config
@@ -67,18 +68,6 @@ class Erase:
         return image
 
 
-class Blur:
-    """Gaussian blur of a share of the images, by up to 2 pixels, and by less below 96 pixels."""
-
-    def __init__(self, share: float):
-        self.share = share
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        if random.random() >= self.share:
-            return image
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0) * min(1, max(image.size) / 96)))
-
-
 def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     """timm's posterize; 0 bits, which its policies draw and Pillow 13 refuses, make the image black."""
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
@@ -106,8 +95,9 @@ def transforms(config: Config, img_size: tuple[int, int], mean: Sequence[float] 
             op.aug_fn = posterize if op.aug_fn is auto_augment.posterize else op.aug_fn
     crop = CROPS[config.train_crop_mode]
     train.transforms[0] = crop(img_size, config.crop_scale, config.crop_ratio, interpolation="bicubic")
-    last = [Blur(config.blur)] if config.blur else []
-    last += [RandomSolarize(128, config.solarize)] if config.solarize else []
+    blur = partial(auto_augment.gaussian_blur_rand, factor=min(1, max(img_size) / 96))  # a radius of up to 2 pixels
+    last = [RandomApply([blur], config.blur)] * (config.blur > 0)
+    last += [RandomSolarize(128, config.solarize)] * (config.solarize > 0)
     train.transforms[-1:-1] = last  # before the image becomes an array
     if config.random_erasing:
         train.transforms.append(Erase(config.random_erasing))

@@ -49,34 +49,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def validation_means(model: nn.Module, data: Data, names: list[str], score: Callable[[Tensor, Tensor], Tensor]) -> dict:
-    """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
-
-    score(images, labels) returns the sums over a batch, in the order of the names, and then the number of images. The
-    model is in eval mode meanwhile. Images that cannot be read are left out, with a warning. Raises InputError if no
-    image can be read, or more than `max_unreadable` cannot.
-    """
-    sums = torch.zeros(len(names) + 2, device=data.device, dtype=torch.float64)
-    with evaluating(model):
-        for images, labels, unreadable in data.in_order(data.val):
-            sums[:-1] += score(images, labels)
-            sums[-1] += data.left_out(unreadable)
-    *totals, count, left_out = data.ranks.sum(sums).tolist()
-    data.check_left_out(int(left_out), int(count))
-    means = {name: total / count for name, total in zip(names, totals)}
-    return means | dict(images=int(count), unreadable_images=int(left_out))
-
-
 def evaluate(model: nn.Module, data: Data, on_logits: Callable[[Tensor, Tensor], None] | None = None) -> dict:
     """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
 
     If images have several classes, it is the sigmoid's cross-entropy, summed over the classes; top-1 accuracy, for
     which the first guess must be one of the classes; and `map`, the `mean_average_precision`. on_logits: called with
-    the logits and labels of each batch, in the order of the set.
+    the logits and labels of each batch, in the order of the set. The model is in eval mode meanwhile. Images that
+    cannot be read are left out, with a warning. Raises InputError if no image can be read, or more than
+    `max_unreadable` cannot.
     """
-    parts = []
+    names = ["loss", "accuracy"] if data.multi_label else ["loss", "accuracy", "top5"]
+    sums, parts = torch.zeros(len(names) + 2, device=data.device, dtype=torch.float64), []
 
     def score(images: Tensor, labels: Tensor) -> Tensor:
+        """The sums over a batch, in the order of `names`, and then the number of images."""
         labels = labels.to(data.device, non_blocking=True)
         logits = logits_of(model, images, data.device, data.dtype)
         read = counts(labels)
@@ -90,8 +76,14 @@ def evaluate(model: nn.Module, data: Data, on_logits: Callable[[Tensor, Tensor],
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
         return torch.stack([loss, top[:, 0].sum(), top.sum(), read.sum()])
 
-    names = ["loss", "accuracy"] if data.multi_label else ["loss", "accuracy", "top5"]
-    means = validation_means(model, data, names, score)
+    with evaluating(model):
+        for images, labels, unreadable in data.in_order(data.val):
+            sums[:-1] += score(images, labels)
+            sums[-1] += data.left_out(unreadable)
+    *totals, count, left_out = data.ranks.sum(sums).tolist()
+    data.check_left_out(int(left_out), int(count))
+    means = {name: total / count for name, total in zip(names, totals)}
+    means |= dict(images=int(count), unreadable_images=int(left_out))
     if not data.multi_label:
         return means
     logits, labels = of_all_ranks(torch.cat(parts), data.ranks).chunk(2, 1)

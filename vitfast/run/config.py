@@ -140,7 +140,9 @@ class Recipe:
     hue_jitter: float = within(0.0, "[0, 0.5]", "the strength of changes in hue, as a share of the colour circle")
     jitter_share: float = within(1.0, "[0, 1]", "the share of the images whose colours change")
     grayscale: float = within(0.0, "[0, 1]", "the share of the images that become grey")
-    blur: float = within(0.0, "[0, 1]", "the share of the images that are blurred, by up to 2 pixels")
+    blur: float = within(
+        0.0, "[0, 1]", "the share of the images that are blurred, by up to 2 pixels, and by less below 96 pixels"
+    )
     solarize: float = within(0.0, "[0, 1]", "the share of the images whose light half is inverted")
     auto_augment: str = rule(
         "",

@@ -28,7 +28,7 @@ class EarlyStop:
             whose = checkpoint.resolve().parents[1]
             raise InputError(f"a run with early_stop continues in its own folder only: give --output {whose}")
         for record in read_metrics(run) if own else ():
-            if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
+            if record["split"] == "val" and record["step"] <= step:
                 self.add(int(record["step"]), record["accuracy"])
         if self.step != step and not (run / BEST).is_dir():  # best/ was removed: the next evaluation is the best
             self.step, self.accuracy = None, -1.0

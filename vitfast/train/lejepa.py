@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import MLP
 
 from ..model.vit import ViT
 from ..ops.packed import PackedImages
@@ -39,25 +40,18 @@ FLOOR = 1e-4  # a variance of projections, which shall be 1, that counts as noth
 logger = logging.getLogger("vitfast")
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return _SumOverRanks.apply(gradient.contiguous())
-
-
-def mean_over_ranks(x: Tensor) -> tuple[Tensor, Tensor | int]:
-    """(mean over the first dimension of all ranks' tensors (n, ...), how many rows they have together)."""
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of the ranks' tensors; the gradient of each is the sum of all of theirs."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return x.mean(0), len(x)
-    sums = _SumOverRanks.apply(torch.cat([x.sum(0).flatten(), x.new_full((1,), len(x))]))
+        return x
+    from torch.distributed.nn.functional import all_reduce
+
+    return all_reduce(x)
+
+
+def mean_over_ranks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean over the first dimension of all ranks' tensors (n, ...), how many rows they have together)."""
+    sums = sum_over_ranks(torch.cat([x.sum(0).flatten(), x.new_full((1,), len(x))]))
     count = sums[-1].detach()
     return sums[:-1].view(x.shape[1:]) / count, count
 
@@ -79,18 +73,19 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def draw_directions(dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """Random unit vectors, the columns of (dim, DIRECTIONS), by the seed alone: the same on all ranks."""
+    """Random directions, the columns of (dim, DIRECTIONS), by the seed alone: the same on all ranks."""
     drawn = torch.randn(dim, DIRECTIONS, generator=torch.Generator().manual_seed(seed))
-    return F.normalize(drawn, dim=0).to(device, non_blocking=True)
+    return drawn.to(device, non_blocking=True)
 
 
 def sigreg(z: Tensor, directions: Tensor) -> Tensor:
-    """SIGReg of projections (V, N, K) along unit vectors (K, M): a scalar, near 1 where they are normal."""
+    """SIGReg of projections (V, N, K) along directions (K, M): a scalar, near 1 where they are normal."""
+    directions = F.normalize(directions.to(z.dtype), dim=0)
     t = torch.linspace(0, LAST_KNOT, KNOTS, device=z.device, dtype=z.dtype)
     normal = torch.exp(-t.square() / 2)
     weights = torch.full_like(t, 2 * LAST_KNOT / (KNOTS - 1))  # twice, for the integral from -3 to 3
     weights[0], weights[-1] = weights[0] / 2, weights[-1] / 2
-    x = (z.transpose(0, 1) @ directions.to(z.dtype))[..., None] * t  # (N, V, M, knots)
+    x = (z.transpose(0, 1) @ directions)[..., None] * t  # (N, V, M, knots)
     means, count = mean_over_ranks(torch.stack([x.cos(), x.sin()], -1))
     error = (means[..., 0] - normal).square() + means[..., 1].square()
     return (error @ (weights * normal)).mean() * count
@@ -104,8 +99,8 @@ def effective_dimensions(z: Tensor) -> Tensor:
     of them that are all 1, as SIGReg wants, give K; K that are far below 1e-2 give nearly 0, as of one point.
     """
     centres = z.mean(0)
-    centred = centres - mean_over_ranks(centres)[0]
-    covariance, _ = mean_over_ranks(centred[:, :, None] * centred[:, None, :])
+    mean, count = mean_over_ranks(centres)
+    covariance = sum_over_ranks((centres - mean).T @ (centres - mean)) / count
     return covariance.trace().square() / (covariance.square().sum() + len(covariance) * FLOOR)
 
 
@@ -152,11 +147,8 @@ class LeJEPA(Unlabelled):
         super().__init__(vit)
         self.global_crops, self.views = global_crops, global_crops + local_crops
         self.sigreg_lambda, self.dim = sigreg_lambda, dim
-        widths, layers = (vit.embed_dim, width, width), []
-        for inner, outer in zip(widths, widths[1:]):
-            layers += [nn.Linear(inner, outer), BatchNorm(outer), nn.ReLU()]
-        weight = next(vit.parameters())
-        self.projector = nn.Sequential(*layers, nn.Linear(width, dim)).to(weight.device, weight.dtype)
+        weight, projector = next(vit.parameters()), MLP(vit.embed_dim, [width, width, dim], norm_layer=BatchNorm)
+        self.projector = projector.to(weight.device, weight.dtype)
 
     def compile(self, *args, **options) -> None:
         """Compiles the encoder, which takes nearly all of the time; the loss communicates between ranks."""

@@ -73,7 +73,7 @@ SMALL = Recipe(
     label_smoothing=0.1,
     drop_path=0.1,
 )
-UNLABELLED = Recipe(
+WITHOUT_LABELS = Recipe(
     name="ssl/small",
     about="vitfast pretrain --recipe ssl/small --data photos --output runs/photos\n"
     "LeJEPA, without labels, for thousands to about a million images. Settings are those of the authors' small example "
@@ -99,7 +99,7 @@ UNLABELLED = Recipe(
     drop_path_mode="subset",
     global_pool="avg",
 )
-RECIPES = {recipe.name: recipe for recipe in (*DIGITS, SMALL, UNLABELLED, *PAPER)}
+RECIPES = {recipe.name: recipe for recipe in (*DIGITS, SMALL, WITHOUT_LABELS, *PAPER)}
 # The recipe of a run that names none: on digits, and on other data.
 DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", SMALL.name))
 LARGE = "finetune/imagenet"  # used in place of SMALL for more training images than FEW
