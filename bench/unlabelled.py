@@ -90,7 +90,7 @@ HEAD = """# Learning without labels
 Written by `python bench/unlabelled.py`, whose docstring says what is compared; `bench/unlabelled_data.py` says what the
 data sets are. A cell has the mean over seeds, and each seed's number in brackets. The other methods start from the
 weights of `random`. Standard errors are those of the difference of two means over seeds, on one split. The JSON files
-have settings, versions and seconds. Those are seconds of a core, because other programs ran beside these.
+have settings, versions and seconds. Those are seconds of a core, as other programs ran beside the runs of digits.
 
 Settings were chosen by a part of the training pictures (`choices.json`). Each file names the commit that held them
 before they were measured. Nobody had looked at the test pictures of digits then. On stamps and emoji, a first
