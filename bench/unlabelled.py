@@ -1,4 +1,4 @@
-"""What LeJEPA learns from real pictures without labels, on two CPU cores in less than an hour.
+"""LeJEPA and its rivals on real pictures, on two CPU cores in an hour.
 
     python bench/unlabelled.py                     # all data sets; writes bench/results/unlabelled
     python bench/unlabelled.py --data stamps       # one of them
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -131,11 +132,10 @@ def run_job(folder: Path, name: str, method: str, seed: int, settings: dict) -> 
 
 
 def train_it(data: str, weights: Path, run: Path, seed: int, settings: dict) -> dict:
-    """Trains a ViT from weights: the last epoch's loss, and the accuracy of its own head where it has one.
+    """Trains a ViT from weights: its losses, and the accuracy of its own head where it has one.
 
-    Raises Stopped where the run was asked to stop, so that no half run is judged.
+    Ends the script where the run was asked to stop, so that no half run is judged.
     """
-    from vitfast.experiments.runs import Stopped
     from vitfast.train.log import read_metrics
     from vitfast.train.recipes import resolve
     from vitfast.train.trainer import train
@@ -143,7 +143,7 @@ def train_it(data: str, weights: Path, run: Path, seed: int, settings: dict) -> 
     given = dict(data=data, weights=str(weights), output=str(run), seed=seed, device="cpu", workers=0, img_size=0)
     summary = train(resolve("pretrain", COMMON | settings | given | dict(eval_every=10**9)))
     if not summary["finished"] or summary.get("asked_to_stop"):
-        raise Stopped
+        raise SystemExit(f"the run of {data} was stopped, so nothing is written")
     losses = [float(each["loss"]) for each in read_metrics(run) if each["split"] == "train"]
     found = dict(steps=summary["steps"], first_loss=losses[0], loss=losses[-1])
     return found | (dict(accuracy=summary["accuracy"]) if settings["objective"] == "softmax" else {})
@@ -204,9 +204,15 @@ def run_all(folder: Path, wanted: list[tuple[str, str, int]], settings: dict, pr
     found = {}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         futures = {pool.submit(run_job, folder, *job, settings[job[0]].get(job[1], {})): job for job in wanted}
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            print(json.dumps(future.result()), flush=True)
+        try:
+            for future in as_completed(futures):
+                found[futures[future]] = future.result()
+                print(json.dumps(future.result()), flush=True)
+        except BaseException:  # where a run failed or was stopped, the others end
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
+            raise
     return [found[job] for job in wanted]
 
 
@@ -274,6 +280,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     settings = overridden(args.set)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the runs too
     try:
         results = experiment(args.data, args.methods, args.seeds, args.cache, args.choose, settings, args.processes)
     except Unavailable as error:

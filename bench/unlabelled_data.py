@@ -1,4 +1,4 @@
-"""Real pictures that package registries ship, as data folders of vitfast: subjects, groups, and a fixed split.
+"""Real pictures that package registries ship, as data folders of vitfast with a fixed split.
 
 stamps: the PNG files of Debian's package tuxpaint-stamps-default, photographs and drawings. The subject is the folder
 below tuxpaint/stamps. X_mirror.png is a mirrored X.png, so both are of one group.
@@ -153,7 +153,7 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def write_folder(folder: Path, sides: tuple[list[Picture], list[Picture]]) -> None:
-    """Writes train/SUBJECT/ and val/SUBJECT/, and train.txt, the list of the training pictures without subjects."""
+    """Writes train/SUBJECT/, val/SUBJECT/, and train.txt, the training pictures without subjects."""
     shutil.rmtree(folder, ignore_errors=True)
     for side, pictures in zip(("train", "val"), sides):
         for each in pictures:
