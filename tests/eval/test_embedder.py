@@ -12,7 +12,7 @@ import timm
 import torch
 import transformers
 from adapter_models import timm_vit
-from checks import randomize
+from checks import randomize, slow_but
 from embedding_models import CLOSE, IMAGES, TINY, as_timm_does, drawn, processors
 from frozen import tiny
 from PIL import Image, ImageSequence
@@ -236,7 +236,7 @@ def test_on_a_gpu_images_are_resized_there_and_graphs_give_the_same_vectors(size
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
-@pytest.mark.parametrize("kind", ["vit", "native", "pool", "timm", "transformers"])
+@pytest.mark.parametrize("kind", slow_but(["vit", "timm"], ["vit", "native", "pool", "timm", "transformers"]))
 def test_graphs_give_the_same_vectors(kind, tapes):
     """Batches of 5 images are filled up to 6, whose graph serves 6 of other images too."""
     model, options = tiny(5, img_size=32, depth=1), {}

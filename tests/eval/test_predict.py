@@ -210,6 +210,7 @@ def test_eval_sees_each_image_whole(folder, model, capsys, settings):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", ["", "native"])
 def test_graphs_predict_the_same(sizes, folder, model, tapes):
     """Full batches by a graph, and the last one, which is not, without; packs of native sizes all by graphs."""

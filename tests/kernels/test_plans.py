@@ -94,7 +94,7 @@ def check(sizes: Sizes, dtype: torch.dtype) -> None:
 
 
 @interpreted
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_plan_has_the_bits_of_the_operations_own_code(dtype):
     check(SMALL, dtype)

@@ -64,7 +64,7 @@ def vit(**options) -> ViT:
 
 
 @interpreted
-@pytest.mark.parametrize("name", slow_but(["ViT", "accelerated", "compiled"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["ViT"], MODELS))
 def test_a_replay_on_other_images_is_a_run_of_the_model(name, tapes):
     torch._dynamo.reset()
     model = MODELS[name]()
@@ -80,7 +80,7 @@ def test_a_replay_on_other_images_is_a_run_of_the_model(name, tapes):
 
 
 @interpreted
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_serves_packs_of_other_sizes(kind, tapes):
     """To the bits of a graph of its own, and as the model computes the pack without what fills it up."""

@@ -173,6 +173,7 @@ def test_accumulated_steps_take_all_images(tmp_path):
     assert summary["steps"] == 2 and math.isfinite(summary["rank"])
 
 
+@pytest.mark.slow
 @pytest.mark.reports
 def test_a_planted_collapse_is_named_within_two_epochs(tmp_path, monkeypatch, caplog):
     """From step 15 on, after two and a half epochs of six steps, all images have the same features."""

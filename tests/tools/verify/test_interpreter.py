@@ -125,6 +125,7 @@ def test_products_are_summed_in_fp32():
         torch.testing.assert_close(out.double(), a.double() @ b.double().t() + c.double(), atol=atol, rtol=0)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_refused_until_it_is_mended():
     (said,) = done([Child(asks_for_bfloat16_twice, TRITON_INTERPRET="1")])
     lines = said.splitlines()
