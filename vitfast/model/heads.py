@@ -98,7 +98,7 @@ def ends_in_one_operation(vit: nn.Module) -> bool:
     It does without gradients, where nobody observes the modules.
     """
     pool = vit.global_pool in ("token", "avg") and not vit.residual_in_fp32
-    return pool and not (torch.is_grad_enabled() or batch_invariant()) and _end_reason(vit) is None
+    return pool and not (torch.is_grad_enabled() or batch_invariant()) and vit._end_reason() is None
 
 
 @constant_when_compiled

@@ -19,7 +19,7 @@ from .block import Block
 from .checkpoint.load import load_model
 from .checkpoint.writers import save
 from .config import POOLS, Keep, Pool, ViTConfig, WeightInit, documented, with_arguments_of
-from .heads import AttentionPoolLatent, PreLogits, ends_in_one_operation, norm_and_head
+from .heads import AttentionPoolLatent, PreLogits, _end_reason, ends_in_one_operation, norm_and_head
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .layers import NORMS, weights_dtype
@@ -104,6 +104,7 @@ class ViT(nn.Module):
         if c.weight_init != "skip":
             self.init_weights(needs_reset=False)
 
+    _end_reason = _end_reason  # a method: torch 2.11 takes no function of a module for a constant
     # ---- running it: patch_embed, positions, norm_pre, blocks, norm; pool, fc_norm, head_drop, head
 
     def forward(self, images: Tensor | ManyImages) -> Tensor:
