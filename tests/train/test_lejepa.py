@@ -238,12 +238,11 @@ def test_a_compiled_run_is_the_eager_one(tmp_path, monkeypatch):
         module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", fullgraph=True)
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_it)
-    losses, knn = [], []
+    found = []
     for name, compiling in (("eager", False), ("compiled", True)):
         summary = train(without_labels(tmp_path / name, steps=4, compile=compiling, drop_path=0.0))
-        losses.append([float(loss) for loss in records(tmp_path / name, "train", "loss")])
-        knn.append(summary["knn"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert knn[1] == pytest.approx(knn[0], abs=3 / 360)  # rounding may exchange two neighbours of an image
+        losses = [float(loss) for loss in records(tmp_path / name, "train", "loss")]
+        found.append([*losses, summary["rank"]])  # k-NN counts images, and rounding may move one
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
     (encoder,) = compiled
     assert isinstance(encoder, ViT)
