@@ -25,7 +25,7 @@ import torch
 
 from vitfast.kernels.archives import source_hash
 from vitfast.run.files import write_text
-from vitfast.tools.cost.gpus import datasheet_flops
+from vitfast.tools.cost.gpus import GPUS, name_of
 from vitfast.tools.doctor import ptxas_version
 from vitfast.tools.verify import clock as between_calls
 
@@ -181,9 +181,15 @@ def facts() -> dict[str, str]:
     return found
 
 
+def promised_flops() -> float | None:
+    """The data sheet's FLOP/s for dense bf16; None for a GPU that vitfast has no data sheet of."""
+    gpu = name_of(name())
+    return 1e12 * GPUS[gpu].teraflops if gpu else None
+
+
 def description() -> dict:
     """The facts, the ceilings of this run, and the peak by the data sheet, as result files have them."""
-    return facts() | dict(ceilings=ceilings(), datasheet_bf16_flops=datasheet_flops(name()))
+    return facts() | dict(ceilings=ceilings(), datasheet_bf16_flops=promised_flops())
 
 
 def ceilings() -> dict[str, float]:

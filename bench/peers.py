@@ -30,7 +30,6 @@ from vitfast import ViT, ops
 from vitfast.model.activation_memory import choose_saved_activations
 from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
-from vitfast.tools.cost.gpus import datasheet_flops
 from vitfast.tools.cost.work import Kernels, total_flops, update
 from vitfast.tools.verify import exact_fp32, worst
 
@@ -345,7 +344,7 @@ class Peer(Timed):
         FLOPs are the forward pass's, three times in training: the convention of MFU (Chowdhery et al., 2022). The
         shares are of the product measured in this run and of the data sheet's.
         """
-        shape, promised = self.shape, datasheet_flops(machine.name())
+        shape, promised = self.shape, machine.promised_flops()
         flops = (3 if self.training else 1) * total_flops(model_work(shape, 2).forward)
         ceiling = machine.ceilings()[str(self.dtype).removeprefix("torch.")]
         facts = dict(direction="both" if self.training else "forward", shape=shape.name, batch=shape.batch)

@@ -381,8 +381,8 @@ QUEUE = (
         "Do the GPU tests of models, operations and tools pass, but for AOTInductor's package?",
         "the log names what failed",
         120,
-        (*OURS, "vitfast/adapters/*.py", *EMBED),
-        *(*paths("model/", "same_bits export graphs"), *paths("eval/", "embedder")),
+        (*OURS, "vitfast/adapters/*.py", *EMBED, "vitfast/train/s*.py"),
+        *(*paths("model/", "same_bits export graphs"), *paths("eval/", "embedder"), *paths("train/", "speed")),
         *(*paths("tools/cost/", "memory"), *paths("adapters/", "accelerate_gpu"), "-k", "not package"),
     ),
     Question(

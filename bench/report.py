@@ -1,6 +1,7 @@
 """Tables from the result files of a GPU; what is lost, failed or skipped is shown too.
 
-    python bench/report.py              # writes what is marked in bench/results/README.md and README.md
+    python bench/report.py              # writes what is marked in bench/results/README.md, README.md and
+                                        # docs/tutorials/fast-settings.md, and vitfast/tools/cost/measured.csv
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give, or
                                         # one of them is damaged; names answers that are older than their files
 
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import decide
+import speeds
 from result_files import WHOLE_MODELS, Results, load
 from targets import GRAPHS, VITFAST, figure_rows, target_rows
 
@@ -183,10 +185,17 @@ def gpus(folder: Path) -> list[Results]:
     return [r for r in found if r.measured or r.missing or r.checks or r.damaged or r.answers]
 
 
-def documents(found: list[Results], folder: Path, readme: Path) -> dict[Path, str]:
-    """The text that every generated file should hold."""
+def speed_table(found: list[Results]) -> str:
+    """Images/s by GPU and model, and the files of those that were measured."""
+    header, rows, files = speeds.table_rows(speeds.measured(found))
+    return f"{table(header, rows)}\n" + "".join(f"- {cell(line)}\n" for line in files)
+
+
+def documents(found: list[Results], folder: Path, readme: Path, page: Path) -> dict[Path, str]:
+    """The text that every generated file should hold, but for measured.csv, which comes first."""
     texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}" for r in found]}
     texts[readme] = [overview(found)] if found else []
+    texts[page] = [speed_table(found)]
     for path, parts in texts.items():
         before, rest = path.read_text().split(START)
         body = "\n".join(parts) or NOTHING
@@ -194,13 +203,16 @@ def documents(found: list[Results], folder: Path, readme: Path) -> dict[Path, st
     return texts
 
 
-def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):
-    """Writes or checks the tables, and returns the exit code."""
+def main(argv: list[str] | None = None, folder: Path = HERE / "results", root: Path = HERE.parent) -> int:
+    """Writes or checks the tables below `folder` and `root`, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     args = parser.parse_args(argv)
     found = gpus(folder)
-    texts = documents(found, folder, readme)
+    shipped = {root / "vitfast/tools/cost/measured.csv": speeds.as_csv(speeds.measured(found))}
+    if not args.check:  # first, since the estimates rest on it
+        write(shipped)
+    texts = shipped | documents(found, folder, root / "README.md", root / "docs/tutorials/fast-settings.md")
     if args.check:
         stale = [path for path, text in texts.items() if path.read_text() != text]
         wrong = [f"{path} is stale: run python bench/report.py" for path in stale]
@@ -208,9 +220,13 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
         print(end=stale_answers(found))
         print("\n".join(wrong or ["the report is up to date"]))
         return 1 if wrong else 0
+    write(texts)
+    return 0
+
+
+def write(texts: dict[Path, str]) -> None:
     for path, text in texts.items():
         path.write_text(text)
-    return 0
 
 
 if __name__ == "__main__":

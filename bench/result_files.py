@@ -34,7 +34,7 @@ MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
 class Results:
     """The cases of one GPU, with and without a time, each by full name.
 
-    A case with a time has what its extra_info has, its name, and its median and iqr in seconds.
+    A case with a time has what its extra_info has, its name, its median and iqr in seconds, its file and machine.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _add_steps(results: Results, content: dict, name: str) -> None:
             results.missing[f"{name}::step {step['name']}"] = dict(step, name=f"step {step['name']}", reason=reason)
 
 
-def _add_benchmarks(results: Results, content: dict) -> None:
+def _add_benchmarks(results: Results, content: dict, name: str) -> None:
     """Adds a file of conftest.py, newer than all before.
 
     Raises, before anything is added, where it lacks something.
@@ -98,7 +98,7 @@ def _add_benchmarks(results: Results, content: dict) -> None:
         raise ValueError(f"it lacks {', '.join(lacking)}")
     cases = {}
     for case in content["benchmarks"]:
-        found = case["stats"] | case["extra_info"] | dict(name=case["name"])
+        found = case["stats"] | case["extra_info"] | dict(name=case["name"], file=name, machine=machine)
         needed = f"{INFO} {MORE_INFO.get(found['op'], '')}".split()
         if lacking := [key for key in needed if key not in found]:
             raise ValueError(f"{case['fullname']} lacks {', '.join(lacking)}")
@@ -138,7 +138,7 @@ def load(folder: Path) -> Results:
     for _, name, content in sorted(files, key=lambda file: file[:2]):
         try:
             if "benchmarks" in content:
-                _add_benchmarks(results, content)
+                _add_benchmarks(results, content, name)
             elif "steps" in content:
                 _add_steps(results, content, name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -327,19 +327,20 @@ def test_readings_of_result_files_by_hand():
 
 
 def test_the_report_shows_answers_and_says_which_are_older_than_their_files(place, tmp_path, capsys, monkeypatch):
-    results, readme = tmp_path / "results", tmp_path / "README.md"
-    (results / "x").mkdir(parents=True)
-    for path in (readme, results / "README.md"):
+    results = tmp_path / "results"
+    for folder in (results / "x", tmp_path / "docs" / "tutorials", tmp_path / "vitfast" / "tools" / "cost"):
+        folder.mkdir(parents=True)
+    for path in (tmp_path / "README.md", results / "README.md", tmp_path / "docs" / "tutorials" / "fast-settings.md"):
         path.write_text(f"{report.START}\n{report.END}\n")
     answered(results / "x", times(a=10.0, b=13.0))
     (results / "x" / "pair.json").unlink()
-    assert report.main([], results, readme) == 0
+    assert report.main([], results, tmp_path) == 0
     row = "| Is a faster? | 1.2 times | a 10 ms; b 13 ms: 1.3 | a ships |"
     assert row in (results / "README.md").read_text()
-    assert report.main(["--check"], results, readme) == 0 and "older" not in capsys.readouterr().out
+    assert report.main(["--check"], results, tmp_path) == 0 and "older" not in capsys.readouterr().out
     (place / "kernels" / "a.py").write_text("changed")
     decide._hash.cache_clear()
-    assert report.main(["--check"], results, readme) == 0
+    assert report.main(["--check"], results, tmp_path) == 0
     assert "x: the answer to pair is older than kernels/a.py\n" in capsys.readouterr().out
     path = results / "x" / "answers" / "pair.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(check="racecheck", code=0)))

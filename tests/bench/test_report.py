@@ -51,14 +51,18 @@ def results(tmp_path) -> Path:
     checks, code = {"vitfast doctor": 0, "gpu tests": 3}, dict(code=124, seconds=230.1)
     steps = [dict(name="doctor", state="ok", code=0, seconds=9), dict(name="train", state="timed out", **code)]
     (folder / "steps_first.json").write_text(json.dumps(dict(checks=checks, steps=steps)))
-    for path in (tmp_path / "README.md", tmp_path / "results" / "README.md"):
+    page = tmp_path / "docs" / "tutorials" / "fast-settings.md"
+    for path in (tmp_path / "README.md", tmp_path / "results" / "README.md", page):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    (shipped := tmp_path / "vitfast" / "tools" / "cost").mkdir(parents=True)
+    (shipped / "measured.csv").write_text("old\n")
     return tmp_path / "results"
 
 
 def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stale(results):
     readme = results.parent / "README.md"
-    assert report.main(["--check"], results, readme) == 1 and report.main([], results, readme) == 0
+    assert report.main(["--check"], results, results.parent) == 1 and report.main([], results, results.parent) == 0
     text = (results / "README.md").read_text()
     for row in (
         "B/16 224 B256 forward | 100 ± 2 | 150 ± 2 | 50 % | 1.50",
@@ -81,12 +85,12 @@ def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stal
     assert (
         "|  | gpu tests: exit code | 0 | - | 3 |" in short and "| vitfast doctor: exit code | 0 | - | **0** |" in short
     )
-    assert report.main(["--check"], results, readme) == 0
+    assert report.main(["--check"], results, results.parent) == 0
     case = results / "h200" / "a.json"
     for path, old, new in ((case, "0.00015", "0.00016"), (readme, "0.80", "1.80")):
         before = path.read_text()
         path.write_text(before.replace(old, new))
-        assert report.main(["--check"], results, readme) == 1
+        assert report.main(["--check"], results, results.parent) == 1
         path.write_text(before)
 
 
@@ -298,6 +302,6 @@ def test_a_ratio_is_of_the_cases_of_one_commit(tmp_path):
 def test_a_damaged_file_is_no_committed_result(results, capsys):
     """--check reads the form of each: one that is damaged fails, also where the report says so."""
     (results / "h200" / "half.json").write_text("{")
-    assert report.main([], results, results.parent / "README.md") == 0
-    assert report.main(["--check"], results, results.parent / "README.md") == 1
+    assert report.main([], results, results.parent) == 0
+    assert report.main(["--check"], results, results.parent) == 1
     assert "h200/half.json: JSONDecodeError" in capsys.readouterr().out

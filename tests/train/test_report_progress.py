@@ -1,4 +1,4 @@
-"""What a report says of losses, settings, commands and origin, from generated metrics and configs."""
+"""What a report says of evaluations, settings, commands and origin, from generated metrics and configs."""
 
 import dataclasses
 import html
@@ -19,75 +19,14 @@ from vitfast.run.config import FIELDS, Config
 from vitfast.train.report import best_weights, commands, introduction, progress, words
 from vitfast.train.trainer import train
 
-FALLING = 2 * np.exp(-np.arange(1, 41) / 8) + 0.2
-RISING = np.array([*FALLING[:30], *(FALLING[29] + 0.02 * np.arange(1, 11))])  # lowest at epoch 30
 
-
-def records(val, training=FALLING, accuracy=None) -> list[dict]:
+def records(val, training, accuracy) -> list[dict]:
     """Those of metrics.csv with these losses, one evaluation an epoch of ten steps."""
     found = []
-    for i, (t, v, a) in enumerate(zip(training, val, np.full(len(val), 0.5) if accuracy is None else accuracy), 1):
+    for i, (t, v, a) in enumerate(zip(training, val, accuracy), 1):
         found.append(dict(step=10 * i, epoch=float(i), split="train", loss=t, accuracy=0.5))
         found.append(dict(step=10 * i, epoch=float(i), split="val", loss=v, accuracy=a))
     return found
-
-
-def test_a_rising_validation_loss_is_told_with_its_epoch():
-    told = progress.overfitting(records(RISING))
-    numbers = f"({RISING[29]:.4f}) and rises to {RISING[38]:.4f}"
-    assert told.startswith(f"The validation loss is lowest at epoch 30 {numbers}, while the training loss falls from")
-    assert f"falls from {FALLING[29]:.4f} to {FALLING[39]:.4f}: the model overfits from epoch 31 on." in told
-    assert told.endswith("Accuracy goes from 0.5000 to 0.5000 meanwhile.")
-    both = progress.overfitting(records(RISING, training=RISING))
-    assert "overfits" not in both and "the training loss does not fall either" in both
-    lost = RISING.copy()
-    lost[::2] = np.nan
-    assert "overfits from epoch 32 on" in progress.overfitting(records(lost))
-
-
-@pytest.mark.parametrize("noise", [0.003, 0.01, 0.02])
-def test_noise_neither_hides_a_rise_nor_makes_one(noise):
-    """A rise of 0.2, against noise of up to a tenth of it, in twenty draws."""
-    for draw in noise * np.random.default_rng(0).normal(size=(20, 40)):
-        epoch = int(re.search(r"overfits from epoch (\d+) on", progress.overfitting(records(RISING + draw)))[1])
-        assert 24 <= epoch <= 34
-        for flat in (FALLING, FALLING + 0.5, np.full(40, 0.7)):
-            assert "does not rise" in progress.overfitting(records(flat + draw))
-    spike = FALLING + 3 * (np.arange(40) == 35)
-    assert "does not rise" in progress.overfitting(records(spike))
-    assert progress.overfitting(records(FALLING[:3])) == progress.overfitting([]) == ""
-
-
-def test_why_the_training_loss_is_above_names_what_the_run_used():
-    below = records(FALLING - 0.1)
-    above = f"The training loss ({FALLING[-1]:.4f}) lies above the validation loss ({FALLING[-1] - 0.1:.4f}) because"
-    assert progress.about_losses(below, ["mixup 0.2", "dropout 0.1"]) == (
-        f"{above} training is made harder than evaluation: mixup 0.2, dropout 0.1."
-    )
-    assert progress.about_losses(below, []).startswith(f"{above} it is a mean over the steps before")
-    assert progress.about_losses(records(FALLING + 0.1), ["mixup 0.2"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        (dict(label_smoothing=0.0, crop_scale=(1.0, 1.0)), []),
-        (dict(), ["label smoothing 0.1", "random crops of 80% to 100% of an image"]),
-        (dict(data="synthetic", auto_augment="rand-m9", drop_path=0.1), ["label smoothing 0.1", "drop path 0.1"]),
-        (
-            dict(mixup=0.2, cutmix=1.0, random_erasing=0.25, color_jitter=0.4, ema_decay=0.99, label_smoothing=0.0),
-            "mixup 0.2;cutmix 1;random crops of 80% to 100% of an image;colour jitter 0.4;random erasing of 25% of the "
-            "images;the averaged weights (EMA, decay 0.99) are evaluated".split(";"),
-        ),
-        (
-            dict(objective="sigmoid", label_smoothing=0.0, crop_scale=(1.0, 1.0)),
-            ["its loss is the sigmoid's, summed over the classes, and the validation loss is the softmax's"],
-        ),
-    ],
-)
-def test_reasons_are_settings_in_words(fields, wanted):
-    config = digits(**fields)
-    assert progress.harder(config, open_data(config, (16, 16), (8, 8), None)) == wanted
 
 
 @pytest.mark.slow
@@ -97,7 +36,7 @@ def test_the_best_evaluation_is_marked_among_few_of_many(tmp_path, monkeypatch):
     told = [record | dict(lr=0.1) for record in records(loss, np.full(400, 1.5), accuracy)]
     monkeypatch.setattr(progress, "read_metrics", lambda run: told)
     config = digits(tmp_path)
-    sections = progress.progress_sections(config, open_data(config, (16, 16), (8, 8), None))
+    sections = progress.progress_sections(config)
     table = sections["Evaluations"][1]
     marked = re.findall("<tr class=marked>(.*?)</tr>", table)
     assert len(marked) == 1 and "<td class=n>124.00</td><td class=n>1,240</td>" in marked[0] and ">best<" in marked[0]

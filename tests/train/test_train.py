@@ -158,11 +158,27 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
     asked, said = [], "the first step compiles the model, which may take minutes; --no-compile switches this off"
     caplog.set_level("INFO", "vitfast")
     monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append("compile"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: asked.append(mode))
     Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True, objective=objective))
-    assert asked == [(8, None), "compile"] and caplog.messages.count(said) == 1
-    Trainer(digits(tmp_path, steps=1, batch_size=30, compile=False, objective=objective))
+    assert asked == [(8, None), None] and caplog.messages.count(said) == 1
+    graphs = dict(objective=objective, compile_mode="reduce-overhead")
+    Trainer(digits(tmp_path, steps=1, batch_size=30, compile=False, **graphs))
     assert asked[2:] == [(30, None)] and caplog.messages.count(said) == 1
+    Trainer(digits(tmp_path, steps=1, batch_size=30, compile=True, **graphs))
+    assert asked[3:] == [(30, None), "reduce-overhead"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "need"),
+    [
+        (dict(accumulate=2), "one process and accumulate=1"),
+        (dict(sizes="16:32"), "images of one size"),
+        (dict(objective="lejepa", hidden_head=False), "images of one size"),
+    ],
+)
+def test_cuda_graphs_refuse_what_they_cannot_record(tmp_path, settings, need):
+    with pytest.raises(InputError, match=f"compile_mode=reduce-overhead records CUDA graphs, which need {need}; leave"):
+        Trainer(digits(tmp_path, steps=1, batch_size=30, compile_mode="reduce-overhead", **settings))
 
 
 def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """Estimate what training a model costs: parameters, FLOPs, memory, lower bounds of the time, and
-the time on a GPU that you name.
+the time on a GPU that you name; compare a speed that you measured with these.
 """
 
 import argparse
@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", default="H200", help=gpu)
     gpus = "number of GPUs that share the batch; their communication is not counted (default 1)"
     add("--gpus", metavar="N", type=int, default=1, help=gpus)
-    ceilings = "JSON of measured flops_per_second and bytes_per_second, or a file of bench/ (default: the data sheet's)"
-    add("--ceilings", metavar="FILE", help=ceilings)
     dtype = "dtype of the matrix products (default bf16; fp32 counts as TF32)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=dtype)
     keep = "what blocks keep for backward; auto (default): all, if it fits into memory"
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
-    efficiency = "share of the highest possible speed that is reached (default: 0.55; with --ceilings 0.75)"
+    efficiency = "share of the highest possible speed that is reached (default: as measured on such a GPU)"
     add("--efficiency", metavar="X", type=float, help=efficiency)
+    reached = "images/s that your code reaches on these GPUs, to be compared with the bound, vitfast and timm"
+    add("--reached", metavar="X", type=float, help=reached)
     add_set(parser, "other settings, such as local_crops=4 or objective=lejepa")
     add_shared(parser, "--json", help="print all numbers as JSON")
 
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     from ..model.config import ViTConfig
     from ..tools.cost.gpus import rates
     from ..tools.cost.text import as_text
-    from ..tools.cost.training import estimate, estimate_baseline
+    from ..tools.cost.training import compare, estimate, estimate_baseline
 
-    device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
+    device = rates(args.gpu, args.dtype)
     name, model, epochs, images, training = _asked(args)
     if (epochs is None) != (images is None):
         raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
@@ -52,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(model, ViTConfig):
         efficiency = getattr(args, "efficiency", None)
         found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
+        if "reached" in args:
+            found["reached"] = compare(model, found, args.reached)
+    elif "reached" in args:
+        raise InputError(f"--reached is for ViTs that vitfast reads; {name} is none, and no time of it is known")
     else:
         del training["batch_size"]
         found = estimate_baseline(model, model.image_size, **training)
@@ -65,9 +69,9 @@ def _asked(args: argparse.Namespace) -> tuple:
     Flags win over the recipe.
     """
     from ..model.config import ViTConfig
-    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline, pair
-    from ..run.config import crop_sizes
+    from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline
     from ..tools.cost.training import DATASETS
+    from ..train.expectation import cost_arguments
     from ..train.recipes import resolve, vit_arguments
 
     given = {k: v for k, v in vars(args).items() if k in ("model", "img_size", "batch_size", "epochs", "recipe")}
@@ -87,18 +91,17 @@ def _asked(args: argparse.Namespace) -> tuple:
         config = resolve("eval", dict(batch_size=256), given, settings)
     else:
         raise InputError("no model given: add --model NAME or --recipe NAME")
-    training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
     if is_baseline(config.model):
         import torch
 
+        from ..model.baselines import as_vit, baseline
         from ..train.setup import new_model
 
+        own = not {"img_size", "recipe"} & given.keys()  # timm's size
         with torch.device("meta"):
-            model = new_model(config, classes)
+            model = baseline(config.model, classes) if own else new_model(config, classes)
+        model = as_vit(model, config.model) or model
     else:
         model = ViTConfig(**vit_arguments(config, 0 if config.objective == "lejepa" else classes))
-        if config.objective == "lejepa":
-            kinds = crop_sizes(config, pair(model.img_size), pair(model.patch_size))
-            widths = (model.embed_dim, config.projector_width, config.projector_width, config.projector_dim)
-            training |= dict(crops=[kind for kind in kinds if kind[0]], projector=widths)
+    training = cost_arguments(config, model)
     return config.model, model, epochs, images, training

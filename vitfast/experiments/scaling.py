@@ -17,7 +17,7 @@ from ..model.baselines import sizes
 from ..run.config import Config, as_plain, course
 from ..run.device import choose_device
 from ..run.results import Results
-from ..tools.cost.steps import forward_flops
+from ..train.expectation import training_flops
 from ..train.recipes import resolve
 from ..train.run_folder import kept_weights
 from ..train.setup import new_model
@@ -29,13 +29,6 @@ SHOTS = 5  # images of each class for the few-shot accuracies in the paper's fig
 METHODS = {"fewshot": f"{SHOTS}-shot accuracy", "finetune": "accuracy after fine-tuning"}
 # Settings of a pre-training that its transfers share.
 SHARED = "seed device amp compile workers eval_batch_size data_dir decode parallel max_pixels max_unreadable".split()
-
-
-def training_flops(config: Config, classes: int) -> float:
-    """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add. Raises InputError."""
-    with torch.device("meta"):
-        model = new_model(config, classes)
-    return 3.0 * forward_flops(model.eval(), (3, config.img_size, config.img_size))
 
 
 def scaling(

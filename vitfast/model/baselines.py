@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ..errors import InputError, both_ends
 from ..ops import reference as ref
 from ..run.files import write_text
-from .checkpoint.files import locate, read_tensors
-from .checkpoint.formats import listing
+from .checkpoint.config import infer
+from .checkpoint.files import CheckpointFiles, locate, read_tensors
+from .checkpoint.formats import listing, to_timm_names
 from .checkpoint.writers import write_safetensors
 from .checks import enforce
-from .config import ARGUMENTS
+from .config import ARGUMENTS, ViTConfig
 from .preprocessing import CROP
 from .presets import RESNETS, TIMM, is_baseline, pair
 from .vit import ViT
@@ -56,6 +57,19 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     model.register_forward_pre_hook(_normalize_raw)
     model.save_pretrained = partial(_save_baseline, model, architecture)
     return model
+
+
+def as_vit(model: nn.Module, name: str) -> ViTConfig | None:
+    """The arguments of the ViT that computes what a baseline, "timm:NAME", computes; None where there is none."""
+    architecture = name.removeprefix(TIMM).partition(".")[0]
+    cfg = dict(input_size=[3, *model.image_size])
+    config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
+    try:  # only shapes are read: one number, expanded, stands for a tensor of the model, which may be on meta
+        tensors = {name: torch.zeros(()).expand(value.shape) for name, value in model.state_dict().items()}
+        arguments, _ = infer(to_timm_names(tensors), CheckpointFiles(Path(architecture), config), {})
+    except InputError:
+        return None
+    return ViTConfig(**arguments)
 
 
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:

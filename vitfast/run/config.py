@@ -240,6 +240,7 @@ class Config(Recipe):
     )
     amp: str = choice(("auto", "bf16", "fp16", "none"), "autocast's dtype; auto is bf16 on cuda and none on cpu")
     compile: bool | None = plain(None, "whether to use torch.compile; unset: only on cuda")
+    compile_mode: str = choice(("default", "reduce-overhead"), "torch.compile's mode; reduce-overhead: CUDA graphs")
     workers: int | None = natural(
         None,
         "loader processes of each rank; unset: none for digits and synthetic, else its share of cores, at most 8",
@@ -262,8 +263,8 @@ class Config(Recipe):
 
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
-    "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "decode non_finite probe".split()
+    "output device compile compile_mode workers eval_batch_size eval_every log_every save_every data_dir parallel "
+    "max_unreadable decode non_finite probe".split()
 )
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))

@@ -10,6 +10,7 @@ from ..data.loader import Data
 from ..errors import both_ends
 from ..model.vit import ViT
 from ..run.config import UNLABELLED, Config, crop_sizes, total_steps
+from .expectation import expectation
 
 NAMED_CLASSES = 10  # how many classes are named
 MOST_EPOCHS = 1000  # passes over the data above which a run warns
@@ -18,10 +19,11 @@ TASKS = dict(pretrain="pre-trains", finetune="fine-tunes")
 logger = logging.getLogger("vitfast")
 
 
-def introduce(config: Config, model: nn.Module, data: Data) -> None:
-    """Logs, on the first rank, what a run is about to do, and warns of lengths that mislead."""
+def introduce(config: Config, model: nn.Module, data: Data) -> float | None:
+    """Logs, on the first rank, what a run is about to do; returns images/s to be expected, if known."""
+    expected, normal = expectation(config, model, data)
     if not data.ranks.first:
-        return
+        return expected
     steps, images = total_steps(config, len(data.train), data.images_per_step), len(data.train)
     epochs = steps * data.images_per_step / images
     weights = f" of {config.weights}" if config.weights else ""
@@ -40,7 +42,7 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
         f"{config.data} has {_count(images, 'image')} for training{validation}. {unlabelled}"
         f"The run takes {_count(steps, 'step')} of {about}"
         f"{_count(round(data.images_per_step), 'image')}, which is {about}{passes}, by {recipe}. It "
-        f"computes on {where}{ranks} in {precision(data.dtype)}, and writes to {config.output}."
+        f"computes on {where}{ranks} in {precision(data.dtype)}, and writes to {config.output}.{normal}"
     )
     if data.packing is None and config.batch_size > images:
         logger.warning(
@@ -49,6 +51,7 @@ def introduce(config: Config, model: nn.Module, data: Data) -> None:
         )
     if epochs > MOST_EPOCHS:
         logger.warning("this run passes over its data %s times: set --epochs, such as 50", f"{epochs:,.0f}")
+    return expected
 
 
 def learned(config: Config, data: Data) -> str:

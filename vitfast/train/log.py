@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -181,43 +181,3 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-
-class Meter:
-    """The speed of training steps: evaluation, saving and the first window (compilation) do not count."""
-
-    def __init__(self):
-        self.begun = self.window = time.perf_counter()
-        self.window_wait = self.spent = self.waited = 0.0
-        self.images = self.windows = 0
-        self.speed = self.waiting_share = 0.0
-
-    @contextmanager
-    def waiting(self):
-        """The time inside counts as waiting for data."""
-        start = time.perf_counter()
-        yield
-        self.window_wait += time.perf_counter() - start
-
-    def end_window(self, images: int) -> float:
-        """Ends a window of `images` (the device is idle now); returns its images per second."""
-        seconds = max(time.perf_counter() - self.window, 1e-9)
-        if self.windows == 1:  # from the second window on, the first one no longer counts
-            self.spent, self.images, self.waited = 0.0, 0, 0.0
-        self.windows += 1
-        self.spent += seconds
-        self.images += images
-        self.waited += self.window_wait
-        self.speed, self.waiting_share = self.images / self.spent, self.waited / self.spent
-        self.start_window()
-        return images / seconds
-
-    def start_window(self) -> None:
-        """Begins a window now; the time since the last one is not counted."""
-        self.window, self.window_wait = time.perf_counter(), 0.0
-
-    def take_seconds(self) -> float:
-        """Seconds since the last call, everything included."""
-        now = time.perf_counter()
-        seconds, self.begun = now - self.begun, now
-        return seconds

@@ -73,10 +73,14 @@ class TrainStep:
             if data.crops is not None:  # as many whole images as have the tokens of the crops
                 images *= (self.views * vit.num_prefix_tokens + data.crops.patches) / tokens
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
-        if config.compile if config.compile is not None else device.type == "cuda":
+        graphs = config.compile_mode == "reduce-overhead"
+        self.compiled = config.compile if config.compile is not None else device.type == "cuda"
+        if graphs and (need := no_graphs(data)):
+            raise InputError(f"compile_mode=reduce-overhead records CUDA graphs, which need {need}; leave it out")
+        if self.compiled:
             logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
-                module.compile()
+                module.compile(mode=config.compile_mode if graphs else None)
         if sharded:
             shard(model, dtype)
             if self.ema:
@@ -200,3 +204,10 @@ class TrainStep:
 def _local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor that FSDP2 sharded, and other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def no_graphs(data: Data) -> str:
+    """What a run lacks for compile_mode=reduce-overhead, or ""."""
+    if data.ranks.world > 1 or data.config.accumulate > 1:
+        return "one process and accumulate=1"
+    return "images of one size" if data.packing is not None or data.crops is not None else ""

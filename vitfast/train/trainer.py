@@ -23,13 +23,14 @@ from ..run.lock import locked
 from .early import EarlyStop
 from .introduction import introduce, precision
 from .lejepa import Collapse
-from .log import Meter, Metrics, Progress, in_words, read_metrics
+from .log import Metrics, Progress, in_words, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .report import complete, write_report
 from .resume import find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_data import run_data
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
+from .speed import Meter
 from .step import Images, TrainStep
 from .stopper import Stopper
 from .unlabelled import evaluate_features
@@ -63,13 +64,13 @@ class Trainer:
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.index, self.images = run_data(self.data, record, self.checkpoint)
-        introduce(config, model, self.data)
+        expected = introduce(config, model, self.data)
         self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, self.data)
+        self.meter = Meter(self.data, self.train_step, expected)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
-        self.answers = None  # the answers of the last evaluation, for the report
-        self.saved = None  # the step of the run's last checkpoint
+        self.answers = self.saved = None  # those of the last evaluation, for the report; the last checkpoint's step
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
@@ -95,7 +96,7 @@ class Trainer:
         Raises KeyboardInterrupt after Ctrl-C. In both cases the run is saved. A run that SIGTERM reached at its end has
         asked_to_stop=True beside the summary: no other run is to follow it.
         """
-        self.meter, self.metrics = Meter(), None  # only the first rank has metrics
+        self.metrics = None  # only the first rank has metrics
         with contextlib.ExitStack() as stack:
             stopper = Stopper(stack, self.ranks.first)
             self._write(".", self.ranks.on_first, self._open_folder, stack)
@@ -229,12 +230,13 @@ class Trainer:
         """The next batch, or None where any rank was asked to stop. An error of one rank stops all of them."""
         flag, batch, error = GO, None, None
         try:
-            with self.meter.waiting():
+            with self.meter.span("data"):
                 batch = next(batches)
             self._count_unreadable(batch[2])
         except (InputError, OSError) as caught:
             flag, error = FAILED, caught
-        flag = self.ranks.agree(max(flag, STOP if stopper.wanted else GO))
+        with self.meter.span("ranks"):
+            flag = self.ranks.agree(max(flag, STOP if stopper.wanted else GO))
         if error is not None:
             raise error
         if flag == FAILED:
@@ -256,7 +258,7 @@ class Trainer:
     def _train(self, images: Images, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Takes one optimiser step. Raises TrainingError if memory runs out, saying what would fit."""
         result = None
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.OutOfMemoryError), self.meter.span("start"):
             taken = self.data.progress.images - self.packed.progress.images  # 0 for images of one size
             result = self.train_step(images, labels, self.step, self.total, count=taken or None)
         if result is None:  # here the error, and every activation that its traceback held, is gone
@@ -327,11 +329,13 @@ class Trainer:
         counted = self._finite_losses(losses.tolist(), norms.tolist())
         loss = sum(counted) / len(counted) if counted else math.nan
         measure = {getattr(self.train_step.model, "measure", "accuracy"): correct.sum().item() / images}
-        speed, waiting = self.meter.end_window(images), self.meter.waiting_share
+        speed, waiting = self.meter.end_window(images), self.meter.waits.share("data")
         rates = dict(lr=self.train_step.rate, images_per_second=speed, waiting_for_data=round(waiting, 4))
         self._record(split="train", loss=loss, **measure, **rates)
         self.collapse.add(self.epoch, measure.get("rank"))
         self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
+        if not self.meter.judged and (found := self.meter.judge()):
+            self.progress.say(f"{self.config.task}: {found['said']}")
 
     def _record(self, **record) -> None:
         """Writes a record of this step to metrics.csv and TensorBoard."""
@@ -354,13 +358,10 @@ class Trainer:
             finished=True,
             task=self.config.task,
             accuracy=result["accuracy"],
-            top5=result.get("top5"),
-            loss=result["loss"],
-            **{name: result.get(name) for name in ("map", "knn", "rank")},
+            **{name: result.get(name) for name in ("top5", "loss", "map", "knn", "rank")},
             steps=self.step,
             epochs=self.epoch,
-            images_per_second=round(self.meter.speed, 1),
-            waiting_for_data=round(self.meter.waiting_share, 4),
+            **self.meter.summary(),
             seconds=round(self.seconds, 2),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
@@ -374,8 +375,7 @@ class Trainer:
             val_unreadable_images=result["unreadable_images"],
             **self.early.summary(),
         )
-        if self.data.packing is not None:
-            summary |= packed_summary(self.data, self.packed, self.step)
+        summary |= {} if self.data.packing is None else packed_summary(self.data, self.packed, self.step)
         # JSON has no word for a number that is not finite.
         summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"

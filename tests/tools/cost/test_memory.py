@@ -124,7 +124,7 @@ def test_the_largest_batch_is_the_last_that_fits():
 
     assert needed(largest) <= usable < needed(largest + 1)
     assert found["micro_batch"] <= largest and found["micro_batch"] * found["accumulate"] >= 10**6
-    assert estimate(on_meta("H/14"), Rates("", 1e12, 1e12, GIB, "data sheet"))["largest_batch"] == 0
+    assert estimate(on_meta("H/14"), Rates("H200", 1e12, 1e12, GIB))["largest_batch"] == 0
 
 
 def peak_of_two_steps(model: ViT, batch: int) -> int:

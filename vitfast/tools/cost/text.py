@@ -32,12 +32,17 @@ def _times(found: dict) -> list[str]:
     """Lines with the times of a step, and of the whole training where its length is known."""
     where, lines = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}", []
     where += f" in {found['accumulate']} micro-batches of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
-    assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
+    assumed = f"{found['predicted']['efficiency']:.0%} of that, {found['predicted']['basis']}"
     for how, pace in (("the floors", found["floor"]), (assumed, found["predicted"])):
         line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
         if pace["gpu_days"] is not None:
             line += f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days"
         lines.append(line)
+    if reached := found.get("reached"):
+        share = f"{reached['share_of_floor']:.0%} of the floors' {found['floor']['images_per_second']:,.0f}"
+        lines += ["", f"{reached['images_per_second']:,.0f} images/s is {share}"]
+        for peer in reached["peers"]:
+            lines.append(f"{peer['share']:.0%} of the {peer['images_per_second']:,.0f} that {peer['said']}")
     if found["dropout"]:
         left_out = "their further passes over memory are not in these times"
         lines.append(f"dropout runs the layers on smaller operations: {left_out}")
@@ -74,7 +79,7 @@ def _memory(found: dict) -> list[str]:
         f"fixed memory, GiB: {_listed(memory['state'], GIB)}",
         f"kept for backward, MiB an image: {kept}; {working:.2f} more at the peak",
         choice,
-        f"{device['gpu']}: {flops:,.0f} TFLOP/s in {found['dtype']}, {moved:,.0f} GB/s ({device['source']}); "
+        f"{device['gpu']}: {flops:,.0f} TFLOP/s in {found['dtype']}, {moved:,.0f} GB/s (data sheet); "
         f"{USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}",
     ]
 

@@ -12,6 +12,7 @@ from ...model.config import KEEPS, ViTConfig
 from ...model.presets import pair
 from ...model.sizes import USABLE
 from .gpus import Rates
+from .measured import closest, rows
 from .memory import kept_bytes, state_bytes, weights, working_bytes
 from .steps import arguments_of, dropout, flops_per_image, forward_flops, operations, optimizer_step, tokens_of
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from ...model.vit import ViT
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
-# The share of the floors' speed that a whole step is assumed to reach. In bf16 an H100 and an H200 reached 0.47 to 0.58
-# by the data sheet and 0.63 to 0.80 by measured ceilings, from S/16 to H/14 (bench/results).
-EFFICIENCY = {"data sheet": 0.55, "measured": 0.75}
 
 # (training images, classes) of the paper's data sets for pre-training, and of ours.
 DATASETS = {
@@ -53,11 +51,11 @@ def estimate(
 
     model: a ViT, maybe on the meta device, or its arguments only. batch_size: the images of an optimiser step over all
     GPUs; if they do not fit into memory, gradients are accumulated. images: how many are seen in the whole training.
-    efficiency: the assumed share of the floors' speed, EFFICIENCY unless given. Every GPU holds the whole state. The
-    time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks keep for
-    backward; "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width)) of each
-    size of crops that the model takes in place of an image. projector: the widths of LeJEPA's projector, the model's
-    first. Raises InputError for numbers out of range, an unknown keep, and crops for a hybrid.
+    efficiency: the assumed share of the floors' speed, by default the `closest` measured one. Every GPU holds the whole
+    state. The time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks
+    keep for backward; "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width))
+    of each size of crops that the model takes in place of an image. projector: the widths of LeJEPA's projector, the
+    model's first. Raises InputError for numbers out of range, an unknown keep, and crops for a hybrid.
     """
     for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -69,8 +67,10 @@ def estimate(
     if isinstance(model, ViTConfig) and model.backbone is not None:  # timm knows what a ResNet holds
         model = _on_meta(model)
     views = _views(model, crops)
-    size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
-    working, on_each = sum(working_bytes(view, count, size) for count, view in views), math.ceil(batch_size / gpus)
+    size, on_each = DTYPES[dtype], math.ceil(batch_size / gpus)
+    working = sum(working_bytes(view, count, size) for count, view in views)
+    row = closest(arguments_of(model), device.gpu, on_each)
+    efficiency, basis = (efficiency, "assumed") if efficiency else (row.share, f"as {row.told('reached')}")
     kept_per_image, largest = {}, {}
     for choice in ("least", "all"):
         one, two = (_kept(views, count, size, choice) for count in (1, 2))
@@ -87,10 +87,11 @@ def estimate(
     micro = math.ceil(on_each / micro_batches)
     flops = _flops(model, sum(n * flops_per_image(view, projector) for n, view in views), images, projector)
     of_each = [operations(view, count * micro, size, keep, projector) for count, view in views]
-    rows = [sum(others, first).row(device) for first, *others in zip(*of_each)]
+    table = [sum(others, first).row(device) for first, *others in zip(*of_each)]
     update = optimizer_step(flops["params"], optimizer, averaged).row(device)
-    both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
+    both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in table)
     floor = micro_batches * both + update["backward_floor"]
+    more = sum(kept_per_image["all"].values()) - sum(kept_per_image["least"].values())
     return dict(
         img_size=list(pair(arguments_of(model).img_size)),
         tokens=sum(count * tokens_of(view) for count, view in views),
@@ -105,15 +106,31 @@ def estimate(
         largest_batch=largest[keep],
         dropout=dropout(model),
         memory=dict(state=state, kept_per_image=kept_per_image[keep], working_per_image=working),
-        keep=dict(
-            taken=keep,
-            more_per_image=sum(kept_per_image["all"].values()) - sum(kept_per_image["least"].values()),
-            largest_batch=largest,
-        ),
-        operations=[*rows, update],
+        keep=dict(taken=keep, more_per_image=more, largest_batch=largest),
+        operations=[*table, update],
         floor=_pace(floor, batch_size, images, gpus),
-        predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
+        predicted=dict(efficiency=efficiency, basis=basis, **_pace(floor / efficiency, batch_size, images, gpus)),
     )
+
+
+def compare(model: ViTConfig, found: dict, reached: float) -> dict:
+    """How a measured speed compares with the floors, and with vitfast and timm, both compiled, on this kind of GPU.
+
+    found: what `estimate` says of the model; reached: images per second of all its GPUs. A library that was not
+    measured with this model and this GPU is given the share of the floors that its `closest` step reached.
+    """
+    if not (reached > 0 and math.isfinite(reached)):
+        raise InputError(f"cost: reached must be positive, got {reached}")
+    gpus, gpu, floor, peers = found["gpus"], found["device"]["gpu"], found["floor"]["images_per_second"], []
+    case = gpu, model.embed_dim, model.depth, found["tokens"]
+    same = [row for row in rows() if (row.gpu, row.width, row.depth, row.tokens) == case and not found["crops"]]
+    others = [library for library in ("vitfast", "timm") if library not in {row.library for row in same}]
+    for row in [*same, *(closest(model, gpu, math.ceil(found["batch_size"] / gpus), name) for name in others)]:
+        speed = gpus * row.images_per_second if row in same else row.share * floor
+        how = f"reached ({row.machine})" if row in same else "would reach by its share of the floors"
+        own = dict(images_per_second=speed, share=reached / speed, measured=row in same)
+        peers.append(row._asdict() | own | dict(said=row.told(how)))
+    return dict(images_per_second=reached, share_of_floor=reached / floor, peers=peers)
 
 
 def estimate_baseline(

@@ -14,7 +14,7 @@ from ...errors import InputError
 from ...eval.accuracy import open_weights
 from ...eval.answers import Answers, look
 from ...eval.inspect.measures import attention_rollout, position_similarity
-from ...eval.inspect.page import columns, fold, page, picture
+from ...eval.inspect.page import columns, fold, page, picture, sentences
 from ...model.baselines import load_any
 from ...model.vit import ViT
 from ...run.config import UNLABELLED, Config
@@ -55,7 +55,9 @@ def write_report(config: Config, data: Data, summary: dict, answers: Answers | N
     """
     run, last = Path(config.output), Path(config.output) / "checkpoints" / LAST
     model = load_any(config.model, last).to(data.device).eval()  # not compiled, not sharded
-    sections = progress_sections(config, data)
+    sections = progress_sections(config)
+    if summary.get("speed"):
+        sections["Speed"] = "", sentences(summary["speed"]["said"])
     sections |= model_sections(model, data, answers) | many_sizes(summary)
     sections["Next commands"] = next_commands(config, summary, best_weights(run, summary))
     header, (shown, rest) = ("setting", "value", "field"), settings(config)

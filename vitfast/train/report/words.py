@@ -71,6 +71,7 @@ FIELDS = dict(
     weights="starts from",
     amp="mixed precision",
     compile="torch.compile",
+    compile_mode="mode of torch.compile",
     workers="loader processes",
     decode="where JPEGs are decoded",
     eval_batch_size="images at once in evaluations",
@@ -104,7 +105,7 @@ FORMS = dict(
     images_per_second="{:,.0f} images/s", waiting_for_data="{:.0%}", top5="{:.4f}", accuracy="{:.4f}", knn="{:.4f}"
 )
 # Entries that the table of results leaves out: they are said elsewhere, or not for readers.
-ELSEWHERE = frozenset("finished task sizes device ranks threads precision".split())
+ELSEWHERE = frozenset("finished task sizes device ranks threads precision speed".split())
 
 
 def value_in_words(name: str, value) -> str:
