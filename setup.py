@@ -83,7 +83,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=[*find_packages(include=["vitfast", "vitfast.*"], exclude=["vitfast.kernels*"]), *KERNELS, *BENCH_FOLDER],
-    package_data={"vitfast": ["py.typed", "tools/cost/*.csv"], "vitfast.kernels": ["libraries/*.cpp"], "vitfast._bench": ["gpu.sh"]},
+    package_data={
+        "vitfast": ["py.typed", "tools/cost/measured.csv"],
+        "vitfast.kernels": ["libraries/*.cpp"],
+        "vitfast._bench": ["gpu.sh"],
+    },
     package_dir={"": ".src"}
     if LINKED
     else {"vitfast": "vitfast", "vitfast.kernels": "kernels", "vitfast._bench": "bench"},
