@@ -1,6 +1,6 @@
-"""Training speeds by GPU and model: the table that vitfast ships, and that of docs/tutorials/fast-settings.md.
+"""Training speeds by GPU and model, as report.py writes them.
 
-report.py writes both. A speed is of one GPU; of each model and precision, the fastest setting of a library counts.
+vitfast ships one table, docs/tutorials/fast-settings.md has the other. A speed is of one GPU, and a library's best.
 """
 
 import csv
@@ -57,7 +57,7 @@ def as_csv(rows: list[Measured]) -> str:
 
 
 def table_rows(rows: list[Measured]) -> tuple[list[str], list[list[str]], list[str]]:
-    """(header, rows, sources) of images/s by GPU and model: bold ones are measured, the others are estimates."""
+    """(header, rows, sources) of images/s by GPU and model; bold ones are measured, others estimates."""
     ours = {(r.gpu, f"{r.model} {r.img_size}", r.precision): r for r in rows if r.library == "vitfast"}
     files = list(dict.fromkeys(r.file for r in ours.values()))
     lines = []

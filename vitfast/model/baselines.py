@@ -60,7 +60,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 
 
 def as_vit(model: nn.Module, name: str) -> ViTConfig | None:
-    """The arguments of the ViT that computes what a baseline, "timm:NAME", computes; None where there is none."""
+    """The arguments of the ViT that computes what a baseline, "timm:NAME", does, if there is one."""
     architecture = name.removeprefix(TIMM).partition(".")[0]
     cfg = dict(input_size=[3, *model.image_size])
     config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)

@@ -38,7 +38,7 @@ Span = tuple[float, float]  # seconds of the host's clock
 
 @dataclass
 class Waits:
-    """How many seconds this rank's steps waited for what, and in how many of them the GPU kept up with Python.
+    """The seconds that this rank's steps waited for what; in how many the GPU kept up with Python.
 
     data, ranks, host: while its GPU (without one: the process) had nothing else to do. start: for Python to start the
     kernels. exchange: for gradients of other ranks, when its own were ready. images: those of all ranks.
@@ -131,7 +131,7 @@ class Meter:
         return {k: round(self.waits.share(name), n) for k, (name, n) in shares.items()} | dict(speed=self.judge())
 
     def judge(self) -> dict | None:
-        """The speed so far, what the steps of all ranks wait for, and the setting that helps most, in words too.
+        """The speed so far, what the steps of all ranks wait for, and what helps most; in words too.
 
         None after fewer steps than JUDGED. Every rank must call this.
         """
@@ -175,7 +175,7 @@ def slow_part(everyone: Sequence[Waits], data: Data) -> tuple[str, int, float]:
 
 
 def remedy(cause: str, data: Data, compiled: bool, of_normal: float | None) -> str:
-    """What helps most against a cause, if possible a setting."""
+    """The setting, or else the advice, that helps most against a cause."""
     config, cores = data.config, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cause == "data" and data.workers < cores:
         return f"{data.workers} processes read on {cores} cores, and --set workers={cores} helps"

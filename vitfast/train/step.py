@@ -207,7 +207,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def no_graphs(data: Data) -> str:
-    """What a run lacks for compile_mode=reduce-overhead, or ""."""
+    """The need of compile_mode=reduce-overhead that a run does not meet, or ""."""
     if data.ranks.world > 1 or data.config.accumulate > 1:
         return "one process and accumulate=1"
     return "images of one size" if data.packing is not None or data.crops is not None else ""

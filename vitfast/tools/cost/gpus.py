@@ -10,7 +10,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's data sheet: dense bf16 TFLOP/s (fp32 accumulation), GB/s, GiB and generation; its driver's names."""
+    """A data sheet: dense bf16 TFLOP/s (fp32 accumulation), GB/s, GiB, generation, driver's names."""
 
     teraflops: float
     gigabytes_per_second: float

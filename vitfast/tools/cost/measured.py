@@ -1,6 +1,6 @@
-"""Training steps that were timed on GPUs, from measured.csv, which `bench/report.py` writes from bench/results.
+"""Training steps that were timed on GPUs, from measured.csv.
 
-Of each GPU, model and precision it has the fastest setting of vitfast and of timm, both compiled, on one GPU.
+bench/report.py writes it: of each GPU, model and precision, the fastest settings of vitfast and timm, both compiled.
 """
 
 import csv
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     file: str
 
     def told(self, how: str) -> str:
-        """What was measured where: "SETTING `how` with B/16 at 224 px, batch 256, on an H200 in amp (FILE)"."""
+        """Says "SETTING `how` with B/16 at 224 px, batch 256, on an H200 in amp (FILE)"."""
         case = f"{self.model} at {self.img_size} px, batch {self.batch}"
         gpu = f"{'an' if self.gpu[0] in 'AHL' else 'a'} {self.gpu} {PRECISIONS[self.precision]}"
         return f"{self.setting} {how} with {case}, on {gpu} ({self.file})"
@@ -61,7 +61,7 @@ def tokens(model: ViTConfig) -> int:
 
 
 def closest(model: ViTConfig, gpu: str, batch: int, library: str = "vitfast") -> Measured:
-    """The row of a library that says most about a training step: of its GPU or generation, in amp, and of its model.
+    """The row of a library that says most of a step: of its GPU or generation, in amp, and of its model.
 
     Models are as far apart as the logarithms of their widths and numbers of tokens, and then of their batches.
     """

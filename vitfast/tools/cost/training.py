@@ -114,10 +114,10 @@ def estimate(
 
 
 def compare(model: ViTConfig, found: dict, reached: float) -> dict:
-    """How a measured speed compares with the floors, and with vitfast and timm, both compiled, on this kind of GPU.
+    """How a measured speed compares with the floors, and with vitfast and timm on this kind of GPU.
 
-    found: what `estimate` says of the model; reached: images per second of all its GPUs. A library that was not
-    measured with this model and this GPU is given the share of the floors that its `closest` step reached.
+    found: what `estimate` says of the model; reached: images per second of all its GPUs. A library, always compiled,
+    that was not measured with this model and this GPU is given the share that its `closest` step reached.
     """
     if not (reached > 0 and math.isfinite(reached)):
         raise InputError(f"cost: reached must be positive, got {reached}")
