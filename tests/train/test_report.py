@@ -89,7 +89,7 @@ def said(tmp_path_factory):
 @pytest.mark.slow
 def test_a_finished_run_has_a_report_of_what_its_model_says(said):
     text, config, (truth, found, _) = said
-    assert read(Path(config.output))[1] == [*PROGRESS, *ANSWERS, *INSIDE, *ENDS]
+    assert read(Path(config.output))[1] == [*PROGRESS, "Speed", *ANSWERS, *INSIDE, *ENDS]
     assert text.count("data:image/") == 3 + len(captions(text)) and not re.search("https?:|<script|<link|@import", text)
     p = np.mean(np.equal(truth, found))
     assert f"{p:.4f} ± {np.sqrt(p * (1 - p) / 360):.4f}" in text and len(text) < LIMIT
