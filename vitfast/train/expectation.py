@@ -29,9 +29,8 @@ def expectation(config: Config, model: nn.Module, data: Data) -> tuple[float | N
     gpu, arguments = name_of(name), dict(gpus=data.ranks.world, keep="auto")
     try:
         if gpu is None or not isinstance(vit, ViT) or data.dtype is None:
-            raise InputError(
-                "training was timed of ViTs in 16 bits alone" if gpu else f"no data sheet of {name} is known"
-            )
+            unknown = "training was timed of ViTs in 16 bits alone" if gpu else f"no data sheet of {name} is known"
+            raise InputError(unknown)
         arguments |= cost_arguments(config, vit) | dict(batch_size=data.images_per_step)
         if (packing := data.packing) is not None:  # a square of as many patches as an image has on average
             patches = sum(packing.tokens(side) - packing.prefix for side in packing.sides) / len(packing.sides)

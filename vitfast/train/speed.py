@@ -137,9 +137,8 @@ class Meter:
         """
         if self.windows < 2 or self.waits.steps < JUDGED:
             return None
-        if isinstance(
-            runner := self.train_step.runner, DistributedDataParallel
-        ):  # DDP times the first steps, and then every hundredth
+        runner = self.train_step.runner
+        if isinstance(runner, DistributedDataParallel):  # which times its first steps, and then every hundredth
             timed = runner._get_ddp_logging_data()
             alone = timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)
             self.waits.exchange = self.waits.steps * 1e-9 * max(0, alone)
