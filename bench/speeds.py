@@ -27,7 +27,7 @@ def measured(found: list[Results]) -> list[Measured]:
             if gpu is None or not case["impl"].startswith(("vitfast", "timm")) or case["precision"] not in PRECISIONS:
                 continue
             facts, config = case["machine"], ViTConfig(**preset(model), img_size=int(size))
-            floor = estimate(config, rates(gpu), batch_size=case["batch"], efficiency=1, keep="auto")["floor"]
+            floor = estimate(config, rates(gpu), batch_size=case["batch"], keep="auto")["floor"]
             row = Measured(
                 gpu,
                 model,

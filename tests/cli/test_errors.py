@@ -122,7 +122,7 @@ def test_wrong_usage_exits_2(capsys, args):
 
 # Flags of commands that are no settings of a run: each of these values is wrong for each of these flags.
 NUMBERS = {
-    "cost": ("cost --model Ti/16", "--img-size --batch-size --gpus --efficiency", "-1 0 nan inf x"),
+    "cost": ("cost --model Ti/16", "--img-size --batch-size --gpus --reached", "-1 0 nan inf x"),
     "length": ("cost --model Ti/16 --images 10", "--epochs", "-1 nan inf x"),
     "fewshot": ("fewshot --weights W --data digits --device cpu", "--shots --seeds --l2", "-1 0 nan inf x"),
     "inspect": ("inspect --weights W --data digits --output O", "--images --img-size --num-heads", "-1 0 0.5 x"),

@@ -54,7 +54,7 @@ def test_the_sentence_of_a_run_on_an_h200(on_gpu, tmp_path, caplog):
     rate = f"{speed * sum(sizes) / len(sizes) / 1e6:,.0f}"
     assert said == (
         " One H200 should give about 4,078 images/s (50% of the floors' speed, as vitfast.accelerate(timm) "
-        "reduce-overhead amp reached with B/16 at 224 px, batch 256, on an H200 in amp "
+        "reduce-overhead amp reached with B/16 at 224 px, batch 256, on one H200 in amp "
         f"(bench/results/h200/train_graphs.json)); for that, the data has to deliver 4,078 images/s, {rate} MB/s."
     )
     with caplog.at_level("INFO", "vitfast"):
@@ -82,22 +82,15 @@ def test_crops_count_as_cost_counts_them(on_gpu, capsys):
     assert expectation(config, model, data)[0] == pytest.approx(wanted) and wanted < 2000
 
 
-def test_images_of_many_sizes_count_by_their_mean(on_gpu):
-    """With half of the patches dropped, 98 of 196, a little more than twice as many images."""
-    config, data = on_gpu()
-    whole = expectation(config, vit(), data)[0]
-    config, data = on_gpu(drop_tokens=0.5)
-    assert 1.8 < expectation(config, vit(), data)[0] / whole < 2.3
-    config, data = on_gpu(sizes="112:336", tokens_per_step=50_000)
-    assert 0.8 < expectation(config, vit(), data)[0] / whole < 1.2
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "model", "reason"),
     [
         ("NVIDIA T4", {}, vit, "no data sheet of NVIDIA T4 is known"),
-        ("NVIDIA H200", dict(amp="none"), vit, "training was timed of ViTs in 16 bits alone"),
-        ("NVIDIA H200", {}, lambda: baseline("timm:resnet10t", 3), "training was timed of ViTs in 16 bits alone"),
+        ("NVIDIA H200", dict(amp="none"), vit, "only vitfast's ViTs, in 16 bits and of one image size, were timed"),
+        ("NVIDIA H200", {}, lambda: baseline("timm:resnet10t", 3), "only vitfast's ViTs"),
+        ("NVIDIA H200", dict(sizes="112:336", tokens_per_step=50_000), vit, "only vitfast's ViTs"),
+        ("NVIDIA H200", {}, lambda: vit(proj_drop_rate=0.1), "dropout is in no estimate"),
+        ("NVIDIA H200", dict(batch_size=8), vit, "no step below 10 ms was timed"),
         ("NVIDIA H200", {}, lambda: vit(qk_norm=True), "qk_norm=True runs on the smaller operations, which are not"),
     ],
 )

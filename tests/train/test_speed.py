@@ -1,5 +1,6 @@
 """What a slow step waits for, from recorded clocks of a host and its GPU; what is said of it; what timing costs."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from vitfast.data.loader import open_data
 from vitfast.run.config import Config
 from vitfast.run.distributed import Ranks
-from vitfast.train.speed import Meter, Waits, slow_part
+from vitfast.train.setup import set_up
+from vitfast.train.speed import Meter, Waits, remedy, slow_part
+from vitfast.train.step import TrainStep
 from vitfast.train.trainer import train
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -65,18 +68,22 @@ class Clock:
 def some_data(device=CUDA, ranks=None, workers=64, **settings):
     """As much of a run's Data as is read."""
     config = Config(**dict(name="x", model="B/16", data="d", steps=1) | settings)
-    train = SimpleNamespace()  # no folder of JPEG files
+    train = SimpleNamespace(content=lambda index: "file")  # no folder of JPEG files
     ranks = ranks or Ranks()
     return SimpleNamespace(
         device=device, ranks=ranks, config=config, workers=workers, packing=None, crops=None, train=train
     )
 
 
-def measured(data=None, expected=None, compiled=True, runner=None, ahead=3, **step) -> tuple[Meter, dict, Clock]:
+def learner(compiled=True, runner=None, asks=False):
+    """As much of a run's TrainStep as is read."""
+    return SimpleNamespace(compiled=compiled, runner=runner or nn.Identity(), asks=asks)
+
+
+def measured(data=None, expected=None, ahead=3, of=None, **step) -> tuple[Meter, dict, Clock]:
     """A meter after seven windows of ten such steps of 100 images, what it says, and its clock."""
     data, clock = data or some_data(), Clock(ahead)
-    learner = SimpleNamespace(compiled=compiled, runner=runner or nn.Identity())
-    meter = Meter(data, learner, expected, clock, clock.event)
+    meter = Meter(data, of or learner(), expected, clock, clock.event)
     for window in range(7):
         if window == 1:  # the first does not count
             clock.idle, began = 0.0, clock.host
@@ -107,7 +114,7 @@ def test_a_host_bound_step_whose_kernels_are_started_late(gpu):
     meter, found, _ = measured(start=0.04, gpu=gpu)
     assert found["waits_for"] == "start" and found["share"] == pytest.approx(1.0, abs=0.02)
     assert (
-        "the GPU waits for Python, which takes 100% of a step to start its kernels: --set compile_mode=reduce"
+        "the GPU keeps up with Python, which takes 100% of a step to start its kernels: --set compile_mode=reduce"
         in (found["said"])
     )
     assert meter.waits.kept_up == 60
@@ -117,6 +124,16 @@ def test_a_host_bound_step_whose_python_is_between_the_steps():
     _, found, clock = measured(between=0.02, start=0.005, gpu=0.015)
     assert found["waits_for"] == "host" and found["share"] == pytest.approx(clock.idle / clock.seconds, abs=1e-4)
     assert "the GPU waits for Python between steps 42% of the time: a larger --batch-size helps" in found["said"]
+    for start, gpu in ((0.01, 0.01), (0.01, 0.003), (0.015, 0.002)):  # and its kernels are started late too
+        _, found, clock = measured(between=0.03, start=start, gpu=gpu)
+        assert found["waits_for"] == "host" and found["share"] == pytest.approx(clock.idle / clock.seconds, abs=1e-4)
+
+
+def test_of_two_reasons_the_one_that_costs_more_is_told():
+    """Reading costs 8 %, and then 60 %, of a step whose kernels are started late."""
+    assert measured(read=0.004, start=0.04, gpu=0.02)[1]["waits_for"] == "start"
+    _, found, clock = measured(read=0.06, start=0.04, gpu=0.02)
+    assert found["waits_for"] == "data" and found["share"] == pytest.approx(clock.idle / clock.seconds, abs=1e-4)
 
 
 @pytest.mark.parametrize("start", [0.002, 0.02, 0.055])  # CUDA graphs, compiled, and Python that is hardly ahead
@@ -131,10 +148,26 @@ def test_a_gpu_bound_step(start, ahead):
 
 
 def test_an_optimiser_that_waits_for_the_gpu_is_no_late_python():
-    """LAMB reads from the GPU whether gradients are finite, and starts its kernels when the others have ended."""
-    for settings, wanted in ((dict(non_finite="skip"), "gpu"), (dict(amp="fp16"), "gpu"), (dict(), "start")):
-        data = some_data(optimizer="lamb", **settings)
-        assert measured(data, start=0.06, gpu=0.058)[1]["waits_for"] == wanted
+    """It reads from the GPU whether gradients are finite, and starts its kernels when the others have ended."""
+    for asks, wanted in ((True, "unseen"), (False, "start")):
+        _, found, _ = measured(of=learner(asks=asks), start=0.06, gpu=0.058)
+        assert found["waits_for"] == wanted and ("each step asks the GPU whether" in found["said"]) == asks
+    assert measured(of=learner(asks=True), read=0.05)[1]["waits_for"] == "data"
+
+
+@pytest.mark.parametrize(
+    ("settings", "asks"),
+    [
+        (dict(optimizer="lamb"), False),
+        (dict(optimizer="lamb", non_finite="skip"), True),
+        (dict(optimizer="sgd", non_finite="skip"), False),  # fused: the step looks itself
+        (dict(non_finite="skip"), False),
+    ],
+)
+def test_which_optimisers_wait_for_the_gpu(tmp_path, settings, asks):
+    config = digits(tmp_path, **settings)
+    model, data = set_up(config, CPU, Ranks(), None)
+    assert TrainStep(config, model, data).asks == asks
 
 
 def of_ranks(*steps: dict, exchange=()) -> tuple[str, int, float]:
@@ -158,32 +191,62 @@ def test_rank_bound_steps():
     assert (cause, rank) == ("exchange", 1) and share == pytest.approx(0.2, abs=0.01)
 
 
-class Timed(DistributedDataParallel):
-    """DDP, of which 3 of 10 ms of communication come after the backward."""
+def in_turn(ranks: int, read=0.06, gpu=0.02) -> tuple[list[Waits], Clock]:
+    """Waits of ranks of which one after the other reads for long while the others wait; the last one's clock."""
+    clocks = [Clock() for _ in range(ranks)]
+    meters = [Meter(some_data(), learner(), None, clock, clock.event) for clock in clocks]
+    for step in range(80):
+        for rank, (clock, meter) in enumerate(zip(clocks, meters)):
+            late = rank == step % ranks
+            clock.step(meter, read=read * late, ranks=read * (not late), start=0.005, gpu=gpu)
+    for clock, meter in zip(clocks, meters):
+        clock.host = max(clock.host, clock.free)
+        meter.end_window(8000)
+    return [meter.waits for meter in meters], clocks[-1]
 
-    def __init__(self):
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_ranks_that_read_slowly_in_turn_wait_for_data(ranks):
+    everyone, clock = in_turn(ranks)
+    cause, _, share = slow_part(everyone, some_data(ranks=Ranks(0, ranks)))
+    assert cause == "data" and share == pytest.approx(clock.idle / clock.host, abs=0.02) and share > 0.6
+
+
+def test_ranks_that_agree_slowly_wait_for_the_exchange():
+    late = dict(ranks=0.03, start=0.005)
+    cause, _, share = of_ranks(late, late)
+    assert cause == "exchange" and share == pytest.approx((9 * 15 + 30) / (9 * 35 + 50), abs=0.01)  # a window ends idle
+
+
+class Timed(DistributedDataParallel):
+    """DDP, of which 3 of 10 ms of communication, or more, come after the backward."""
+
+    def __init__(self, alone=3_000_000):
         nn.Module.__init__(self)
+        self.alone = alone
 
     def _get_ddp_logging_data(self) -> dict:
-        return dict(backward_comm_time=10_000_000, backward_compute_comm_overlap_time=7_000_000)
+        return dict(backward_comm_time=7_000_000 + self.alone, backward_compute_comm_overlap_time=7_000_000)
 
 
 def test_the_exchange_of_gradients_is_what_ddp_timed():
     class Two(Ranks):
         def gather(self, value: Waits) -> list[Waits]:
-            assert value.exchange == pytest.approx(60 * 0.003)
             return [value, value]
 
-    _, found, _ = measured(some_data(ranks=Two(0, 2)), runner=Timed())
+    meter, found, _ = measured(some_data(ranks=Two(0, 2)), of=learner(runner=Timed()))
+    assert meter.waits.exchange == pytest.approx(60 * 0.003)
     assert (found["waits_for"], found["share"]) == ("exchange", pytest.approx(0.003 / 0.02, rel=0.08))
-    wanted = "rank 0, the slowest, waits for the gradients of other ranks 15% of the time: a larger --batch-size helps"
+    wanted = "rank 0, the slowest, waits for the exchange with other ranks 15% of the time: a larger --batch-size helps"
     assert wanted in found["said"]
+    _, found, _ = measured(some_data(ranks=Two(0, 2)), of=learner(runner=Timed(5_000_000_000)), read=0.03)
+    assert found["share"] <= 1
 
 
 @pytest.mark.parametrize(
     ("step", "settings", "compiled", "wanted"),
     [
-        ("data", dict(workers=6), True, "6 processes read on 16 cores, and --set workers=16 helps"),
+        ("data", dict(workers=6), True, "--set workers=16 helps, as many as there are cores, in place of 6"),
         ("data", dict(), True, "smaller files help, or shards"),
         ("start", dict(), False, "--compile helps"),
         ("start", dict(), True, "--set compile_mode=reduce-overhead helps"),
@@ -197,7 +260,22 @@ def test_the_setting_that_helps_most(monkeypatch, step, settings, compiled, want
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
     steps = dict(data=dict(read=0.03), start=dict(start=0.04), gpu=dict(gpu=0.06))
     data = some_data(workers=settings.pop("workers", 64), **settings)
-    assert wanted in measured(data, expected=1e5, compiled=compiled, **steps[step])[1]["said"]
+    assert wanted in measured(data, expected=1e5, of=learner(compiled), **steps[step])[1]["said"]
+
+
+def test_no_setting_is_told_that_cannot_help(monkeypatch):
+    """More processes than memory allows, smaller files where there are none, compiling against slow ranks."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
+    few = SimpleNamespace(**vars(some_data(workers=3)) | dict(config=some_data(workers=3).config))
+    assert "workers=16" in remedy("data", few, True, None)
+    few.config = dataclasses.replace(few.config, workers=16)
+    assert "smaller files" in remedy("data", few, True, None)
+    few.train.content = lambda index: None
+    assert remedy("data", few, True, None) == "a simpler augmentation helps"
+    assert remedy("ranks", some_data(amp="none"), False, None).startswith("`nvidia-smi")
+    packed = some_data()
+    packed.packing = object()
+    assert remedy("exchange", packed, False, None) == "a larger tokens_per_step helps"
 
 
 def test_jpeg_files_are_for_the_gpu_where_all_cores_read(tmp_path):
@@ -223,20 +301,30 @@ def test_a_cpu_says_alone_whether_data_waits():
     assert found["said"].endswith("images/s; a step does not wait for data")
 
 
-def test_nothing_is_said_after_few_steps_or_of_the_first_window():
-    clock, data = Clock(), some_data()
-    meter = Meter(data, SimpleNamespace(compiled=True, runner=nn.Identity()), None, clock, clock.event)
-    for steps in (60, 39):
-        assert meter.judge() is None
-        for _ in range(steps):
-            clock.step(meter)
+@pytest.mark.parametrize("window", [1, 7, 10, 25, 60])
+def test_nothing_is_said_after_few_steps_or_of_the_first_ten(window):
+    """The first three compile for eight seconds each; then a step takes 20 ms, whatever the length of a window."""
+    clock = Clock()
+    meter, taken = Meter(some_data(), learner(), None, clock, clock.event), 0
+    while not (found := meter.judge()):
+        for _ in range(window):
+            taken += 1
+            clock.step(meter, start=8.0 if taken <= 3 else 0.01)
         clock.host = max(clock.host, clock.free)
-        meter.end_window(100 * steps)
-    assert meter.judge() is None and meter.waits.steps == 39
-    clock.step(meter)
+        meter.end_window(100 * window)
+    assert taken == math.ceil(50 / window) * window and meter.waits.steps == taken - 10
+    assert found["images_per_second"] == pytest.approx(100 / 0.02, rel=0.02) and found["waits_for"] == "gpu"
+
+
+def test_a_run_of_few_steps_has_a_speed():
+    clock = Clock()
+    meter = Meter(some_data(), learner(), None, clock, clock.event)
+    for _ in range(3):
+        clock.step(meter)
     clock.host = clock.free
-    meter.end_window(100)
-    assert meter.judge()["images_per_second"] == pytest.approx(meter.waits.share("images"), abs=0.1)
+    meter.end_window(300)
+    summary = meter.summary()
+    assert summary["speed"] is None and summary["images_per_second"] == pytest.approx(300 / 0.06)
 
 
 def test_a_step_costs_two_events_and_six_readings_of_the_clock_and_no_wait_for_the_gpu():
@@ -250,7 +338,7 @@ def test_a_step_costs_two_events_and_six_readings_of_the_clock_and_no_wait_for_t
 
 def test_a_step_that_fails_is_no_step():
     clock = Clock()
-    meter = Meter(some_data(), SimpleNamespace(), None, clock, clock.event)
+    meter = Meter(some_data(), learner(), None, clock, clock.event)
     with pytest.raises(torch.OutOfMemoryError), meter.span("start"):
         raise torch.OutOfMemoryError
     assert not meter.steps

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)")
     add("--epochs", metavar="N", type=float, help="passes over the data, for the cost of the whole training")
     add("--images", metavar="N", type=float, help="images in an epoch, such as 303e6")
-    gpu = "A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 B200 3090 4090 5090 (default H200)"
+    gpu = "A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 GH200 B200 3090 4090 5090 (default H200)"
     add("--gpu", metavar="NAME", default="H200", help=gpu)
     gpus = "number of GPUs that share the batch; their communication is not counted (default 1)"
     add("--gpus", metavar="N", type=int, default=1, help=gpus)
@@ -27,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=dtype)
     keep = "what blocks keep for backward; auto (default): all, if it fits into memory"
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
-    efficiency = "share of the highest possible speed that is reached (default: as measured on such a GPU)"
-    add("--efficiency", metavar="X", type=float, help=efficiency)
     reached = "images/s that your code reaches on these GPUs, to be compared with the bound, vitfast and timm"
     add("--reached", metavar="X", type=float, help=reached)
     add_set(parser, "other settings, such as local_crops=4 or objective=lejepa")
@@ -50,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{flag} must be positive, got {value}")
     training |= dict(images=None if epochs is None else epochs * images, dtype=args.dtype)
     if isinstance(model, ViTConfig):
-        efficiency = getattr(args, "efficiency", None)
-        found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
+        found = estimate(model, device, gpus=args.gpus, keep=args.keep, **training)
         if "reached" in args:
             found["reached"] = compare(model, found, args.reached)
     elif "reached" in args:

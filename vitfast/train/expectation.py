@@ -28,19 +28,18 @@ def expectation(config: Config, model: nn.Module, data: Data) -> tuple[float | N
     name, vit = torch.cuda.get_device_name(data.device), getattr(model, "vit", model)
     gpu, arguments = name_of(name), dict(gpus=data.ranks.world, keep="auto")
     try:
-        if gpu is None or not isinstance(vit, ViT) or data.dtype is None:
-            unknown = "training was timed of ViTs in 16 bits alone" if gpu else f"no data sheet of {name} is known"
-            raise InputError(unknown)
+        if gpu is None or not isinstance(vit, ViT) or data.dtype is None or data.packing:
+            known = "only vitfast's ViTs, in 16 bits and of one image size, were timed"
+            raise InputError(known if gpu else f"no data sheet of {name} is known")
         arguments |= cost_arguments(config, vit) | dict(batch_size=data.images_per_step)
-        if (packing := data.packing) is not None:  # a square of as many patches as an image has on average
-            patches = sum(packing.tokens(side) - packing.prefix for side in packing.sides) / len(packing.sides)
-            arguments["crops"] = [(1, tuple(side * max(1, round(patches**0.5)) for side in packing.patch))]
-        found = estimate(vit, rates(gpu), **arguments)["predicted"]
+        cost = estimate(vit, rates(gpu), **arguments)
+        if cost["dropout"] or cost["predicted"]["step_seconds"] < 0.01:
+            raise InputError("dropout is in no estimate" if cost["dropout"] else "no step below 10 ms was timed")
     except InputError as error:
         return None, f" What speed is normal is not known: {str(error).removeprefix('cost: ')}."
-    speed, many = found["images_per_second"], data.ranks.world > 1
-    gpus = f"{data.ranks.world} {gpu} should give, their communication left out," if many else f"One {gpu} should give"
-    basis = f"{found['efficiency']:.0%} of the floors' speed, {found['basis']}"
+    speed, ranks = cost["predicted"]["images_per_second"], data.ranks.world
+    gpus = f"{ranks} {gpu} should give, their communication left out," if ranks > 1 else f"One {gpu} should give"
+    basis = "{efficiency:.0%} of the floors' speed, {basis}".format(**cost["predicted"])
     rate = speed * bytes_per_image(data.train, data.img_size) / 1e6
     needed = f"for that, the data has to deliver {speed:,.0f} images/s, {rate:,.0f} MB/s"
     return speed, f" {gpus} about {speed:,.0f} images/s ({basis}); {needed}."

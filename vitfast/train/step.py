@@ -73,22 +73,24 @@ class TrainStep:
             if data.crops is not None:  # as many whole images as have the tokens of the crops
                 images *= (self.views * vit.num_prefix_tokens + data.crops.patches) / tokens
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
-        graphs = config.compile_mode == "reduce-overhead"
         self.compiled = config.compile if config.compile is not None else device.type == "cuda"
-        if graphs and (need := no_graphs(data)):
+        if config.compile_mode == "reduce-overhead" and (need := no_graphs(data)):
             raise InputError(f"compile_mode=reduce-overhead records CUDA graphs, which need {need}; leave it out")
         if self.compiled:
             logger.info("the first step compiles the model, which may take minutes; --no-compile switches this off")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
-                module.compile(mode=config.compile_mode if graphs else None)
+                module.compile(mode=config.compile_mode)
         if sharded:
             shard(model, dtype)
             if self.ema:
                 shard(self.ema.module, dtype)
         self.optimizer = make_optimizer(config, model)
+        # Whether Python waits in each step until the GPU says that all gradients are finite.
+        self.asks = self.scaler.is_enabled() and not getattr(self.optimizer, "_step_supports_amp_scaling", False)
         if ranks.world > 1 and not sharded:
             devices = [device.index] if device.type == "cuda" else None
             self.runner = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+            self.runner._set_ddp_runtime_logging_sample_rate(20)  # which Meter reads; by default step 10 and then 100
 
     @property
     def averaged(self) -> nn.Module:

@@ -27,7 +27,8 @@ GPUS = {
     "A100-40": Gpu(312, 1555, 40, "Ampere", ("NVIDIA A100*40GB",)),
     "H100": Gpu(989, 3350, 80, "Hopper", ("NVIDIA H100 80GB HBM3",)),  # SXM
     "H100-PCIe": Gpu(756, 2000, 80, "Hopper", ("NVIDIA H100 PCIe",)),
-    "H200": Gpu(989, 4800, 141, "Hopper", ("NVIDIA H200", "NVIDIA GH200 480GB")),
+    "H200": Gpu(989, 4800, 141, "Hopper", ("NVIDIA H200",)),
+    "GH200": Gpu(989, 4000, 96, "Hopper", ("NVIDIA GH200 480GB",)),
     "B200": Gpu(2250, 8000, 180, "Blackwell", ("NVIDIA B200",)),
     "3090": Gpu(71, 936, 24, "Ampere", ("NVIDIA GeForce RTX 3090",)),
     "4090": Gpu(165.2, 1008, 24, "Ada", ("NVIDIA GeForce RTX 4090",)),
@@ -37,10 +38,10 @@ GPUS = {
 
 def name_of(driver_name: str) -> str | None:
     """The name in GPUS of a device by its driver's name; None for another device, or a slice of one."""
-    for name, gpu in GPUS.items():
-        if any(fnmatch.fnmatchcase(driver_name, pattern) for pattern in gpu.driver_names):
-            return name
-    return None
+    matching = (
+        name for name, gpu in GPUS.items() if any(fnmatch.fnmatchcase(driver_name, p) for p in gpu.driver_names)
+    )
+    return next(matching, None)
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Rates:
 
 def rates(gpu: str = "H200", dtype: str = "bf16") -> Rates:
     """A GPU's rates by its data sheet. Raises InputError for unknown names."""
-    names = {name.lower(): name for name in GPUS}
-    name = names.get(gpu.lower().removeprefix("nvidia ").removeprefix("rtx ").replace(" ", "-"))
+    gpu, names = " ".join(gpu.split()), {name.lower(): name for name in GPUS}
+    name = name_of(gpu) or names.get(gpu.lower().removeprefix("nvidia ").removeprefix("rtx ").replace(" ", "-"))
     if name is None:
         raise unknown("GPU", gpu, GPUS)
     sheet = GPUS[name]

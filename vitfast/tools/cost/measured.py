@@ -39,20 +39,18 @@ class Measured(NamedTuple):
     file: str
 
     def told(self, how: str) -> str:
-        """Says "SETTING `how` with B/16 at 224 px, batch 256, on an H200 in amp (FILE)"."""
-        case = f"{self.model} at {self.img_size} px, batch {self.batch}"
-        gpu = f"{'an' if self.gpu[0] in 'AHL' else 'a'} {self.gpu} {PRECISIONS[self.precision]}"
-        return f"{self.setting} {how} with {case}, on {gpu} ({self.file})"
+        """Says "SETTING `how` with B/16 at 224 px, batch 256, on one H200 in amp (FILE)"."""
+        case = f"{self.model} at {self.img_size} px, batch {self.batch}, on one {self.gpu} {PRECISIONS[self.precision]}"
+        return f"{self.setting} {how} with {case} ({self.file})"
 
 
 @functools.cache
 def rows() -> tuple[Measured, ...]:
     """All rows of measured.csv."""
     with open(Path(__file__).with_suffix(".csv"), newline="") as file:
-        kinds = Measured.__annotations__
-        return tuple(
-            Measured(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(file)
-        )
+        _, *lines = csv.reader(file)  # its header has the fields' names
+    kinds = Measured.__annotations__.values()
+    return tuple(Measured(*(kind(text) for kind, text in zip(kinds, line))) for line in lines)
 
 
 def tokens(model: ViTConfig) -> int:
@@ -61,14 +59,15 @@ def tokens(model: ViTConfig) -> int:
 
 
 def closest(model: ViTConfig, gpu: str, batch: int, library: str = "vitfast") -> Measured:
-    """The row of a library that says most of a step: of its GPU or generation, in amp, and of its model.
+    """The row of a library that says most of a step: of its generation, in amp, of its model, and of its GPU.
 
-    Models are as far apart as the logarithms of their widths and numbers of tokens, and then of their batches.
+    Models are as far apart as the logarithms of their widths and numbers of tokens, and then of their batches. They
+    differ more in their shares than GPUs of a generation do. Of equals, the smaller share counts.
     """
 
     def distance(row: Measured) -> tuple:
         apart = abs(math.log(row.width / model.embed_dim)) + abs(math.log(row.tokens / tokens(model)))
         generation = GPUS[row.gpu].generation != GPUS[gpu].generation
-        return row.gpu != gpu, generation, row.precision != "amp", apart, abs(math.log(row.batch / batch))
+        return generation, row.precision != "amp", apart, row.gpu != gpu, abs(math.log(row.batch / batch)), row.share
 
     return min((row for row in rows() if row.library == library), key=distance)

@@ -40,9 +40,9 @@ def _times(found: dict) -> list[str]:
         lines.append(line)
     if reached := found.get("reached"):
         share = f"{reached['share_of_floor']:.0%} of the floors' {found['floor']['images_per_second']:,.0f}"
+        share += ", which no code exceeds: check the number" * (reached["share_of_floor"] > 1)
         lines += ["", f"{reached['images_per_second']:,.0f} images/s is {share}"]
-        for peer in reached["peers"]:
-            lines.append(f"{peer['share']:.0%} of the {peer['images_per_second']:,.0f} that {peer['said']}")
+        lines += [f"{p['share']:.0%} of the {p['images_per_second']:,.0f} that {p['said']}" for p in reached["peers"]]
     if found["dropout"]:
         left_out = "their further passes over memory are not in these times"
         lines.append(f"dropout runs the layers on smaller operations: {left_out}")

@@ -42,7 +42,6 @@ def estimate(
     images: float | None = None,
     optimizer: str = "adamw",
     averaged: bool = False,
-    efficiency: float | None = None,
     keep: str = "least",
     crops: Sequence[tuple[int, tuple[int, int]]] = (),
     projector: Sequence[int] = (),
@@ -51,17 +50,15 @@ def estimate(
 
     model: a ViT, maybe on the meta device, or its arguments only. batch_size: the images of an optimiser step over all
     GPUs; if they do not fit into memory, gradients are accumulated. images: how many are seen in the whole training.
-    efficiency: the assumed share of the floors' speed, by default the `closest` measured one. Every GPU holds the whole
-    state. The time of communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks
-    keep for backward; "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width))
+    The predicted share of the floors' speed is the `closest` measured one. Every GPU holds the whole state. The time of
+    communication, and of the passes that dropout adds, is left out. keep: the tensors that blocks keep for backward;
+    "auto" is "all" where that fits without smaller micro-batches. crops: (how many, (height, width))
     of each size of crops that the model takes in place of an image. projector: the widths of LeJEPA's projector, the
     model's first. Raises InputError for numbers out of range, an unknown keep, and crops for a hybrid.
     """
-    for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
+    for name, value in dict(batch_size=batch_size, gpus=gpus, images=images).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InputError(f"cost: {name} must be positive, got {value}")
-    if efficiency is not None and efficiency > 1:
-        raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
     if keep not in KEEPS:
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if isinstance(model, ViTConfig) and model.backbone is not None:  # timm knows what a ResNet holds
@@ -70,7 +67,7 @@ def estimate(
     size, on_each = DTYPES[dtype], math.ceil(batch_size / gpus)
     working = sum(working_bytes(view, count, size) for count, view in views)
     row = closest(arguments_of(model), device.gpu, on_each)
-    efficiency, basis = (efficiency, "assumed") if efficiency else (row.share, f"as {row.told('reached')}")
+    reached = dict(efficiency=row.share, basis=f"as {row.told('reached')}")
     kept_per_image, largest = {}, {}
     for choice in ("least", "all"):
         one, two = (_kept(views, count, size, choice) for count in (1, 2))
@@ -109,7 +106,7 @@ def estimate(
         keep=dict(taken=keep, more_per_image=more, largest_batch=largest),
         operations=[*table, update],
         floor=_pace(floor, batch_size, images, gpus),
-        predicted=dict(efficiency=efficiency, basis=basis, **_pace(floor / efficiency, batch_size, images, gpus)),
+        predicted=reached | _pace(floor / row.share, batch_size, images, gpus),
     )
 
 
@@ -122,8 +119,10 @@ def compare(model: ViTConfig, found: dict, reached: float) -> dict:
     if not (reached > 0 and math.isfinite(reached)):
         raise InputError(f"cost: reached must be positive, got {reached}")
     gpus, gpu, floor, peers = found["gpus"], found["device"]["gpu"], found["floor"]["images_per_second"], []
-    case = gpu, model.embed_dim, model.depth, found["tokens"]
-    same = [row for row in rows() if (row.gpu, row.width, row.depth, row.tokens) == case and not found["crops"]]
+    case, other = (gpu, model.embed_dim, model.depth, found["tokens"]), found["crops"] or found["dropout"]
+    same = [row for row in rows() if (row.gpu, row.width, row.depth, row.tokens) == case and not other]
+    # The floors of another dtype, of a hybrid, or of few images differ from those of the row.
+    same = [row for row in same if math.isclose(gpus * row.images_per_second / row.share, floor, rel_tol=0.05)]
     others = [library for library in ("vitfast", "timm") if library not in {row.library for row in same}]
     for row in [*same, *(closest(model, gpu, math.ceil(found["batch_size"] / gpus), name) for name in others)]:
         speed = gpus * row.images_per_second if row in same else row.share * floor

@@ -73,7 +73,5 @@ def collapse(records: list[dict], config: Config) -> str:
     fallen = list(itertools.takewhile(lambda each: each["rank"] < COLLAPSED, reversed(ranks)))
     if not fallen or fallen[0]["epoch"] - fallen[-1]["epoch"] < 1:
         return ""
-    told = (
-        f"The model has collapsed: from epoch {fallen[-1]['epoch']:.4g} on all images have nearly the same projections"
-    )
-    return f"{told} ({fallen[0]['rank']:.2f} effective dimensions of {config.projector_dim})."
+    told = f"The model has collapsed: from epoch {fallen[-1]['epoch']:.4g} on all images have nearly the same"
+    return f"{told} projections ({fallen[0]['rank']:.2f} effective dimensions of {config.projector_dim})."
