@@ -160,7 +160,7 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
     monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: asked.append(mode))
     Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True, objective=objective))
-    assert asked == [(8, None), None] and caplog.messages.count(said) == 1
+    assert asked == [(8, None), "default"] and caplog.messages.count(said) == 1
     graphs = dict(objective=objective, compile_mode="reduce-overhead")
     Trainer(digits(tmp_path, steps=1, batch_size=30, compile=False, **graphs))
     assert asked[2:] == [(30, None)] and caplog.messages.count(said) == 1
