@@ -67,9 +67,9 @@ def _asked(args: argparse.Namespace) -> tuple:
     """
     from ..model.config import ViTConfig
     from ..model.presets import PRESETS, RESNETS, TIMM, is_baseline
+    from ..run.config import UNLABELLED
     from ..tools.cost.training import DATASETS
-    from ..train.expectation import cost_arguments
-    from ..train.recipes import resolve, vit_arguments
+    from ..train.recipes import cost_arguments, resolve, vit_arguments
 
     given = {k: v for k, v in vars(args).items() if k in ("model", "img_size", "batch_size", "epochs", "recipe")}
     images, classes, settings = getattr(args, "images", None), 1000, dict(getattr(args, "set", []))
@@ -94,7 +94,7 @@ def _asked(args: argparse.Namespace) -> tuple:
         from ..model.baselines import as_vit, baseline
         from ..train.setup import new_model
 
-        own = not {"img_size", "recipe"} & given.keys()  # timm's size
+        own = not {"img_size", "recipe"} & given.keys() and config.objective not in UNLABELLED  # timm's size
         with torch.device("meta"):
             model = baseline(config.model, classes) if own else new_model(config, classes)
         model = as_vit(model, config.model) or model

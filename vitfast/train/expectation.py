@@ -9,13 +9,12 @@ from ..data.identity import stamp
 from ..data.loader import Data
 from ..data.sources import Source, evenly
 from ..errors import InputError
-from ..model.config import ViTConfig
-from ..model.presets import pair
 from ..model.vit import ViT
-from ..run.config import Config, crop_sizes
+from ..run.config import Config
 from ..tools.cost.gpus import name_of, rates
 from ..tools.cost.steps import arguments_of, forward_flops
 from ..tools.cost.training import estimate
+from .recipes import cost_arguments
 from .setup import new_model
 
 SAMPLED = 200  # images whose files are asked for their size
@@ -31,7 +30,7 @@ def expectation(config: Config, model: nn.Module, data: Data) -> tuple[float | N
         if gpu is None or not isinstance(vit, ViT) or data.dtype is None or data.packing:
             known = "only vitfast's ViTs, in 16 bits and of one image size, were timed"
             raise InputError(known if gpu else f"no data sheet of {name} is known")
-        arguments |= cost_arguments(config, vit) | dict(batch_size=data.images_per_step)
+        arguments |= cost_arguments(config, arguments_of(vit)) | dict(batch_size=data.images_per_step)
         cost = estimate(vit, rates(gpu), **arguments)
         if cost["dropout"] or cost["predicted"]["step_seconds"] < 0.01:
             raise InputError("dropout is in no estimate" if cost["dropout"] else "no step below 10 ms was timed")
@@ -43,17 +42,6 @@ def expectation(config: Config, model: nn.Module, data: Data) -> tuple[float | N
     rate = speed * bytes_per_image(data.train, data.img_size) / 1e6
     needed = f"for that, the data has to deliver {speed:,.0f} images/s, {rate:,.0f} MB/s"
     return speed, f" {gpus} about {speed:,.0f} images/s ({basis}); {needed}."
-
-
-def cost_arguments(config: Config, model: nn.Module | ViTConfig) -> dict:
-    """The arguments of `estimate` that the settings of a run decide."""
-    found = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
-    if config.objective == "lejepa":
-        c = arguments_of(model)
-        kinds = crop_sizes(config, pair(c.img_size), pair(c.patch_size))
-        widths = (c.embed_dim, config.projector_width, config.projector_width, config.projector_dim)
-        found |= dict(crops=[kind for kind in kinds if kind[0]], projector=widths)
-    return found
 
 
 def training_flops(config: Config, classes: int) -> float:

@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 
 from ..errors import InputError, unknown
-from ..model.presets import preset
-from ..run.config import FIELDS, Config, Recipe, as_plain, check_run
+from ..model.config import ViTConfig
+from ..model.presets import pair, preset
+from ..run.config import FIELDS, Config, Recipe, as_plain, check_run, crop_sizes
 from ..run.fields import is_none
 from .paper import PAPER
 
@@ -185,3 +186,13 @@ def vit_arguments(config: Config, classes: int) -> dict:
     shape = preset(config.model)
     hidden = shape["embed_dim"] if config.hidden_head else None
     return {**model_arguments(config), **shape, "num_classes": classes, "representation_size": hidden}
+
+
+def cost_arguments(config: Config, model: ViTConfig) -> dict:
+    """The arguments of `vitfast.tools.cost.training.estimate` that the settings of a run decide."""
+    found = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
+    if config.objective == "lejepa":
+        kinds = crop_sizes(config, pair(model.img_size), pair(model.patch_size))
+        widths = (model.embed_dim, config.projector_width, config.projector_width, config.projector_dim)
+        found |= dict(crops=[kind for kind in kinds if kind[0]], projector=widths)
+    return found

@@ -130,6 +130,7 @@ def test_auto_keeps_all_where_it_fits(capsys):
         (("--model", "B/16", "--reached", 0), "reached must be positive, got 0"),
         (("--model", "B/16", "--reached", "nan"), "reached must be positive, got nan"),
         (("--model", "timm:resnet18", "--reached", 9), "--reached is for ViTs that vitfast reads; timm:resnet18 is"),
+        (("--model", "R50x1", "--set", "objective=lejepa"), "objective=lejepa trains vitfast's ViTs only"),
         (("--recipe", "no/such"), "unknown recipe"),
         (("--recipe", "ssl/small"), "recipe ssl/small is for any data: add --images N, the images in an epoch"),
         (("--recipe", "ssl/small", "--images", 9, "--set", "local_size=60"), "must be a multiple of the patch, 8 x 8"),

@@ -59,7 +59,7 @@ def tokens(model: ViTConfig) -> int:
 
 
 def closest(model: ViTConfig, gpu: str, batch: int, library: str = "vitfast") -> Measured:
-    """The row of a library that says most of a step: of its generation, in amp, of its model, and of its GPU.
+    """The row of a library that says most of a step: its generation's, in amp, its model's, its GPU's.
 
     Models are as far apart as the logarithms of their widths and numbers of tokens, and then of their batches. They
     differ more in their shares than GPUs of a generation do. Of equals, the smaller share counts.
