@@ -94,7 +94,8 @@ def _asked(args: argparse.Namespace) -> tuple:
         from ..model.baselines import as_vit, baseline
         from ..train.setup import new_model
 
-        own = not {"img_size", "recipe"} & given.keys() and config.objective not in UNLABELLED  # timm's size
+        # new_model takes the size of a recipe or a flag, and refuses the objectives that train no baseline.
+        own = not {"img_size", "recipe"} & given.keys() and config.objective not in UNLABELLED
         with torch.device("meta"):
             model = baseline(config.model, classes) if own else new_model(config, classes)
         model = as_vit(model, config.model) or model
